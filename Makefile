@@ -1,0 +1,35 @@
+# The commands of this repository. `make setup` makes .venv for machines without a GPU; the other targets bring it up to
+# date themselves. With a Python of your own (a GPU machine, a container): make test PYTHON=python3
+
+VENV ?= .venv
+PYTHON ?= $(VENV)/bin/python
+GPU_PYTHON ?= python3
+# -P keeps the repository's root off sys.path: kernels/ must not be importable as `kernels`.
+PYTEST = $(PYTHON) -P -m pytest
+READY = $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
+# A folder without Python files is an error to mypy.
+SOURCES = $(foreach folder,rlhf_megatron kernels launch tools,$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint gpu-test
+
+help: ## Show the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: ## Make or update .venv with pinned CPU wheels (about a minute, then nothing)
+	@VENV=$(abspath $(VENV)) tools/environment/setup_cpu.sh
+
+demo: $(READY) ## Train a small model by reinforcement learning on this machine's CPU
+	@$(PYTHON) tools/demo.py
+
+test: $(READY) ## All tests that need no GPU, within 15 minutes on two cores
+	$(PYTEST) --durations=10 $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy $(SOURCES)
+
+gpu-test: ## Tests on GPUs, with the Python of GPU_PYTHON
+	$(GPU_PYTHON) -P -m pytest --durations=10 -m gpu $(ARGS)

@@ -1,0 +1,34 @@
+"""How the losses of tokens become one number: as weights that are fixed before anything is cut into micro-batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.data.batch import row_sums
+
+
+def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str) -> Tensor:
+    """response_mask [T] bool, cu_seqlens [R + 1] of a WHOLE minibatch -> weights [T] float64-computed float32.
+
+    The loss is sum(weights * per_token_loss), on whatever ranks and in whatever micro-batches the terms are added:
+
+    - token_mean: every sampled token counts the same (DAPO, arXiv 2503.14476, eq. 8);
+    - sequence_mean_token_mean: each response's mean, then the mean over responses (GRPO, arXiv 2402.03300, eq. 3);
+    - sequence_mean_token_sum: each response's sum, then the mean over responses.
+
+    A response without tokens counts as a response with loss 0. Raises ValueError for another name.
+    """
+    rows = max(1, len(cu_seqlens) - 1)
+    tokens_of_row = row_sums(response_mask.long(), cu_seqlens).double()
+    match aggregation:
+        case "token_mean":
+            per_row = torch.full_like(tokens_of_row, 1.0 / max(1.0, float(tokens_of_row.sum())))
+        case "sequence_mean_token_mean":
+            per_row = 1.0 / (rows * tokens_of_row.clamp(min=1.0))
+        case "sequence_mean_token_sum":
+            per_row = torch.full_like(tokens_of_row, 1.0 / rows)
+        case _:
+            raise ValueError(f"loss_aggregation {aggregation!r} is not one of token_mean, sequence_mean_token_mean, "
+                             "sequence_mean_token_sum")  # fmt: skip
+    return (per_row.repeat_interleave(cu_seqlens.diff()) * response_mask).float()

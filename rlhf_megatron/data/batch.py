@@ -1,0 +1,122 @@
+"""RolloutBatch: the trajectories of one step, packed without padding. ``packing`` cuts it into micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutBatch:
+    """R trajectories with T tokens in all. Row r of every field is the same trajectory.
+
+    A per-token value at position t belongs to token t as the predicted one; it is 0 where ``response_mask`` is False.
+    """
+
+    tokens: Tensor  # [T] int64: prompt, then response, of each row in turn
+    cu_seqlens: Tensor  # [R + 1] int64: row r is tokens[cu_seqlens[r] : cu_seqlens[r + 1]]
+    response_mask: Tensor  # [T] bool: this token was sampled (or, in supervised training, is to be learnt)
+    rollout_logprobs: Tensor  # [T] float32: as the rollout engine reported it
+    rewards: Tensor  # [R] float32
+    group_id: Tensor  # [R] int64: responses to the same prompt share it
+    row_id: Tensor  # [R] int64: unique in the step, the same in every layout
+    weight_version: Tensor  # [R] int64: of the weights that generated the row
+    truncated: Tensor  # [R] bool: cut off at the length limit
+    old_logprobs: Tensor | None = None  # [T] float32: under the actor before this step's updates
+    reference_logprobs: Tensor | None = None  # [T] float32
+    advantages: Tensor | None = None  # [T] float32
+
+    @property
+    def rows(self) -> int:
+        """The number of trajectories."""
+        return len(self.row_id)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[R] int64: tokens of each row, prompt and response."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[R] int64: sampled tokens of each row."""
+        return row_sums(self.response_mask.long(), self.cu_seqlens)
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """The batch of these rows, in this order; ``row_id`` says who is who."""
+        index = torch.as_tensor(list(rows), dtype=torch.int64)
+        lengths = self.lengths[index]
+        starts = self.cu_seqlens[index]
+        boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        within = torch.arange(int(boundaries[-1])) - boundaries[:-1].repeat_interleave(lengths)
+        positions = starts.repeat_interleave(lengths) + within
+        chosen = {
+            name: value[positions] if name in _TOKEN_FIELDS else value[index]
+            for name, value in self._tensors().items()
+            if name != "cu_seqlens"
+        }
+        return dataclasses.replace(self, cu_seqlens=boundaries, **chosen)
+
+    def with_fields(self, **values: Any) -> RolloutBatch:
+        """The same batch with these fields set."""
+        return dataclasses.replace(self, **values)
+
+    def fields(self, weights: Tensor) -> dict[str, Tensor]:
+        """What an objective reads of each token, with the ``weights`` [T] that its loss is summed with."""
+        names = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages")
+        present = {name: value for name, value in self._tensors().items() if name in names}
+        return present | {"weights": weights}
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """[R] -> [T]: each row's value on its sampled tokens, 0 on the others."""
+        return per_row.repeat_interleave(self.lengths) * self.response_mask
+
+    def _tensors(self) -> dict[str, Tensor]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+_TOKEN_FIELDS = frozenset(
+    ["tokens", "response_mask", "rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"]
+)
+
+
+def row_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] -> [R]: the sum over each row's tokens, exact for integers."""
+    totals = torch.cat([values.new_zeros(1), values.cumsum(0)])
+    return totals[cu_seqlens[1:]] - totals[cu_seqlens[:-1]]
+
+
+def batch_from_rows(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]] | None = None,
+    *,
+    group_id: Sequence[int] | None = None,
+    row_id: Sequence[int] | None = None,
+    weight_version: int | Sequence[int] = 0,
+    truncated: Sequence[bool] | None = None,
+    rewards: Sequence[float] | None = None,
+) -> RolloutBatch:
+    """Packs rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own."""
+    count = len(prompts)
+    lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
+    tokens = [token for p, r in zip(prompts, responses, strict=True) for token in (*p, *r)]
+    mask = [flag for p, r in zip(prompts, responses, strict=True) for flag in [False] * len(p) + [True] * len(r)]
+    given = logprobs if logprobs is not None else [[0.0] * len(r) for r in responses]
+    reported = [value for p, row in zip(prompts, given, strict=True) for value in [0.0] * len(p) + list(row)]
+    versions = [weight_version] * count if isinstance(weight_version, int) else list(weight_version)
+    return RolloutBatch(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        response_mask=torch.tensor(mask, dtype=torch.bool),
+        rollout_logprobs=torch.tensor(reported, dtype=torch.float32),
+        rewards=torch.tensor([0.0] * count if rewards is None else list(rewards), dtype=torch.float32),
+        group_id=torch.tensor(range(count) if group_id is None else group_id, dtype=torch.int64),
+        row_id=torch.tensor(range(count) if row_id is None else row_id, dtype=torch.int64),
+        weight_version=torch.tensor(versions, dtype=torch.int64),
+        truncated=torch.tensor([False] * count if truncated is None else truncated, dtype=torch.bool),
+    )

@@ -1,0 +1,322 @@
+"""Tokenizers behind one small interface: Hugging Face folders and bare sentencepiece `.model` files.
+
+Chat templates are rendered here, and the tokens that end a response are found here. Nothing here reads training data.
+transformers and sentencepiece are imported when a tokenizer is loaded, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.data.errors import DataError
+
+Message = Mapping[str, Any]
+
+# Stands in for an assistant's answer while the token that the template puts behind an answer is looked up.
+TURN_PROBE = "turnprobe"
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        path: where it was loaded from, for messages.
+        eos_token_id: the token that ends a text.
+        pad_token_id: the tokenizer's padding token, or eos_token_id where it has none.
+        stop_token_ids: sorted ids on which generation stops: eos, the ids of generation_config.json, and the token
+            that the chat template puts behind an assistant's turn.
+        vocab_size: number of ids that the tokenizer can produce (the model's vocabulary may be padded beyond it).
+    """
+
+    path: str
+    eos_token_id: int
+    pad_token_id: int
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int
+
+    @abstractmethod
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every text; control tokens written out in a text are recognised, and none are added."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of the ids, without control tokens unless skip_special_tokens is False."""
+
+    @abstractmethod
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Return the chat template's text for messages of {role, content}.
+
+        Raises:
+            DataError: there is no chat template, or the template refuses these messages.
+        """
+
+    @abstractmethod
+    def is_special(self, token_id: int) -> bool:
+        """Return whether the id is a control token (never part of ordinary text)."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of one text; no control token is added."""
+        return self.encode_many([text])[0]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation, up to and with the header that opens the assistant's next turn.
+
+        Raises:
+            DataError: see `render_chat`.
+        """
+        return self.encode(self.render_chat(messages))
+
+    def _turn_end_token(self) -> int | None:
+        """Return the control token that the chat template puts behind an assistant's turn, if there is one."""
+        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN_PROBE}]
+        try:
+            rendered = self.render_chat(conversation, add_generation_prompt=False)
+        except DataError:
+            return None
+        _, found, tail = rendered.rpartition(TURN_PROBE)
+        token_ids = self.encode(tail) if found and tail else []
+        return token_ids[0] if token_ids and self.is_special(token_ids[0]) else None
+
+    def _collect_stop_tokens(self, folder: Path) -> tuple[int, ...]:
+        """Return the sorted ids that end a response (see the class)."""
+        stops = {self.eos_token_id, *_generation_config_eos(folder)}
+        turn_end = self._turn_end_token()
+        if turn_end is not None:
+            stops.add(turn_end)
+        return tuple(sorted(stops))
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A folder that transformers' AutoTokenizer can read (tokenizer.json, tokenizer_config.json, ...)."""
+
+    def __init__(self, folder: Path, trust_remote_code: bool, chat_template: str | None) -> None:
+        """Load from the folder, never from the network.
+
+        Raises:
+            DataError: transformers cannot read the folder, or its tokenizer has no end-of-text token.
+        """
+        from transformers import AutoTokenizer
+
+        self.path = str(folder)
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise DataError(
+                f"tokenizer: {folder} cannot be loaded ({_first_line(error)}); model.tokenizer must be a Hugging Face "
+                "folder with tokenizer.json (or tokenizer_config.json), or a sentencepiece .model file"
+            ) from error
+        if chat_template is not None:
+            self._inner.chat_template = chat_template
+        if self._inner.eos_token_id is None:
+            raise DataError(f"tokenizer: {folder} has no end-of-text token; set eos_token in its tokenizer_config.json")
+        self.eos_token_id = int(self._inner.eos_token_id)
+        pad = self._inner.pad_token_id
+        self.pad_token_id = self.eos_token_id if pad is None else int(pad)
+        self.vocab_size = len(self._inner)
+        self._special = frozenset(int(token_id) for token_id in self._inner.all_special_ids) | frozenset(
+            int(token_id) for token_id, token in self._inner.added_tokens_decoder.items() if token.special
+        )
+        self.stop_token_ids = self._collect_stop_tokens(folder)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode_many`."""
+        if not texts:
+            return []
+        # verbose=False: a text longer than the model's context is the overlong filter's business, not a warning.
+        encoded = self._inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [list(map(int, token_ids)) for token_ids in encoded["input_ids"]]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """See `Tokenizer.decode`."""
+        text = self._inner.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """See `Tokenizer.render_chat`."""
+        from jinja2 import TemplateError
+
+        if not self._inner.chat_template:
+            raise DataError(_no_template(self.path))
+        try:
+            rendered = self._inner.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"the chat template refuses these messages: {_first_line(error)}") from error
+        return str(rendered)
+
+    def is_special(self, token_id: int) -> bool:
+        """See `Tokenizer.is_special`."""
+        return token_id in self._special
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A bare sentencepiece `.model` file; it carries no chat template, so chats need data.chat_template."""
+
+    def __init__(self, model_file: Path, chat_template: str | None) -> None:
+        """Load the file.
+
+        Raises:
+            DataError: the file is no sentencepiece model, has no end-of-text piece, or the template is not valid Jinja.
+        """
+        import sentencepiece
+
+        self.path = str(model_file)
+        try:
+            self._inner: Any = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"tokenizer: {model_file} is not a sentencepiece model ({_first_line(error)})") from error
+        if self._inner.eos_id() < 0:
+            raise DataError(f"tokenizer: {model_file} has no </s> piece; train it with eos_id set")
+        self.eos_token_id = int(self._inner.eos_id())
+        self.pad_token_id = int(self._inner.pad_id()) if self._inner.pad_id() >= 0 else self.eos_token_id
+        self.vocab_size = int(self._inner.get_piece_size())
+        # Control pieces (<s>, </s>) never come out of sentencepiece's own encoder, but chat templates write them out.
+        self._control = {
+            self._inner.id_to_piece(token_id): token_id
+            for token_id in range(self.vocab_size)
+            if self._inner.is_control(token_id)
+        }
+        self._template = None if chat_template is None else _compile_template(chat_template)
+        self.stop_token_ids = self._collect_stop_tokens(model_file.parent)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode_many`."""
+        return [self._encode_with_controls(text) for text in texts]
+
+    def _encode_with_controls(self, text: str) -> list[int]:
+        """Encode the ordinary text between control pieces, and the pieces themselves as their ids."""
+        token_ids: list[int] = []
+        while text:
+            starts = [(text.find(piece), -len(piece), piece) for piece in self._control if piece in text]
+            if not starts:
+                token_ids.extend(self._inner.encode(text))
+                break
+            start, _, piece = min(starts)
+            token_ids.extend(self._inner.encode(text[:start]))
+            token_ids.append(self._control[piece])
+            text = text[start + len(piece) :]
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """See `Tokenizer.decode`."""
+        if skip_special_tokens:
+            return str(self._inner.decode([token_id for token_id in token_ids if not self.is_special(token_id)]))
+        parts: list[str] = []
+        plain: list[int] = []
+        for token_id in token_ids:
+            if self.is_special(token_id):
+                parts += [self._inner.decode(plain), self._inner.id_to_piece(token_id)]
+                plain = []
+            else:
+                plain.append(token_id)
+        return "".join([*parts, self._inner.decode(plain)])
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """See `Tokenizer.render_chat`."""
+        from jinja2 import TemplateError
+
+        if self._template is None:
+            raise DataError(_no_template(self.path))
+        try:
+            rendered = self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self._inner.id_to_piece(self._inner.bos_id()) if self._inner.bos_id() >= 0 else "",
+                eos_token=self._inner.id_to_piece(self.eos_token_id),
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"the chat template refuses these messages: {_first_line(error)}") from error
+        return str(rendered)
+
+    def is_special(self, token_id: int) -> bool:
+        """See `Tokenizer.is_special`."""
+        return bool(self._inner.is_control(token_id))
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
+    """Load a tokenizer from a Hugging Face folder, a sentencepiece `.model` file, or a folder with only the latter.
+
+    Args:
+        path: the folder or file (recipe: model.tokenizer, else model.path). Names on the Hugging Face hub are not
+            looked up: every rank would ask the network for them.
+        trust_remote_code: run Python code that comes with the folder.
+        chat_template: path of a Jinja file that replaces the tokenizer's own template (recipe: data.chat_template).
+
+    Raises:
+        DataError: there is nothing to load at the path, or it cannot be loaded.
+    """
+    location = Path(path)
+    template = None if chat_template is None else _read_template(Path(chat_template))
+    if location.is_file():
+        if location.suffix != ".model":
+            raise DataError(f"tokenizer: {location} is a file but not a sentencepiece .model; name its folder instead")
+        return SentencePieceTokenizer(location, template)
+    if not location.is_dir():
+        raise DataError(
+            f"tokenizer: there is no {location}; set model.tokenizer (or model.path) to a local folder with "
+            "tokenizer.json or to a sentencepiece .model file"
+        )
+    model_file = location / "tokenizer.model"
+    described = any((location / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if model_file.is_file() and not described:
+        return SentencePieceTokenizer(model_file, template)
+    return HuggingFaceTokenizer(location, trust_remote_code, template)
+
+
+def _read_template(path: Path) -> str:
+    """Return the text of a Jinja file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.chat_template: {path} cannot be read ({_first_line(error)}); give a Jinja file"
+        ) from error
+
+
+def _compile_template(text: str) -> Any:
+    """Compile a chat template in Jinja's sandbox, with the whitespace rules that transformers uses for its own."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(text)
+    except TemplateError as error:
+        raise DataError(f"data.chat_template is not valid Jinja: {_first_line(error)}") from error
+
+
+def _generation_config_eos(folder: Path) -> set[int]:
+    """Return the eos ids of a model folder's generation_config.json; an empty set where there is none."""
+    try:
+        value = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{folder / 'generation_config.json'} cannot be read: {_first_line(error)}") from error
+    values = value if isinstance(value, list) else [value]
+    return {token_id for token_id in values if isinstance(token_id, int)}
+
+
+def _no_template(path: str) -> str:
+    return f"the tokenizer at {path} has no chat template; set data.chat_template to a Jinja file"
+
+
+def _first_line(error: BaseException) -> str:
+    """Return an error's first line, for messages of one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""The training loops, each readable from top to bottom, and what they share."""

@@ -1,0 +1,17 @@
+"""From the recipe's layout sections to layouts on a number of ranks."""
+
+from __future__ import annotations
+
+from rlhf_megatron.recipe import LayoutSection
+from rlhf_megatron.topology.layout import Layout
+
+
+def make_layout(section: LayoutSection, ranks: int) -> Layout:
+    """The layout of a role on ``ranks`` ranks; data parallelism fills what the other degrees leave."""
+    return Layout(
+        tensor=section.tensor,
+        pipeline=section.pipeline,
+        data=section.data or ranks // (section.tensor * section.pipeline),
+        first_stage_layers=section.first_stage_layers,
+        last_stage_layers=section.last_stage_layers,
+    )

@@ -1,0 +1,65 @@
+"""Supervised fine-tuning: next-token loss on the responses of a data set. All but the loop is shared with rl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.aggregation import token_weights
+from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.loops.session import Session
+
+
+def run_sft(session: Session) -> dict[str, float]:
+    """Trains the actor on the recipe's data; returns the first and the last held-out loss, if there is such data."""
+    recipe = session.recipe
+    losses = []
+    if session.validation is not None and recipe.evaluation.at_start:
+        losses.append(evaluate(session, 0))
+    for step in range(1, recipe.steps + 1):
+        session.begin_step()
+        batch = batch_of(session.train.next(recipe.batch.prompts_per_step))
+        weights = token_weights(batch.response_mask, batch.cu_seqlens, recipe.algorithm.loss_aggregation)
+        with session.phase("update"):
+            metrics = session.actor.update(batch, {"weights": weights}, negative_log_likelihood)
+        session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens))
+        interval = recipe.evaluation.interval
+        due = (interval and step % interval == 0) or (step == recipe.steps and recipe.evaluation.at_end)
+        if session.validation is not None and due:
+            losses.append(evaluate(session, step))
+        if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and step < recipe.steps:
+            session.export(step)
+    return {"first": losses[0], "last": losses[-1]} if losses else {}
+
+
+def negative_log_likelihood(
+    logprobs: Tensor, entropy: Tensor, fields: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """The objective: minus the weighted logprob of the tokens to be learnt."""
+    count = torch.full_like(logprobs, 1.0).sum()
+    return -(logprobs * fields["weights"]).sum(), {"entropy": (entropy.sum(), count)}
+
+
+def batch_of(prompts: Sequence[Prompt]) -> RolloutBatch:
+    """The packed rows of prompts and their given responses; raises DataError for a row that has none."""
+    responses = []
+    for prompt in prompts:
+        if not prompt.response_token_ids:
+            raise DataError(f"row {prompt.row}: there is no response to learn; set data.response_column")
+        responses.append(prompt.response_token_ids)
+    return batch_from_rows([prompt.token_ids for prompt in prompts], responses)
+
+
+def evaluate(session: Session, step: int) -> float:
+    """Mean loss per token on held-out rows, logged as ``eval/loss``."""
+    dataset = session.validation
+    assert dataset is not None
+    count = min(len(dataset), session.recipe.evaluation.max_prompts or len(dataset))
+    batch = batch_of([dataset[index] for index in range(count)])
+    loss = -float(session.actor.logprobs(batch).logprobs[batch.response_mask].mean())
+    session.log(step, {"eval/loss": loss})
+    return loss

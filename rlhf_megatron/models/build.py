@@ -1,0 +1,80 @@
+"""Builds Megatron models from an architecture and a layout. Weights are filled in by ``hf_files``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rlhf_megatron.models import rotary
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.attention import PackedAttention
+from rlhf_megatron.models.weight_map import Implementation
+
+
+def choose_implementation(wanted: str) -> Implementation:
+    """ "auto" becomes Transformer Engine on GPUs that have it installed, else Megatron's local layers."""
+    if wanted == "auto":
+        if not torch.cuda.is_available():
+            return "local"
+        from megatron.core.extensions import transformer_engine
+
+        return "transformer_engine" if transformer_engine.HAVE_TE else "local"
+    return "transformer_engine" if wanted == "transformer_engine" else "local"
+
+
+def _layer_spec(architecture: Architecture, implementation: Implementation) -> ModuleSpec:
+    if implementation == "transformer_engine":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.query_key_norm)
+    rotary.install()
+    spec = get_gpt_layer_local_spec(qk_layernorm=architecture.query_key_norm, normalization="RMSNorm")
+    submodules: Any = spec.submodules
+    submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
+
+
+def build_model(
+    architecture: Architecture,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    implementation: Implementation,
+    seed: int,
+) -> GPTModel:
+    """One rank's part of the model on its device, in ``config.params_dtype``, with weights not yet filled in.
+
+    The random states of torch stay as they were; Megatron's tracker, used only by dropout, is seeded.
+    """
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # a notice of renaming per model
+    cuda_devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    if implementation == "transformer_engine" and config.params_dtype == torch.float32:
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    with torch.random.fork_rng(devices=cuda_devices):
+        model_parallel_cuda_manual_seed(seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=groups.tp.rank())
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(architecture, implementation),
+            vocab_size=architecture.padded_vocabulary(groups.tp.size()),
+            max_sequence_length=architecture.max_positions,
+            pre_process=groups.pp.rank() == 0,
+            post_process=groups.pp.rank() == groups.pp.size() - 1,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+            rope_scaling=architecture.rope_scaling_factor is not None,
+            rope_scaling_factor=architecture.rope_scaling_factor or 1.0,
+            parallel_output=True,
+            pg_collection=groups,
+        )
+    device = torch.device("cuda", cuda_devices[0]) if cuda_devices else torch.device("cpu")
+    model = model.to(device)
+    return model.to(config.params_dtype) if config.params_dtype != torch.float32 else model

@@ -1,0 +1,189 @@
+"""Hugging Face checkpoint files: reading rectangles of tensors, and writing a checkpoint in shards.
+
+Only safetensors files are read, so loading never runs code from a file. Which rectangle goes where is the matter of
+``weight_map``; who holds it, of ``regather``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_megatron.models.architecture import Architecture, ModelError, read_config
+from rlhf_megatron.models.weight_map import Block, Region, tensor_shapes
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# What a model folder holds beside its weights: configs, the tokenizer, the chat template.
+_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+
+
+class WeightSource(Protocol):
+    """Anything that gives rectangles of Hugging Face tensors."""
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        """``tensor[region]``, on the CPU or the current device."""
+        ...
+
+
+class CheckpointFiles:
+    """The safetensors files of one Hugging Face folder, opened lazily; a context manager."""
+
+    def __init__(self, folder: str | Path, architecture: Architecture) -> None:
+        """Finds every tensor of ``architecture``; raises ModelError naming what is missing or has another shape."""
+        self.folder = Path(folder)
+        self._open = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        self._file_of = self._locate()
+        self._shapes = tensor_shapes(architecture)
+        missing = [name for name in self._shapes if name not in self._file_of]
+        if missing:
+            raise ModelError(
+                f"{self.folder}: {len(missing)} of {len(self._shapes)} tensors are missing, the first is {missing[0]}"
+            )
+
+    def _locate(self) -> dict[str, Path]:
+        index = self.folder / _INDEX
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+            return {name: self.folder / file for name, file in names.items()}
+        single = self.folder / _SINGLE
+        if not single.is_file():
+            raise ModelError(
+                f"{self.folder}: neither {_SINGLE} nor {_INDEX} is there; "
+                "model.path must hold safetensors weights (or set model.random_weights=true)"
+            )
+        return dict.fromkeys(self._reader(single).keys(), single)
+
+    def _reader(self, path: Path) -> Any:
+        if str(path) not in self._files:
+            try:
+                self._files[str(path)] = self._open.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
+        return self._files[str(path)]
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        """``tensor[region]`` on the CPU in the file's dtype; only these bytes are read."""
+        path = self._file_of[tensor]
+        piece = self._reader(path).get_slice(tensor)
+        if tuple(piece.get_shape()) != self._shapes[tensor]:
+            raise ModelError(
+                f"{path}: {tensor} has shape {tuple(piece.get_shape())}, config.json asks for {self._shapes[tensor]}"
+            )
+        selected: Tensor = piece[tuple(slice(start, stop) for start, stop in region)]
+        return selected
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+
+class RandomWeights:
+    """Weights drawn from a seed, the same whatever the layout: norms 1, biases 0, the rest N(0, 0.02)."""
+
+    def __init__(self, architecture: Architecture, seed: int, device: torch.device) -> None:
+        self._shapes, self._seed, self._device = tensor_shapes(architecture), seed, device
+
+    def read(self, tensor: str, region: Region) -> Tensor:
+        """``tensor[region]`` in float32; the whole tensor is drawn so that every layout sees the same numbers."""
+        shape = self._shapes[tensor]
+        if tensor.endswith("norm.weight"):
+            whole = torch.ones(shape, device=self._device)
+        elif tensor.endswith(".bias"):
+            whole = torch.zeros(shape, device=self._device)
+        else:
+            digest = hashlib.sha256(f"{self._seed}/{tensor}".encode()).digest()
+            generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
+            whole = torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
+        return whole[tuple(slice(start, stop) for start, stop in region)]
+
+
+@torch.no_grad()
+def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: WeightSource) -> None:
+    """Fills ``parameters`` (by name) from ``source``; what no block covers (vocabulary padding) becomes zero.
+
+    Raises ModelError where blocks and parameters do not name the same set.
+    """
+    named = {block.parameter for block in blocks}
+    if named != set(parameters):
+        odd = sorted(named ^ set(parameters))
+        raise ModelError(f"the weight map and the model disagree on {len(odd)} parameters, the first is {odd[0]}")
+    for parameter in parameters.values():
+        parameter.zero_()
+    for block in blocks:
+        window(parameters[block.parameter], block.offset, block.region).copy_(source.read(block.tensor, block.region))
+
+
+def window(parameter: Tensor, offset: Sequence[int], region: Region) -> Tensor:
+    """The view of ``parameter`` that begins at ``offset`` and has ``region``'s extents."""
+    for dimension, (begin, (start, stop)) in enumerate(zip(offset, region, strict=True)):
+        parameter = parameter.narrow(dimension, begin, stop - start)
+    return parameter
+
+
+def write_checkpoint(
+    folder: Path,
+    companions: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    shard_bytes: int = 4 << 30,
+) -> None:
+    """Writes ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
+
+    ``companions`` is the folder that the config and tokenizer come from; the config's dtype becomes ``dtype``. The
+    folder appears whole: it is written under another name and renamed, and an older one is replaced.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        if pending:
+            save_file(pending, partial / f"shard-{len(shards)}", metadata={"format": "pt"})
+            shards.append(list(pending))
+            pending.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if sum(t.numel() * t.element_size() for t in pending.values()) + size > shard_bytes:
+            flush()
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        total += size
+    flush()
+    if len(shards) == 1:
+        (partial / "shard-0").rename(partial / _SINGLE)
+    else:
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards):
+            shard = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            (partial / f"shard-{number}").rename(partial / shard)
+            weight_map |= dict.fromkeys(names, shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (partial / _INDEX).write_text(json.dumps(index, indent=2))
+    for file in sorted(companions.iterdir()):
+        if file.suffix in _COMPANION_SUFFIXES and file.name not in (_INDEX, "config.json"):
+            shutil.copy(file, partial / file.name)
+    config = read_config(companions) | {"dtype": str(dtype).removeprefix("torch.")}
+    config.pop("torch_dtype", None)  # its name before transformers 5
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)

@@ -1,0 +1,136 @@
+"""MetricsLogger: one object per step into metrics.jsonl and into the recipe's trackers; and the reader of that file.
+
+Not here: the trackers themselves (trackers.py), and any reduction over ranks: the loop hands over final numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.monitor.trackers import Tracker, make_tracker
+
+FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
+
+
+class MonitorSettings(Protocol):
+    """The part of the recipe's `monitor` section that is read here."""
+
+    @property
+    def trackers(self) -> Sequence[str]:
+        """Names of trackers.TRACKERS."""
+
+
+class MetricsLogger:
+    """Writes the metrics of every step to metrics.jsonl and to the trackers. Use on one rank only.
+
+    metrics.jsonl is always written, whatever the recipe's list says: plots, reports and comparisons read it.
+    A tracker that is not a local file may fail while a run goes on (a server that is away): that is told on stderr and
+    never ends the run; after three failures in a row that tracker is dropped. A failing local file does end the run.
+    """
+
+    def __init__(
+        self, run_folder: RunFolder, settings: MonitorSettings, run_settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Open every tracker; `run_settings` is the resolved recipe as a plain mapping, shown by trackers that can.
+
+        Raises MonitorError (one line) for an unknown tracker, a missing package, or a tracker that cannot start.
+        """
+        names = list(dict.fromkeys(["jsonl", *settings.trackers]))
+        self._trackers: dict[str, Tracker] = {}
+        for name in names:
+            self._trackers[name] = make_tracker(name, run_folder, run_settings or {})
+        self._failures = dict.fromkeys(names, 0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the numbers of one step. Names as in "rollout/response_length_mean"; values are plain numbers, NaN too.
+
+        Raises TypeError naming the metric whose value is no number: a tensor here would hide a device synchronisation.
+        """
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        for name, tracker in list(self._trackers.items()):
+            if tracker.is_local:
+                tracker.log(step, numbers)
+            else:
+                self._log_or_warn(name, tracker, step, numbers)
+
+    def _log_or_warn(self, name: str, tracker: Tracker, step: int, numbers: Mapping[str, float]) -> None:
+        try:
+            tracker.log(step, numbers)
+        except Exception as error:
+            self._failures[name] += 1
+            dropped = self._failures[name] >= FAILURES_BEFORE_A_TRACKER_IS_DROPPED
+            ending = "; it is dropped for the rest of the run" if dropped else ""
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            print(f"warning: tracker {name} failed at step {step}: {reason}{ending}", file=sys.stderr, flush=True)
+            if dropped:
+                del self._trackers[name]
+        else:
+            self._failures[name] = 0
+
+    def close(self) -> None:
+        """Flush and close every tracker; a tracker that is not a local file only warns if it fails."""
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                if tracker.is_local:
+                    raise
+                print(f"warning: tracker {name} did not close: {error}", file=sys.stderr, flush=True)
+        self._trackers = {}
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, (int, float)):
+        return value
+    # numpy's scalars are numbers that the host already has; torch's tensors may still be on their way.
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return float(value)
+    raise TypeError(f"metric {name!r} is a {type(value).__name__}, not a number; reduce it before it is logged")
+
+
+def read_metrics(path: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Read metrics.jsonl into one series per metric: name -> (steps ascending, values); null is read as NaN.
+
+    A step that was logged more than once (an evaluation beside a training step, or a step repeated after a resume) is
+    merged, the later value wins. A torn last line, as a killed run leaves it, is skipped; a broken line elsewhere
+    raises MonitorError with file and line number.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            step = int(record.pop("step"))
+            values = {name: math.nan if value is None else float(value) for name, value in record.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines):
+                break
+            raise MonitorError(f"{path}:{number}: not an object with a step and numbers; remove the line") from error
+        rows.setdefault(step, {}).update(values)
+    series: dict[str, tuple[list[int], list[float]]] = {}
+    for step in sorted(rows):
+        for name, value in rows[step].items():
+            steps, values_of_name = series.setdefault(name, ([], []))
+            steps.append(step)
+            values_of_name.append(value)
+    return series

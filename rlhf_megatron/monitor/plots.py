@@ -1,0 +1,237 @@
+"""One picture of a run, drawn from its metrics.jsonl. Reads that file only: no model, no recipe, no display."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from rlhf_megatron.monitor.columns import PHASES
+from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.monitor.metrics import read_metrics
+
+Series = dict[str, tuple[list[int], list[float]]]
+
+INK, MUTED, GRID = "#1f2933", "#697586", "#e4e7eb"
+PALETTE = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#475569")
+PHASE_COLOURS = {
+    "generate": "#2563eb", "score": "#f59e0b", "logprobs": "#10b981", "update": "#7c3aed", "regather": "#ec4899",
+}  # fmt: skip
+COLUMNS_OF_PANELS = 3
+POINTS_THAT_NEED_SMOOTHING = 24
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: metrics by name, or every eval/SOURCE/METRIC for a name that is "eval/*/METRIC"."""
+
+    title: str
+    unit: str
+    metric: str
+    colour: str
+    as_percent: bool = False
+    may_be_logarithmic: bool = False
+    smoothed: bool = True
+
+
+RL_PANELS = (
+    Panel("Reward", "mean over responses", "reward/mean", "#059669"),
+    Panel("Held-out accuracy", "share of answers that are right", "eval/*/accuracy", "#2563eb", as_percent=True),
+    Panel("Response length", "tokens, mean", "rollout/response_length_mean", "#ea580c"),
+    Panel("Entropy", "nats per token", "train/entropy", "#9333ea"),
+    Panel("KL to the reference", "nats per token", "train/kl", "#db2777"),
+    Panel(
+        "Mismatch", "KL of trainer against rollout, nats per token", "train/mismatch_kl", "#0891b2",
+        may_be_logarithmic=True,
+    ),
+)  # fmt: skip
+SFT_PANELS = (
+    Panel("Loss", "nats per token", "train/loss", "#059669"),
+    Panel("Held-out accuracy", "share of answers that are right", "eval/*/accuracy", "#2563eb", as_percent=True),
+    Panel("Held-out loss", "nats per token", "eval/*/loss", "#2563eb"),
+    Panel("Token accuracy", "share of tokens predicted", "train/accuracy", "#0891b2", as_percent=True),
+    Panel("Gradient norm", "before clipping", "train/grad_norm", "#ea580c", may_be_logarithmic=True),
+    Panel("Learning rate", "per step", "train/learning_rate", "#9333ea", smoothed=False),
+    Panel("Throughput", "tokens per GPU and second", "perf/tokens_per_gpu_per_sec", "#ca8a04"),
+)
+
+
+def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
+    """Draw the curves of a run into one PNG; `title` is the run folder's name unless given.
+
+    A run with rewards gets reward, held-out accuracy, response length, entropy, KL, mismatch and the seconds of each
+    phase; any other run gets the panels of supervised training. Panels without a finite value are left out.
+    Raises MonitorError if the file is missing, a line of it is broken, or nothing in it can be drawn.
+    """
+    if not metrics_path.is_file():
+        raise MonitorError(f"{metrics_path}: no such file; give the metrics.jsonl of a run folder")
+    series = read_metrics(metrics_path)
+    panels = [
+        (panel, curves)
+        for panel in (RL_PANELS if "reward/mean" in series else SFT_PANELS)
+        if (curves := _curves_of(panel, series))
+    ]
+    phases = _phase_names(series)
+    if not panels and not phases:
+        raise MonitorError(f"{metrics_path}: holds no metric that can be drawn; has the run finished a step?")
+    figure = _draw(panels, phases, series, title or metrics_path.resolve().parent.name)
+    out_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png, dpi=144, facecolor="white")
+
+
+def _curves_of(panel: Panel, series: Series) -> dict[str, tuple[list[int], list[float]]]:
+    """Return label -> (steps, values) with the finite values only; curves that have none are left out."""
+    prefix, _, suffix = panel.metric.partition("*")
+    chosen = {
+        (name[len(prefix) : len(name) - len(suffix)] if suffix else ""): points
+        for name, points in series.items()
+        if (name.startswith(prefix) and name.endswith(suffix) if suffix else name == panel.metric)
+    }
+    finite = {}
+    for label, (steps, values) in chosen.items():
+        kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+        if kept:
+            finite[label] = ([step for step, _ in kept], [value for _, value in kept])
+    return finite
+
+
+def _phase_names(series: Series) -> list[str]:
+    present = {name.removeprefix("time/") for name in series if name.startswith("time/")}
+    return [name for name in PHASES if name in present] + sorted(present.difference(PHASES))
+
+
+def _draw(panels: list[tuple[Panel, Series]], phases: list[str], series: Series, title: str) -> Figure:
+    """Lay the panels out in rows of three; the seconds per phase fill the last row's rest, or a row of their own."""
+    count = len(panels)
+    free = -count % COLUMNS_OF_PANELS
+    span = free if free >= 2 else COLUMNS_OF_PANELS
+    rows = math.ceil(count / COLUMNS_OF_PANELS) + (1 if phases and (free < 2) else 0)
+    height = 3.0 * rows + 0.9
+    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12, rect=(0.005, 0.0, 0.99, 1 - 0.62 / height))
+    figure = Figure(figsize=(14, height), layout=layout)
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(rows, COLUMNS_OF_PANELS)
+    steps = sorted({step for points in series.values() for step in points[0]})
+    figure.text(0.018, 1 - 0.30 / height, title, fontsize=17, fontweight="bold", color=INK, va="center")
+    figure.text(
+        0.982, 1 - 0.30 / height, f"steps {steps[0]} to {steps[-1]}", fontsize=11, color=MUTED, va="center", ha="right"
+    )
+    for index, (panel, curves) in enumerate(panels):
+        axes = figure.add_subplot(grid[divmod(index, COLUMNS_OF_PANELS)])
+        _draw_panel(axes, panel, curves, (steps[0], steps[-1]))
+    if phases:
+        axes = figure.add_subplot(grid[rows - 1, COLUMNS_OF_PANELS - span :])
+        _draw_phases(axes, phases, series)
+    return figure
+
+
+def _draw_panel(axes: Axes, panel: Panel, curves: Series, extent: tuple[int, int]) -> None:
+    _dress(axes, panel.title, panel.unit)
+    several = len(curves) > 1
+    for index, (label, (steps, values)) in enumerate(sorted(curves.items())):
+        colour = PALETTE[index % len(PALETTE)] if several else panel.colour
+        if len(values) < POINTS_THAT_NEED_SMOOTHING:
+            axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4.5, label=label)
+        elif not panel.smoothed:
+            axes.plot(steps, values, color=colour, linewidth=2.2, label=label)
+        else:
+            axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.3)
+            axes.plot(steps, smooth(values), color=colour, linewidth=2.2, label=label)
+    everything = [value for _, values in curves.values() for value in values]
+    if panel.may_be_logarithmic and min(everything) > 0 and max(everything) > 100 * min(everything):
+        axes.set_yscale("log")
+    elif panel.as_percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        axes.set_ylim(max(-0.02, min(everything) - 0.05), min(1.03, max(everything) + 0.05))
+    if extent[1] > extent[0]:
+        margin = 0.02 * (extent[1] - extent[0])
+        axes.set_xlim(extent[0] - margin, extent[1] + margin)
+    if several:
+        axes.legend(frameon=False, fontsize=8.5, labelcolor=MUTED)
+    else:
+        _annotate_ends(axes, panel, next(iter(curves.values())))
+
+
+def _annotate_ends(axes: Axes, panel: Panel, points: tuple[list[int], list[float]]) -> None:
+    """Write "first -> last" into the panel's upper right corner, above the axes."""
+
+    def write(value: float) -> str:
+        return f"{100 * value:.1f}%" if panel.as_percent else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+    smoothed = panel.smoothed and len(points[1]) >= POINTS_THAT_NEED_SMOOTHING
+    values = smooth(points[1]) if smoothed else points[1]
+    text = write(values[-1]) if len(values) == 1 else f"{write(values[0])} → {write(values[-1])}"
+    axes.annotate(
+        text, (1, 1), xytext=(0, 20), xycoords="axes fraction", textcoords="offset points",
+        ha="right", va="baseline", fontsize=10.5, fontweight="bold", color=panel.colour,
+    )  # fmt: skip
+
+
+def _draw_phases(axes: Axes, phases: list[str], series: Series) -> None:
+    """Stack the seconds of the phases, one bar per step, most of the time below; shares in the legend."""
+    steps = sorted({step for phase in phases for step in series[f"time/{phase}"][0]})
+    seconds = np.zeros((len(phases), len(steps)))
+    position = {step: index for index, step in enumerate(steps)}
+    for row, phase in enumerate(phases):
+        for step, value in zip(*series[f"time/{phase}"], strict=True):
+            seconds[row, position[step]] = value if math.isfinite(value) else 0.0
+    total = max(seconds.sum(), 1e-12)
+    base = np.zeros(len(steps))
+    spare = iter(PALETTE[::-1])
+    # Bars that touch read as an area for long runs and stay honest for short ones.
+    width = 0.82 if len(steps) <= 60 else 1.0
+    for row, phase in enumerate(phases):
+        colour = PHASE_COLOURS.get(phase) or next(spare, MUTED)
+        ran = seconds[row][seconds[row] > 0]
+        median = float(np.median(ran)) if ran.size else 0.0
+        label = f"{phase} {median:.3g} s, {100 * seconds[row].sum() / total:.0f}%"
+        axes.bar(steps, seconds[row], bottom=base, width=width, color=colour, linewidth=0, label=label)
+        base += seconds[row]
+    # One slow step (a first compilation) must not flatten the others.
+    ordinary, highest = float(np.percentile(base, 95, method="lower")), float(base.max())
+    cut = highest > 3 * ordinary > 0
+    if cut:
+        axes.set_ylim(0, 1.25 * ordinary)
+    _dress(axes, "Seconds per phase", f"stacked; the highest, {highest:.3g} s, is cut" if cut else "stacked, per step")
+    axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
+    axes.legend(
+        frameon=False, fontsize=9, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.005, 1.0),
+        ncols=len(phases) if len(phases) <= 6 else math.ceil(len(phases) / 2),
+        borderaxespad=0.2, handlelength=0.9, handletextpad=0.5, columnspacing=1.6,
+        title="median per step, share of the time", title_fontproperties={"size": 8.5}, alignment="right",
+    )  # fmt: skip
+
+
+def _dress(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=20)
+    axes.annotate(
+        unit, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9, color=MUTED
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+    axes.grid(axis="y", color=GRID, linewidth=0.9)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _tick(value: float, position: Any) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}" if abs(value) < 1e-12 else f"{value:.4g}"
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Return a centred mean over about a fifteenth of the run; at the ends over the part of the window that exists."""
+    half = max(1, len(values) // 30)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    starts = np.maximum(np.arange(len(values)) - half, 0)
+    ends = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return [float(mean) for mean in (sums[ends] - sums[starts]) / (ends - starts)]

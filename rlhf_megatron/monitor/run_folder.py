@@ -1,0 +1,108 @@
+"""Where the files of one run lie, and what happens when a run starts in a folder that another one has used.
+
+Only names and moves of files: what is written into them belongs to their writers (metrics.py, plots.py, the loops).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from rlhf_megatron.monitor.errors import MonitorError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+
+
+class RunFolder:
+    """The folder `root/name` of one run, with a path for everything that a run writes.
+
+    Making the object touches no file, so every rank may hold one; `prepare` is called once, on one rank.
+    """
+
+    def __init__(self, root: str | Path, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise MonitorError(
+                f"name: {name!r} cannot name a run folder; begin with a letter or digit, go on with those and . _ + = -"
+            )
+        self.name = name
+        self.path = Path(root) / name
+
+    @property
+    def recipe(self) -> Path:
+        """recipe.yaml: the resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """environment.json: versions, hardware, git state, command line."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """metrics.jsonl: one object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """samples/: the folder of step-N.parquet."""
+        return self.path / "samples"
+
+    @property
+    def plots(self) -> Path:
+        """plots/: the folder of *.png."""
+        return self.path / "plots"
+
+    @property
+    def checkpoints(self) -> Path:
+        """checkpoints/: the folder of step-N/ and `latest`."""
+        return self.path / "checkpoints"
+
+    def sample_file(self, step: int) -> Path:
+        """Return samples/step-N.parquet, the rows saved by the evaluation after step N."""
+        return self.samples / f"step-{step}.parquet"
+
+    def plot_file(self, name: str) -> Path:
+        """Return plots/NAME.png."""
+        return self.plots / f"{name}.png"
+
+    def checkpoint(self, step: int) -> Path:
+        """Return checkpoints/step-N, the folder of the training state after step N."""
+        return self.checkpoints / f"step-{step}"
+
+    def export(self, step: int) -> Path:
+        """Return export/step-N, the folder of the weights after step N in Hugging Face's format."""
+        return self.path / "export" / f"step-{step}"
+
+    def prepare(self, resume: bool = False) -> list[Path]:
+        """Make the folder and its subfolders; return the files that an earlier run's metrics were moved to.
+
+        With `resume` the metrics go on in the same file (a reader takes the last value of a step that was run twice).
+        Without it metrics.jsonl and metrics.csv of an earlier run are moved aside as metrics.previous-K.*, so that two
+        runs are never mixed in one file and no number is lost. Raises MonitorError if the folder cannot be written.
+        """
+        try:
+            for folder in (self.path, self.samples, self.plots):
+                folder.mkdir(parents=True, exist_ok=True)
+            return [] if resume else self._move_metrics_aside()
+        except OSError as error:
+            raise MonitorError(
+                f"run_root: cannot write the run folder {self.path}: {error.strerror or error}; choose another run_root"
+            ) from error
+
+    def _move_metrics_aside(self) -> list[Path]:
+        present = [path for path in (self.metrics, self.metrics.with_suffix(".csv")) if path.exists()]
+        if not present:
+            return []
+        used = [
+            int(match.group(1))
+            for path in self.path.iterdir()
+            if (match := re.fullmatch(r"metrics\.previous-(\d+)\.(?:jsonl|csv)", path.name))
+        ]
+        number = max(used, default=0) + 1
+        moved = []
+        for path in present:
+            target = self.path / f"metrics.previous-{number}{path.suffix}"
+            os.rename(path, target)
+            moved.append(target)
+        return moved

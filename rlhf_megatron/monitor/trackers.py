@@ -1,0 +1,229 @@
+"""Where metrics go: jsonl, csv, tensorboard, wandb, mlflow, behind one small interface.
+
+The third-party packages are imported when a tracker is opened, never with this module. What a tracker is given to log
+is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through environment.redact first.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Protocol
+
+from rlhf_megatron.monitor.environment import redact
+from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.monitor.run_folder import RunFolder
+
+
+class Tracker(Protocol):
+    """One place that metrics are written to."""
+
+    is_local: ClassVar[bool]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the numbers of one step."""
+
+    def close(self) -> None:
+        """Flush and release what is held."""
+
+
+class JsonlTracker:
+    """metrics.jsonl: {"step": n, "name": number, ...} per line. JSON has no NaN: what is not finite is null."""
+
+    is_local: ClassVar[bool] = True
+
+    def __init__(self, path: Path) -> None:
+        _drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line and hand it to the operating system, so that a killed process loses nothing."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class CsvTracker:
+    """metrics.csv: one row per call, one column per metric; a metric seen for the first time widens the table."""
+
+    is_local: ClassVar[bool] = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        _drop_torn_line(path)
+        self._columns = ["step"]
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                self._columns = next(csv.reader(file), self._columns)
+        self._file = path.open("a", newline="", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one row; cells of metrics that this step does not have stay empty."""
+        new_columns = [name for name in metrics if name not in self._columns]
+        if new_columns or not self._path.stat().st_size:
+            self._widen(new_columns)
+        row = {"step": step, **metrics}
+        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
+        self._file.flush()
+
+    def _widen(self, new_columns: list[str]) -> None:
+        """Rewrite the file with the new columns. Rare: most metrics are there at the first step."""
+        self._file.close()
+        with self._path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))[1:]
+        self._columns.extend(new_columns)
+        beside = self._path.with_suffix(".csv.partial")
+        with beside.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(self._columns)
+            writer.writerows(row + [""] * (len(self._columns) - len(row)) for row in rows)
+        os.replace(beside, self._path)
+        self._file = self._path.open("a", newline="", encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorboardTracker:
+    """Event files in the run folder's tensorboard/."""
+
+    is_local: ClassVar[bool] = False
+
+    def __init__(self, folder: Path) -> None:
+        _import("tensorboard", "tensorboard")
+        writer = _import("torch.utils.tensorboard", "tensorboard")
+        self._writer = writer.SummaryWriter(log_dir=str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run. Its own variables say where it goes: WANDB_MODE=offline keeps it in the run folder."""
+
+    is_local: ClassVar[bool] = False
+
+    def __init__(self, run_folder: RunFolder, run_settings: Mapping[str, Any]) -> None:
+        wandb = _import("wandb", "wandb")
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "rlhf_megatron"),
+                name=run_folder.name,
+                dir=str(run_folder.path),
+                config=dict(run_settings),
+                # The console's live table would be uploaded redraw by redraw.
+                settings=wandb.Settings(console="off"),
+            )
+        except Exception as error:
+            raise MonitorError(
+                f"monitor.trackers: wandb cannot start: {_first_line(error)}; "
+                "run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue the numbers of one step; wandb sends them in the background."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is sent or, offline, written."""
+        self._run.finish()
+
+
+class MlflowTracker:
+    """An MLflow run: on the server of MLFLOW_TRACKING_URI, or else in mlflow.db of the run folder."""
+
+    is_local: ClassVar[bool] = False
+
+    def __init__(self, run_folder: RunFolder, run_settings: Mapping[str, Any]) -> None:
+        mlflow = _import("mlflow", "mlflow")
+        self._mlflow = mlflow
+        try:
+            if not os.environ.get("MLFLOW_TRACKING_URI"):
+                mlflow.set_tracking_uri(f"sqlite:///{(run_folder.path / 'mlflow.db').resolve()}")
+            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rlhf_megatron"))
+            mlflow.start_run(run_name=run_folder.name)
+            mlflow.log_params({name: str(value)[:500] for name, value in _flatten(run_settings).items()})
+        except Exception as error:
+            raise MonitorError(
+                f"monitor.trackers: mlflow cannot start: {_first_line(error)}; check MLFLOW_TRACKING_URI"
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the numbers of one step."""
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """End the run on the server."""
+        self._mlflow.end_run()
+
+
+TRACKERS: dict[str, Callable[[RunFolder, Mapping[str, Any]], Tracker]] = {
+    "jsonl": lambda folder, settings: JsonlTracker(folder.metrics),
+    "csv": lambda folder, settings: CsvTracker(folder.metrics.with_suffix(".csv")),
+    "tensorboard": lambda folder, settings: TensorboardTracker(folder.path / "tensorboard"),
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+}
+
+
+def make_tracker(name: str, run_folder: RunFolder, run_settings: Mapping[str, Any]) -> Tracker:
+    """Open the tracker of that name; secrets in `run_settings` are hidden before it sees them.
+
+    Raises MonitorError for an unknown name, a package that is not installed, or a tracker that cannot start.
+    """
+    if name not in TRACKERS:
+        raise MonitorError(f"monitor.trackers: {name!r} is unknown; choose from {', '.join(TRACKERS)}")
+    return TRACKERS[name](run_folder, redact(dict(run_settings)))
+
+
+def _import(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MonitorError(
+            f"monitor.trackers: {package} cannot be imported ({_first_line(error)}); "
+            f"pip install 'rlhf-megatron[trackers]' or take {package} out of monitor.trackers"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off a last line without its end, as a killed run leaves it: the next record would otherwise continue it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        os.truncate(path, complete)
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,36 @@
+"""Recipes: what a run is asked to do, as checked, frozen values. Needs neither torch nor a GPU."""
+
+from rlhf_megatron.recipe.algorithm import AlgorithmSection
+from rlhf_megatron.recipe.checks import check_architecture, check_world
+from rlhf_megatron.recipe.data import DataSection
+from rlhf_megatron.recipe.dry_run import dry_run
+from rlhf_megatron.recipe.errors import RecipeError, UserError
+from rlhf_megatron.recipe.load import known_keys, load_recipe, make_recipe, resolved_yaml
+from rlhf_megatron.recipe.operations import MonitorSection, RewardSection
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import ActorSection, LayoutSection, OptimizerSection, RoleSection
+from rlhf_megatron.recipe.rollout import RolloutSection
+from rlhf_megatron.recipe.unsupported import unsupported
+
+__all__ = [
+    "ActorSection",
+    "AlgorithmSection",
+    "DataSection",
+    "LayoutSection",
+    "MonitorSection",
+    "OptimizerSection",
+    "Recipe",
+    "RecipeError",
+    "RewardSection",
+    "RoleSection",
+    "RolloutSection",
+    "UserError",
+    "check_architecture",
+    "check_world",
+    "dry_run",
+    "known_keys",
+    "load_recipe",
+    "make_recipe",
+    "resolved_yaml",
+    "unsupported",
+]

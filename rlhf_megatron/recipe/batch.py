@@ -1,0 +1,33 @@
+"""The `batch` section: how much a step takes. Every size has its unit in its name."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from rlhf_megatron.recipe.section import Section
+
+
+class BatchSection(Section):
+    """Sizes of one step, over all GPUs together."""
+
+    prompts_per_step: int = Field(gt=0)
+    """Prompts in one step (for sft: rows)."""
+    responses_per_prompt: int = Field(default=1, gt=0)
+    """Responses sampled for each prompt: the group size of GRPO."""
+    minibatch_prompts: int | None = Field(default=None, gt=0)
+    """Prompts (with all their responses) per optimizer step; default: all of the step's."""
+    epochs_per_step: int = Field(default=1, gt=0)
+    """How often a step's batch is gone through."""
+
+    @model_validator(mode="after")
+    def _minibatches_are_whole(self) -> BatchSection:
+        if self.minibatch_prompts is not None and self.prompts_per_step % self.minibatch_prompts:
+            raise ValueError(
+                f"minibatch_prompts={self.minibatch_prompts} must divide prompts_per_step={self.prompts_per_step}"
+            )
+        return self
+
+    @property
+    def minibatches_per_step(self) -> int:
+        """Optimizer steps in one pass over a step's batch."""
+        return self.prompts_per_step // (self.minibatch_prompts or self.prompts_per_step)

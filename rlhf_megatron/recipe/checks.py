@@ -1,0 +1,122 @@
+"""Checks that need more than the recipe: the world's size, and the model's config. What cannot be done yet at all is
+the matter of ``unsupported``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
+from rlhf_megatron.recipe.rollout import RolloutLayoutSection
+
+
+def roles_of(recipe: Recipe) -> dict[str, RoleSection]:
+    """The roles that the recipe has sections for, by name."""
+    named = {name: getattr(recipe, name) for name in ("actor", "reference", "critic", "reward_model")}
+    return {name: section for name, section in named.items() if section is not None}
+
+
+def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
+    """The role's own layout, or the actor's."""
+    return section.layout or recipe.actor.layout
+
+
+def stage_layers(layout: LayoutSection, layers: int) -> list[int]:
+    """How many of ``layers`` decoder layers each pipeline stage holds, from the first to the last.
+
+    Raises RecipeError where the layers between the given edge stages do not divide evenly.
+    """
+    edge = {0: layout.first_stage_layers, layout.pipeline - 1: layout.last_stage_layers}
+    given = {stage: count for stage, count in edge.items() if count is not None}
+    left, stages = layers - sum(given.values()), layout.pipeline - len(given)
+    # Every stage has a layer: an empty one would only pass activations on.
+    if (stages and (left % stages or left < stages)) or (not stages and left):
+        besides = f" with first {layout.first_stage_layers} and last {layout.last_stage_layers} given" if given else ""
+        raise RecipeError(
+            f"layout.pipeline={layout.pipeline}: {layers} layers do not divide over {layout.pipeline} stages{besides}; "
+            "set first_stage_layers and last_stage_layers so that the stages between are equal"
+        )
+    return [given.get(stage, left // stages if stages else 0) for stage in range(layout.pipeline)]
+
+
+def check_world(recipe: Recipe, world_size: int) -> None:
+    """Raises RecipeError where a layout does not fit on ``world_size`` GPUs."""
+    for name, section in roles_of(recipe).items():
+        layout = layout_of(recipe, section)
+        parts = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": layout.data}
+        _check_fill(f"{name}.layout", parts, world_size)
+    if recipe.loop == "rl" and recipe.rollout is not None:
+        rollout: RolloutLayoutSection = recipe.rollout.layout
+        _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, world_size)
+
+
+def _check_fill(where: str, parts: dict[str, int | None], world_size: int) -> None:
+    """The given degrees must fill the world, or divide it where ``data`` is left to be what remains."""
+    product = 1
+    for degree in parts.values():
+        product *= degree or 1
+    shown = [f"{name} {degree}" for name, degree in parts.items() if degree not in (None, 1) or name == "tensor"]
+    degrees = " x ".join(shown) + (f" = {product}" if len(shown) > 1 else "")
+    if parts["data"] is None and world_size % product:
+        raise RecipeError(
+            f"{where}: {degrees} does not divide {world_size} GPUs; change a degree, or run on a multiple of {product}"
+        )
+    if parts["data"] is not None and product != world_size:
+        raise RecipeError(
+            f"{where}: {degrees} is not {world_size} GPUs; change a degree, or leave data out so that it fills them"
+        )
+
+
+def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
+    """Raises RecipeError where the model of a Hugging Face ``config`` cannot be cut as the layouts ask."""
+    heads = _number(config, "num_attention_heads")
+    key_value_heads = int(config.get("num_key_value_heads") or heads)
+    feed_forward, layers = _number(config, "intermediate_size"), _number(config, "num_hidden_layers")
+    counts = {
+        "attention heads (num_attention_heads)": heads,
+        "key-value heads (num_key_value_heads)": key_value_heads,
+        "columns of the feed-forward layers (intermediate_size)": feed_forward,
+    }
+    for name, section in roles_of(recipe).items():
+        layout = layout_of(recipe, section)
+        for what, count in counts.items():
+            _check_divides(f"{name}.layout.tensor={layout.tensor}", layout.tensor, what, count)
+        try:
+            stage_layers(layout, layers)
+        except RecipeError as error:
+            raise RecipeError(f"{name}.{error}") from None
+    if recipe.loop == "rl" and recipe.rollout is not None:
+        tensor = recipe.rollout.layout.tensor
+        where = f"rollout.layout.tensor={tensor}"
+        _check_divides(where, tensor, "attention heads (num_attention_heads)", heads)
+        _check_divides(where, tensor, "columns of the feed-forward layers (intermediate_size)", feed_forward)
+        if key_value_heads % tensor and tensor % key_value_heads:  # vLLM repeats heads where there are too few
+            raise RecipeError(
+                f"{where} neither divides the model's {key_value_heads} key-value heads nor is a multiple; change it"
+            )
+        longest, limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length, _positions(config)
+        if limit is not None and longest > limit:
+            raise RecipeError(
+                f"rollout.max_response_length={recipe.rollout.max_response_length} + data.max_prompt_length="
+                f"{recipe.data.max_prompt_length} = {longest} is beyond the model's {limit} positions "
+                "(max_position_embeddings); lower one"
+            )
+
+
+def _check_divides(where: str, tensor: int, what: str, count: int) -> None:
+    if count % tensor:
+        raise RecipeError(f"{where} does not divide the model's {count} {what}; use a divisor of {count}, or pipeline")
+
+
+def _positions(config: dict[str, Any]) -> int | None:
+    value = config.get("max_position_embeddings")
+    return None if value is None else int(value)
+
+
+def _number(config: dict[str, Any], field: str) -> int:
+    """An integer field; raises RecipeError where the config does not have it."""
+    try:
+        return int(config[field])
+    except (KeyError, TypeError, ValueError):
+        raise RecipeError(f"config.json: {field} must be a number; it is {config.get(field, 'missing')!r}") from None

@@ -1,0 +1,172 @@
+"""The text of ``--dry-run``: what a recipe would do on a world of any size. Needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlhf_megatron.recipe.checks import check_architecture, check_world, layout_of, roles_of, stage_layers
+from rlhf_megatron.recipe.estimate import Estimate, StageMemory, estimate, has_reference, micro_batch_tokens
+from rlhf_megatron.recipe.load import resolved_yaml
+from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_of
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
+from rlhf_megatron.recipe.unsupported import unsupported
+
+_TIGHT = 0.95  # of the memory, beyond which what the estimate leaves out may decide
+
+
+def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None) -> str:
+    """The plan of ``recipe`` on ``world_size`` GPUs as plain text: recipe, layouts, batch, memory, what cannot be done.
+
+    ``regather_summary`` is one line about the bytes of a regathering, from a caller that can plan one. Raises
+    RecipeError where a layout does not fit the world or the model, or where there is no config.json to plan with.
+    """
+    config = planning_config(recipe)
+    check_world(recipe, world_size)
+    check_architecture(recipe, config)
+    shape = shape_of(config)
+    memory = estimate(recipe, shape, world_size)
+    sections = [
+        ("Recipe", resolved_yaml(recipe).rstrip().splitlines()),
+        ("Model", [_model_line(recipe, shape)]),
+        ("Layouts", list(_layout_lines(recipe, shape, world_size))),
+        ("One step", list(_batch_lines(recipe, world_size, memory))),
+        ("Regathering", [regather_summary] if regather_summary else []),
+        ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", list(_memory_lines(recipe, memory))),
+        ("Not in this version", unsupported(recipe) or ["nothing that the recipe asks for"]),
+    ]
+    blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
+    return f"Plan of {recipe.name} on {world_size} GPUs\n\n" + "\n\n".join(blocks) + "\n"
+
+
+def _model_line(recipe: Recipe, shape: ModelShape) -> str:
+    return (
+        f"{shape.parameters:,} parameters ({shape.parameters / 1e9:.2f}B) in {recipe.model.dtype}: "
+        f"{shape.layers} layers of {shape.hidden}, {shape.heads} heads, {shape.key_value_heads} key-value heads, "
+        f"vocabulary {shape.vocabulary}"
+    )
+
+
+def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterator[str]:
+    for name, section in roles_of(recipe).items():
+        if name == "reference" and not has_reference(recipe):
+            yield "reference: not made, since algorithm.kl_coef is 0"
+            continue
+        yield from _role_lines(name, section, layout_of(recipe, section), shape, world_size)
+    if recipe.loop == "rl" and recipe.rollout is not None:
+        tensor = recipe.rollout.layout.tensor
+        replicas = world_size // tensor
+        yield f"rollout: {_count(replicas, 'replica')} of tensor {tensor}, on ranks {_groups(tensor, 1, world_size)}"
+
+
+def _role_lines(name: str, section: RoleSection, layout: LayoutSection, shape: ModelShape, world: int) -> Iterator[str]:
+    data = world // layout.model_gpus
+    degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": data}
+    shown = " x ".join(f"{key} {value}" for key, value in degrees.items() if value > 1 or key in ("tensor", "data"))
+    extras = ", sequence parallel" if section.sequence_parallel and layout.tensor > 1 else ""
+    yield f"{name}: {shown} on ranks {_span(0, world)}{extras}"
+    # Ranks are numbered tensor first, then data, then pipeline, which is the order of topology.Layout.
+    if layout.tensor > 1:
+        yield f"  tensor groups: {_groups(layout.tensor, 1, world)}"
+    stage_size = world // layout.pipeline
+    if layout.pipeline > 1:
+        first = 0
+        for stage, layers in enumerate(stage_layers(layout, shape.layers)):
+            ranks = _span(stage * stage_size, (stage + 1) * stage_size)
+            yield f"  stage {stage}: layers {_span(first, first + layers)} on ranks {ranks}"
+            first += layers
+    if data > 1:
+        yield f"  data groups: {_groups(stage_size, layout.tensor * layout.context, world)}"
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+
+
+def _groups(size: int, stride: int, world: int) -> str:
+    """The groups of ranks ``stride`` apart within blocks of ``size``: the first ones and the last."""
+    total = world // size * stride
+    indices = list(range(total)) if total <= 4 else [0, 1, total - 1]
+    listed = []
+    for index in indices:
+        block = index // stride * size
+        members = [str(rank) for rank in range(block + index % stride, block + size, stride)]
+        if stride == 1:
+            listed.append(_span(block, block + size))
+        else:
+            listed.append(",".join(members if len(members) <= 4 else [*members[:2], "..", members[-1]]))
+    if total > 4:
+        listed.insert(2, "...")
+    return "; ".join(listed) + (f" ({total} groups)" if total > 4 else "")
+
+
+def _batch_lines(recipe: Recipe, world_size: int, memory: Estimate) -> Iterator[str]:
+    batch = recipe.batch
+    data = world_size // recipe.actor.layout.model_gpus
+    rows = batch.prompts_per_step * batch.responses_per_prompt
+    updates = batch.minibatches_per_step * batch.epochs_per_step
+    if recipe.loop == "rl":
+        yield f"{batch.prompts_per_step} prompts x {batch.responses_per_prompt} responses = {rows} rows"
+        if memory.rollout is not None:
+            replicas = memory.rollout.replicas
+            yield f"rollout: {_mean(rows, replicas)} rows for each of {_count(replicas, 'replica')}"
+    else:
+        yield f"{rows} rows"
+    per_update = (batch.minibatch_prompts or batch.prompts_per_step) * batch.responses_per_prompt
+    yield (
+        f"update: {_count(updates, 'optimizer step')} of {per_update} rows, {_mean(per_update, data)} per "
+        f"data-parallel rank, in micro-batches of up to {micro_batch_tokens(recipe, recipe.actor):,} tokens"
+    )
+
+
+def _mean(total: int, parts: int) -> str:
+    return str(total // parts) if total % parts == 0 else f"about {total / parts:.0f}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _memory_lines(recipe: Recipe, memory: Estimate) -> Iterator[str]:
+    for name, stages in memory.roles.items():
+        yield _role_memory_line(name, stages)
+    rollout = memory.rollout
+    if rollout is not None:
+        yield (
+            f"rollout: weights {rollout.weights:.1f} + KV cache {rollout.cache:.1f}: {rollout.cache_tokens:,} tokens, "
+            f"or {rollout.longest_sequences:,} sequences of full length at a time per replica"
+        )
+    limit = recipe.cluster.gpu_memory_gb
+    for phase, needed in memory.phases.items():
+        verdict = f"does NOT fit: {_advice(recipe, phase)}" if needed > limit else "fits"
+        if verdict == "fits" and needed > _TIGHT * limit:
+            verdict = "fits barely"
+        yield f"phase {phase}: {needed:.1f} of {limit:g}, {verdict}"
+    if rollout is not None and not rollout.longest_sequences:
+        yield "the KV cache does NOT hold one sequence of full length: raise rollout.gpu_memory_utilization"
+
+
+def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
+    role = max(stages, key=lambda stage: stage.peak)
+    where = f", stage {role.stage}" if len(stages) > 1 else ""
+    parts: Sequence[tuple[str, float]] = (
+        ("weights", role.weights),
+        ("gradients", role.gradients),
+        ("optimizer", role.optimizer),
+        ("activations", role.activations),
+        ("logits", role.logits),
+    )
+    if not role.gradients:
+        parts = (("weights", role.weights), ("forward pass", role.logprobs))
+    shown = " + ".join(f"{part} {size:.1f}" for part, size in parts)
+    return f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}"
+
+
+def _advice(recipe: Recipe, phase: str) -> str:
+    if phase == "generate":
+        return "lower rollout.gpu_memory_utilization, or raise actor.layout.tensor or pipeline"
+    if phase == "logprobs":
+        return "lower logprob_tokens_per_gpu of actor and reference"
+    if recipe.actor.recompute.granularity != "full":
+        return "lower actor.tokens_per_gpu, or set actor.recompute.granularity to full"
+    return "lower actor.tokens_per_gpu, or raise actor.layout.tensor or pipeline"

@@ -1,0 +1,197 @@
+"""How much memory a recipe needs on each GPU, phase by phase. Arithmetic only; what it leaves out is named.
+
+Not counted: fragmentation, buffers of collectives, and the kernels' workspaces, for which ``RESERVED_GB`` stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlhf_megatron.recipe.checks import layout_of, stage_layers
+from rlhf_megatron.recipe.model_shape import ModelShape
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import RoleSection
+
+GB = 2**30
+RESERVED_GB = 2.0  # CUDA context, NCCL buffers, workspaces of cuBLAS and attention
+SLEEPING_GB = 2.0  # what a sleeping vLLM keeps: its CUDA graphs and their memory
+ROLLOUT_ACTIVATIONS_GB = 2.0  # vLLM's own activations and sampling buffers, within its share
+STAGING_GB = 0.25  # the regathering's buffers
+_LOGIT_CHUNK_TOKENS = 2048  # as in kernels.vocab_parallel_logprob
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """GB on each GPU of one pipeline stage of a role."""
+
+    stage: int
+    parameters: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    logprobs: float
+
+    @property
+    def resident(self) -> float:
+        """What stays on the GPU in every phase."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> float:
+        """Everything at once, in an update; without gradients, in a pass for logprobs."""
+        return self.resident + max(self.activations + self.logits, self.logprobs)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutMemory:
+    """GB on each GPU of the rollout, and what fits into its cache."""
+
+    replicas: int
+    weights: float
+    cache: float
+    share: float
+    cache_tokens: int
+    longest_sequences: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Memory of a whole recipe: each role's stages, and for each phase what the fullest GPU needs."""
+
+    roles: dict[str, list[StageMemory]]
+    rollout: RolloutMemory | None
+    phases: dict[str, float]
+
+
+def estimate(recipe: Recipe, shape: ModelShape, world_size: int) -> Estimate:
+    """The memory of ``recipe`` on ``world_size`` GPUs, whose layouts have been checked."""
+    roles = {"actor": _role_memory(recipe, recipe.actor, shape, world_size, trained=True)}
+    if has_reference(recipe) and recipe.reference is not None:
+        roles["reference"] = _role_memory(recipe, recipe.reference, shape, world_size, trained=False)
+    rollout = _rollout_memory(recipe, shape, world_size) if recipe.loop == "rl" else None
+    return Estimate(roles, rollout, _phases(recipe, roles, rollout))
+
+
+def _phases(
+    recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: RolloutMemory | None
+) -> dict[str, float]:
+    """What the fullest GPU needs in each phase. With two layouts, their fullest stages are taken to meet on one GPU."""
+    actor, reference = roles["actor"], roles.get("reference", [])
+    beside = RESERVED_GB + max((stage.resident for stage in reference), default=0.0)
+    if rollout is None or recipe.rollout is None:
+        return {"update": beside + max(stage.peak for stage in actor)}
+    asleep = SLEEPING_GB if recipe.rollout.sleep else rollout.share
+    resident = beside + max(stage.resident for stage in actor)
+    forward = max((stage.logprobs for stage in actor + reference), default=0.0)
+    return {
+        "generate": resident + rollout.share + STAGING_GB,
+        "logprobs": resident + asleep + forward,
+        "update": beside + asleep + max(stage.resident + stage.activations + stage.logits for stage in actor),
+    }
+
+
+def has_reference(recipe: Recipe) -> bool:
+    """Whether the run makes a reference model."""
+    return recipe.loop == "rl" and recipe.reference is not None and recipe.algorithm.kl_coef != 0.0
+
+
+def longest_row(recipe: Recipe) -> int:
+    """Most tokens of one row. In sft responses have no limit of their own; they are taken to be as long as prompts."""
+    response = recipe.rollout.max_response_length if recipe.loop == "rl" and recipe.rollout else None
+    return recipe.data.max_prompt_length + (response or recipe.data.max_prompt_length)
+
+
+def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
+    """Tokens of the largest micro-batch of an update or of a pass for logprobs: the budget, or a longer row alone."""
+    budget = section.tokens_per_gpu if gradients else section.logprob_tokens_per_gpu or section.tokens_per_gpu
+    return max(budget, longest_row(recipe))
+
+
+def _role_memory(
+    recipe: Recipe, section: RoleSection, shape: ModelShape, world_size: int, *, trained: bool
+) -> list[StageMemory]:
+    """Every pipeline stage of a role."""
+    layout = layout_of(recipe, section)
+    stages = stage_layers(layout, shape.layers)
+    data = world_size // layout.model_gpus
+    size = _ELEMENT_BYTES[recipe.model.dtype]
+    tokens = micro_batch_tokens(recipe, section)
+    forward_tokens = micro_batch_tokens(recipe, section, gradients=False) // layout.context
+    forward_layer = forward_tokens * _layer_activations(shape, layout.tensor, section.sequence_parallel, size)
+    per_stage = []
+    for stage in range(layout.pipeline):
+        count = shape.rank_parameters(layout.tensor, stages, stage)
+        last = stage == layout.pipeline - 1
+        gradients = optimizer = activations = logits = 0.0
+        if trained:
+            # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
+            gradients, moments = 4.0 * count, (8.0 if size == 4 else 12.0) * count
+            optimizer = moments / (data * layout.context if recipe.actor.optimizer.distributed else 1)
+            # 1F1B: stage s holds the activations of up to (stages - s) micro-batches.
+            in_flight = min(layout.pipeline - stage, _most_micro_batches(recipe, tokens, data))
+            activations = _stage_activations(section, shape, stages[stage], tokens, layout.tensor, size, in_flight)
+            activations /= layout.context
+        if trained and last:
+            logits = _logit_bytes(shape, tokens // layout.context, layout.tensor, size, gradients=True)
+        forward = _logit_bytes(shape, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
+        parts = (size * count, gradients, optimizer, activations, logits, max(forward, forward_layer))
+        per_stage.append(StageMemory(stage, count, *(part / GB for part in parts)))
+    return per_stage
+
+
+def _most_micro_batches(recipe: Recipe, tokens: int, data: int) -> int:
+    """Micro-batches of one data-parallel rank in one optimizer step, if every row were as long as it may be."""
+    prompts = recipe.batch.minibatch_prompts or recipe.batch.prompts_per_step
+    rows = -(-prompts * recipe.batch.responses_per_prompt // data)
+    return max(1, -(-rows * longest_row(recipe) // tokens))
+
+
+def _layer_activations(shape: ModelShape, tensor: int, sequence_parallel: bool, size: int) -> float:
+    """Bytes per token that one decoder layer keeps for its backward pass, in the manner of arXiv 2205.05198, section 4.
+
+    Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden). Inside: query, key, value and
+    the attention's output; and of the gated feed-forward layer, which is not fused, gate and up, silu(gate), a copy of
+    up, and their product. Attention itself keeps nothing of the order of tokens squared.
+    """
+    outside = 4 * shape.hidden / (tensor if sequence_parallel else 1)
+    inside = (2 * shape.query + 2 * shape.key_value + 5 * shape.feed_forward) / tensor
+    return size * (outside + inside)
+
+
+def _stage_activations(
+    section: RoleSection, shape: ModelShape, layers: int, tokens: int, tensor: int, size: int, in_flight: int
+) -> float:
+    """Bytes that one stage keeps; layers that are recomputed keep their input, and one of them at a time is whole."""
+    whole = _layer_activations(shape, tensor, section.sequence_parallel, size)
+    if section.recompute.granularity != "full":  # selective: fused attention has nothing large to give up
+        return tokens * layers * whole * in_flight
+    recomputed = min(layers, section.recompute.layers or layers)
+    layer_input = size * shape.hidden / (tensor if section.sequence_parallel else 1)
+    kept = (layers - recomputed) * whole + recomputed * layer_input
+    return tokens * (kept * in_flight + whole)
+
+
+def _logit_bytes(shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool) -> float:
+    """Logits, the rows of them that predict sampled tokens, both gradients; and a chunk's softmax in float32."""
+    columns, copies = shape.padded_vocabulary(tensor) // tensor, 4 if gradients else 2
+    return float(columns * (copies * size * tokens + 3 * 4 * min(tokens, _LOGIT_CHUNK_TOKENS)))
+
+
+def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> RolloutMemory | None:
+    section = recipe.rollout
+    if section is None:
+        return None
+    tensor, size = section.layout.tensor, _ELEMENT_BYTES[section.dtype or recipe.model.dtype]
+    weights = size * shape.rank_parameters(tensor, [shape.layers], 0) / GB
+    if section.kv_cache_gb is not None:
+        cache = section.kv_cache_gb
+        share = weights + ROLLOUT_ACTIVATIONS_GB + cache
+    else:
+        share = section.gpu_memory_utilization * recipe.cluster.gpu_memory_gb
+        cache = max(0.0, share - weights - ROLLOUT_ACTIVATIONS_GB)
+    heads = max(1, shape.key_value_heads // tensor)
+    tokens = int(cache * GB // (2 * shape.layers * heads * shape.head_dim * size))
+    return RolloutMemory(world_size // tensor, weights, cache, share, tokens, tokens // longest_row(recipe))

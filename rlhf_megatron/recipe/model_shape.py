@@ -1,0 +1,120 @@
+"""The sizes of a model, read from its Hugging Face config.json for planning. Needs no weights.
+
+Which configs can be trained is decided by ``models.architecture``; here every dense decoder of the usual form counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.recipe.recipe import Recipe
+
+_VOCABULARY_MULTIPLE = 64  # as in models.architecture: vLLM pads to it too
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """What decides the size of a dense decoder-only transformer."""
+
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    vocabulary: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    query_key_norm: bool
+
+    @property
+    def query(self) -> int:
+        """Columns of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Columns of all key heads together, which are those of all value heads."""
+        return self.key_value_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, without padding, as its model card counts them."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
+        return embeddings + self.layers * self.layer_parameters() + self.hidden
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        """Parameters of one decoder layer on one of ``tensor`` ranks; too few key-value heads are repeated (vLLM)."""
+        query = self.query // tensor
+        key_value = max(self.key_value // tensor, self.head_dim)
+        qkv = query + 2 * key_value
+        attention = qkv * self.hidden + (qkv if self.qkv_bias else 0) + query * self.hidden
+        norms = 2 * self.hidden + (2 * self.head_dim if self.query_key_norm else 0)
+        return attention + norms + 3 * self.hidden * (self.feed_forward // tensor)
+
+    def padded_vocabulary(self, tensor: int) -> int:
+        """Rows of the embedding over all ranks: a multiple of 64 that ``tensor`` divides."""
+        multiple = _VOCABULARY_MULTIPLE
+        while multiple % tensor:
+            multiple += _VOCABULARY_MULTIPLE
+        return -(-self.vocabulary // multiple) * multiple
+
+    def embedding_parameters(self, tensor: int) -> int:
+        """Parameters of the embedding, or of the output layer, on one of ``tensor`` ranks."""
+        return self.padded_vocabulary(tensor) // tensor * self.hidden
+
+    def rank_parameters(self, tensor: int, stage_layers: list[int], stage: int) -> int:
+        """Parameters that one rank of a pipeline ``stage`` holds, where stage s has ``stage_layers[s]`` layers."""
+        first, last = stage == 0, stage == len(stage_layers) - 1
+        count = stage_layers[stage] * self.layer_parameters(tensor)
+        embeddings = int(first) + int(last)
+        if self.tied_embeddings and first and last:
+            embeddings = 1
+        return count + embeddings * self.embedding_parameters(tensor) + (self.hidden if last else 0)
+
+
+def planning_config(recipe: Recipe) -> dict[str, Any]:
+    """config.json of ``model.path``, or of ``model.config`` where the former is not here; raises RecipeError."""
+    candidates = [folder for folder in (recipe.model.path, recipe.model.config) if folder is not None]
+    path = next((file for folder in candidates if (file := Path(folder) / "config.json").is_file()), None)
+    if path is None:
+        tried = " nor ".join(str(Path(folder) / "config.json") for folder in candidates)
+        raise RecipeError(
+            f"model.path: there is no {tried}; download the model, or set model.config to a folder with its config.json"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read as JSON ({error}); download it again") from error
+    if not isinstance(config, dict):
+        raise RecipeError(f"{path}: must hold a JSON object; download it again")
+    return config
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """The sizes in a Hugging Face config; raises RecipeError naming the field that is missing."""
+
+    def number(field: str) -> int:
+        try:
+            return int(config[field])
+        except (KeyError, TypeError, ValueError):
+            shown = repr(config[field]) if field in config else "missing"
+            raise RecipeError(f"config.json: {field} must be a number; it is {shown}") from None
+
+    heads, kind = number("num_attention_heads"), config.get("model_type")
+    return ModelShape(
+        layers=number("num_hidden_layers"),
+        hidden=number("hidden_size"),
+        feed_forward=number("intermediate_size"),
+        heads=heads,
+        key_value_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or number("hidden_size") // heads),
+        vocabulary=number("vocab_size"),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        query_key_norm=kind == "qwen3",
+    )

@@ -1,0 +1,140 @@
+"""The sections of the roles: `actor`, `reference`, `critic`, `reward_model`, each with its layout and memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_megatron.recipe.section import Section
+
+
+class LayoutSection(Section):
+    """Degrees of parallelism of one role."""
+
+    tensor: int = Field(default=1, gt=0)
+    """Tensor parallelism: every layer is cut over this many GPUs."""
+    pipeline: int = Field(default=1, gt=0)
+    """Pipeline parallelism: layers are dealt out to this many stages."""
+    virtual_pipeline: int | None = Field(default=None, gt=1)
+    """Virtual stages per pipeline stage."""
+    context: int = Field(default=1, gt=0)
+    """Context parallelism: long sequences are cut over this many GPUs."""
+    expert: int = Field(default=1, gt=0)
+    """Expert parallelism."""
+    data: int | None = Field(default=None, gt=0)
+    """Data parallelism; default: what the other degrees leave of the role's GPUs."""
+    first_stage_layers: int | None = Field(default=None, gt=0)
+    """Layers of the first pipeline stage, where the layers do not divide evenly or its embedding weighs."""
+    last_stage_layers: int | None = Field(default=None, gt=0)
+    """Layers of the last pipeline stage."""
+
+    @model_validator(mode="after")
+    def _stages_exist(self) -> LayoutSection:
+        given = [key for key in ("first_stage_layers", "last_stage_layers") if getattr(self, key) is not None]
+        if given and self.pipeline == 1:
+            raise ValueError(f"{given[0]} needs pipeline of 2 or more; pipeline is 1, leave it out")
+        return self
+
+    @property
+    def model_gpus(self) -> int:
+        """GPUs that hold one copy of the model."""
+        return self.tensor * self.pipeline * self.context
+
+
+class RecomputeSection(Section):
+    """Activations that are computed again in the backward pass instead of being kept."""
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    """none; selective: attention only; full: whole layers."""
+    layers: int | None = Field(default=None, gt=0)
+    """With full: how many layers per stage; default: all."""
+
+    @model_validator(mode="after")
+    def _layers_need_full(self) -> RecomputeSection:
+        if self.layers is not None and self.granularity != "full":
+            raise ValueError(f"layers={self.layers} needs granularity full; it is {self.granularity}")
+        return self
+
+
+class OffloadSection(Section):
+    """What moves to host memory while the role does not compute."""
+
+    parameters: bool = False
+    """The weights."""
+    gradients: bool = False
+    """The gradient buffers."""
+    optimizer: bool = False
+    """Master weights and moments."""
+
+
+class OptimizerSection(Section):
+    """AdamW, and its learning rate over the optimizer steps of the run."""
+
+    learning_rate: float = Field(gt=0)
+    """The highest learning rate."""
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    """The rate that decay ends at."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the rate rises linearly."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """The optimizer step at which decay ends; default: the run's last."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay; norms and biases have none."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Adam's decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Adam's decay of the second moment."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Adam's term against division by zero."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest norm of the gradient over all parameters; 0 is off."""
+    distributed: bool = True
+    """Cut the optimizer's state over data-parallel ranks."""
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> OptimizerSection:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps={self.decay_steps} must be above warmup_steps={self.warmup_steps}")
+        return self
+
+
+class RoleSection(Section):
+    """A model that computes: where, in which layout, how much at a time."""
+
+    ranks: str = "all"
+    """GPUs of the role: all, "0-3", or "node0:0-3;node1:0-3"."""
+    layout: LayoutSection | None = None
+    """Degrees of parallelism; default: the actor's."""
+    sequence_parallel: bool = False
+    """With tensor parallelism: cut norms and dropout over the sequence too. Needs Transformer Engine."""
+    tokens_per_gpu: int = Field(gt=0)
+    """Tokens of one packed micro-batch; the knob for memory and speed. A longer sequence goes alone."""
+    logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
+    """The same for passes without gradients; default: tokens_per_gpu."""
+    recompute: RecomputeSection = RecomputeSection()
+    """Activations to compute again."""
+    offload: OffloadSection = OffloadSection()
+    """What moves to host memory between phases."""
+    transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of Transformer Engine, or Megatron's own in plain PyTorch; auto: the former on GPUs that have it."""
+
+
+class ActorSection(RoleSection):
+    """The model that is trained."""
+
+    layout: LayoutSection = LayoutSection()
+    """Degrees of parallelism."""
+    optimizer: OptimizerSection
+    """How it learns."""
+
+
+class FrozenRoleSection(RoleSection):
+    """A model that is not trained, such as the reference."""
+
+    path: str | None = None
+    """Folder of its weights; default: model.path."""

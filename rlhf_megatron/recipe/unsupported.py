@@ -1,0 +1,125 @@
+"""What a recipe can ask for and this version cannot do. An entry goes when its feature comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import FrozenRoleSection, RoleSection
+
+
+class Limit(NamedTuple):
+    """One thing that cannot be done yet."""
+
+    key: str
+    asked: Callable[[Recipe], bool]
+    advice: str
+
+
+def _each_role(key: str, asked: Callable[[RoleSection], bool], advice: str) -> Iterator[Limit]:
+    """The same limit for every role that can be built."""
+
+    def asked_of(name: str) -> Callable[[Recipe], bool]:
+        def asked_by(recipe: Recipe) -> bool:
+            section = getattr(recipe, name)
+            return section is not None and asked(section)
+
+        return asked_by
+
+    for name in ("actor", "reference"):
+        yield Limit(f"{name}.{key}", asked_of(name), advice)
+
+
+def _another_layout(section: FrozenRoleSection | None, recipe: Recipe) -> bool:
+    return section is not None and section.layout is not None and section.layout != recipe.actor.layout
+
+
+_ALWAYS: tuple[Limit, ...] = (
+    Limit("model.dtype", lambda r: r.model.dtype == "float16", "there is no loss scaling yet; use bfloat16 or float32"),
+    *_each_role("ranks", lambda s: s.ranks != "all", "all roles share all GPUs so far; use all"),
+    *_each_role(
+        "layout.context", lambda s: s.layout is not None and s.layout.context > 1, "no context parallelism yet; use 1"
+    ),
+    *_each_role(
+        "layout.expert", lambda s: s.layout is not None and s.layout.expert > 1, "no expert parallelism yet; use 1"
+    ),
+    *_each_role(
+        "layout.virtual_pipeline",
+        lambda s: s.layout is not None and s.layout.virtual_pipeline is not None,
+        "no interleaved schedule yet; leave it out",
+    ),
+    *_each_role(
+        "sequence_parallel",
+        lambda s: s.sequence_parallel and s.transformer_implementation == "local",
+        "only Transformer Engine's layers cut the sequence; set transformer_implementation to auto",
+    ),
+    *_each_role("offload.parameters", lambda s: s.offload.parameters, "no offloading yet; use false"),
+    *_each_role("offload.gradients", lambda s: s.offload.gradients, "no offloading yet; use false"),
+    *_each_role("offload.optimizer", lambda s: s.offload.optimizer, "no offloading yet; use false"),
+    Limit(
+        "checkpoint.save_interval",
+        lambda r: r.checkpoint.save_interval > 0,
+        "checkpoints cannot be resumed from yet; use checkpoint.export_interval",
+    ),
+    Limit(
+        "algorithm.loss_aggregation",
+        lambda r: r.algorithm.loss_aggregation == "sequence_sum_constant",
+        "not there yet; use sequence_mean_token_sum, which differs by a constant factor",
+    ),
+)
+
+_RL: tuple[Limit, ...] = (
+    Limit("critic", lambda r: r.critic is not None, "there is no value model yet; use advantage grpo or rloo"),
+    Limit("reward_model", lambda r: r.reward_model is not None, "no reward models yet; use a rule or reward.function"),
+    Limit(
+        "reference.layout",
+        lambda r: _another_layout(r.reference, r),
+        "the reference shares the actor's layout so far; leave it out",
+    ),
+    Limit(
+        "algorithm.advantage",
+        lambda r: r.algorithm.advantage not in ("grpo", "rloo"),
+        "there is no estimator of this name; use grpo or rloo",
+    ),
+    Limit(
+        "algorithm.filter_groups.enable",
+        lambda r: r.algorithm.filter_groups.enable,
+        "groups are not sampled again yet; use false",
+    ),
+    Limit(
+        "algorithm.overlong_buffer.enable",
+        lambda r: r.algorithm.overlong_buffer.enable,
+        "the length penalty is not there yet; use false",
+    ),
+    Limit(
+        "algorithm.rollout_correction.type",
+        lambda r: r.algorithm.rollout_correction.type != "none",
+        "mismatch is measured but not corrected yet; use none",
+    ),
+    Limit(
+        "rollout.ranks",
+        lambda r: r.rollout is not None and r.rollout.ranks != "all",
+        "rollout shares all GPUs with the actor so far; use all",
+    ),
+    Limit(
+        "rollout.async_scheduling",
+        lambda r: r.rollout is not None and r.rollout.async_scheduling,
+        "new weights could reach a running batch; use false",
+    ),
+)
+
+_SFT: tuple[Limit, ...] = (
+    Limit(
+        "batch.minibatch_prompts",
+        lambda r: r.batch.minibatches_per_step > 1,
+        "sft takes one optimizer step per step; lower batch.prompts_per_step instead",
+    ),
+    Limit("batch.epochs_per_step", lambda r: r.batch.epochs_per_step > 1, "sft goes on through the data; use 1"),
+)
+
+
+def unsupported(recipe: Recipe) -> list[str]:
+    """One line for each key that asks for what this version cannot do: "key: why; what to do"."""
+    limits = _ALWAYS + (_RL if recipe.loop == "rl" else _SFT)
+    return [f"{limit.key}: {limit.advice}" for limit in limits if limit.asked(recipe)]

@@ -1,0 +1,78 @@
+"""A role's weights as a Hugging Face folder, gathered a few tensors at a time on one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.hf_files import write_checkpoint
+from rlhf_megatron.models.weight_map import Block, whole_blocks
+from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.plan import elements, plan_regather
+from rlhf_megatron.regather.transport import PointToPoint, Transport
+
+PORTION_BYTES = 1 << 30
+
+
+def export_weights(
+    folder: Path,
+    companions: Path,
+    architecture: Architecture,
+    sources: Mapping[int, Sequence[Block]],
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:
+    """Writes the model that ``sources`` (blocks by rank) hold; collective over these ranks, the first one writes.
+
+    ``companions`` is the folder whose config and tokenizer files go along. About ``PORTION_BYTES`` of full tensors are
+    in memory at a time, beside the shard being written.
+    """
+    writer = min(sources)
+    portions = _portions(whole_blocks(architecture), dtype)
+    tensors = (
+        pair
+        for blocks in portions
+        for pair in _gather(blocks, sources, parameters, writer, dtype, device, PointToPoint())
+    )
+    if dist.get_rank() == writer:
+        write_checkpoint(folder, companions, tensors, dtype)
+    else:
+        for _ in tensors:
+            pass
+    dist.barrier()
+
+
+def _portions(blocks: Sequence[Block], dtype: torch.dtype) -> list[list[Block]]:
+    """``blocks`` in runs of about ``PORTION_BYTES``."""
+    ends = itertools.accumulate(elements(block.region) * dtype.itemsize for block in blocks)
+    numbered = zip(blocks, (end // PORTION_BYTES for end in ends), strict=True)
+    return [[block for block, _ in run] for _, run in itertools.groupby(numbered, key=lambda pair: pair[1])]
+
+
+def _gather(
+    blocks: Sequence[Block],
+    sources: Mapping[int, Sequence[Block]],
+    parameters: Mapping[str, Tensor],
+    writer: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    transport: Transport,
+) -> Iterator[tuple[str, Tensor]]:
+    wanted = {block.tensor for block in blocks}
+    held = {rank: [block for block in of_rank if block.tensor in wanted] for rank, of_rank in sources.items()}
+    copies = plan_regather(held, {writer: blocks})
+    rank = dist.get_rank()
+    whole = {
+        block.tensor: torch.empty([stop for _, stop in block.region], dtype=dtype, device=device)
+        for block in blocks
+        if rank == writer
+    }
+    Regather(copies, rank, dtype, device, transport).run(parameters, whole)
+    yield from whole.items()

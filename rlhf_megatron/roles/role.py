@@ -1,0 +1,267 @@
+"""A role: one Megatron model in its layout, which computes per-token logprobs and, if it learns, takes steps.
+
+What the model is trained towards is an ``Objective`` given by the caller, so nothing here knows an algorithm. Every rank
+of a role calls every method, with the same batch; outputs for the whole batch come back on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.packing import MicroBatch, make_micro_batch, plan_micro_batches
+from rlhf_megatron.kernels.vocab_parallel_logprob import vocab_parallel_logprobs
+from rlhf_megatron.models.architecture import Architecture, transformer_config
+from rlhf_megatron.models.build import build_model, choose_implementation
+from rlhf_megatron.models.hf_files import WeightSource, load_blocks
+from rlhf_megatron.models.weight_map import Block, megatron_blocks
+from rlhf_megatron.recipe import OptimizerSection, RoleSection
+from rlhf_megatron.roles.schedule import learning_rate
+from rlhf_megatron.topology.layout import Layout, make_groups
+from rlhf_megatron.topology.megatron_groups import as_world
+
+# (logprobs [n], entropy [n], per-token fields [n]) -> (loss, summed over tokens that carry their global weight;
+# metrics as (sum, count) pairs)
+Objective = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenOutputs:
+    """Per-token results for a whole batch, on the CPU of every rank; 0 on tokens that were not sampled."""
+
+    logprobs: Tensor  # [T] float32
+    entropy: Tensor  # [T] float32
+
+
+class Role:
+    """One model over the role's ranks; made on all of them together, as is every call of its methods."""
+
+    def __init__(
+        self,
+        name: str,
+        architecture: Architecture,
+        layout: Layout,
+        ranks: Sequence[int],
+        section: RoleSection,
+        *,
+        dtype: str,
+        seed: int,
+        temperature: float = 1.0,
+        optimizer: OptimizerSection | None = None,
+        training_steps: int = 1,
+    ) -> None:
+        """Without ``optimizer`` the model is frozen. Weights are unset until ``load``."""
+        self.name, self.architecture, self.layout, self.section = name, architecture, layout, section
+        architecture.check_layout(layout)
+        groups = make_groups(layout, ranks)
+        assert groups is not None, "a role on a part of the world is built by its own ranks only"
+        self.groups: Any = groups
+        self.ranks = list(ranks)
+        self.position = self.ranks.index(dist.get_rank())
+        self.temperature = temperature
+        self.steps_taken = 0
+        self._training_steps = training_steps
+        self._optimizer_section = optimizer
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self.implementation = choose_implementation(section.transformer_implementation)
+        self.config = transformer_config(
+            architecture,
+            layout,
+            dtype,
+            sequence_parallel=section.sequence_parallel,
+            recompute_granularity=section.recompute.granularity,
+            recompute_layers=section.recompute.layers,
+            fused=self.implementation == "transformer_engine",
+        )
+        self._alignment = layout.tensor if self.config.sequence_parallel else 1
+        self.module = build_model(architecture, self.config, groups, self.implementation, seed)
+        self._model: Any = self.module
+        self._optimizer: Any = None
+        if optimizer is None:
+            self.module.requires_grad_(False).eval()
+        else:
+            self._make_trainable(optimizer, dtype)
+        self._communicator = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
+
+    def _make_trainable(self, section: OptimizerSection, dtype: str) -> None:
+        self.module.train()
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed, check_for_nan_in_grad=False
+        )
+        self._model = DistributedDataParallel(self.config, ddp_config, self.module, pg_collection=self.groups)
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=section.learning_rate,
+            min_lr=section.min_learning_rate,
+            weight_decay=section.weight_decay,
+            adam_beta1=section.beta1,
+            adam_beta2=section.beta2,
+            adam_eps=section.epsilon,
+            clip_grad=section.clip_grad,
+            params_dtype=getattr(torch, dtype),
+            bf16=dtype == "bfloat16",
+            use_distributed_optimizer=section.distributed,
+        )
+        with as_world(self.groups.intra_dist_opt):
+            self._optimizer = get_megatron_optimizer(
+                settings,
+                [self._model],
+                config_overrides=get_standard_config_overrides(settings),  # no weight decay on norms and biases
+                use_gloo_process_groups=False,
+                pg_collection=self.groups,
+            )
+        self.config.grad_scale_func = self._optimizer.scale_loss
+        # Losses carry their global weights already, so the token count that Megatron would divide by is left out.
+        self.config.finalize_model_grads_func = lambda model, _tokens, **kwargs: finalize_model_grads(
+            model, None, **kwargs
+        )
+
+    # ---- weights
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's live parameters by Megatron's names."""
+        return {name: parameter.data for name, parameter in self.module.named_parameters()}
+
+    def blocks(self, position: int | None = None) -> list[Block]:
+        """Which rectangles of which Hugging Face tensors the rank at ``position`` (default: this one) holds."""
+        place = self.position if position is None else position
+        return megatron_blocks(self.architecture, self.layout, place, self.implementation)
+
+    def load(self, source: WeightSource) -> None:
+        """Fills this rank's parameters; the optimizer's own copies follow."""
+        load_blocks(self.blocks(), self.parameters(), source)
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
+
+    # ---- computing
+
+    def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
+        """Logprob and entropy of every sampled token of ``batch``, without gradients."""
+        budget = self.section.logprob_tokens_per_gpu or self.section.tokens_per_gpu
+        total = len(batch.tokens)
+        outputs = torch.zeros(2, total, device=self.device)
+
+        def collect(logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            logprobs, entropy = self._token_logprobs(logits, micro)
+            where = micro.batch_positions.to(self.device)
+            outputs[0, where], outputs[1, where] = logprobs, entropy
+            return logprobs.sum() * 0, torch.zeros([], dtype=torch.int), {}
+
+        with torch.no_grad():
+            self._run(batch, {}, budget, collect, forward_only=True)
+        if self.groups.tp.rank() or not self._is_last_stage():
+            outputs.zero_()  # each token counts once in the sum below
+        dist.all_reduce(outputs, group=self.groups.intra_dist_opt)
+        logprobs, entropy = outputs.cpu()
+        return TokenOutputs(logprobs, entropy)
+
+    def update(self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Objective) -> dict[str, float]:
+        """One optimizer step on ``batch``; ``fields`` are the objective's per-token inputs [T].
+
+        Returns the objective's metrics over the whole batch (sum / count), ``loss``, ``grad_norm``, ``learning_rate``.
+        A step whose gradient is not finite is skipped and reported as ``skipped`` = 1.
+        """
+        assert self._optimizer is not None and self._optimizer_section is not None, f"{self.name} does not learn"
+        totals: dict[str, Tensor] = {}
+
+        def loss_of(logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            logprobs, entropy = self._token_logprobs(logits, micro)
+            loss, metrics = objective(logprobs, entropy, micro.fields)
+            for name, pair in (metrics | {"loss": (loss.detach(), torch.zeros_like(loss))}).items():
+                value = torch.stack([part.detach().double() for part in pair])
+                totals[name] = totals[name] + value if name in totals else value
+            return loss, torch.zeros([], dtype=torch.int), {}
+
+        rate = learning_rate(self.steps_taken, self._optimizer_section, self._training_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._run(batch, fields, self.section.tokens_per_gpu, loss_of, forward_only=False)
+        succeeded, grad_norm, _ = self._optimizer.step()
+        self.steps_taken += 1
+        return self._reduced(totals) | {
+            "grad_norm": float(grad_norm),
+            "learning_rate": rate,
+            "skipped": float(not succeeded),
+        }
+
+    def _run(
+        self,
+        batch: RolloutBatch,
+        fields: dict[str, Tensor],
+        tokens_per_gpu: int,
+        loss_of: Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Any]]],
+        *,
+        forward_only: bool,
+    ) -> None:
+        """All micro-batches of this data-parallel rank through Megatron's schedule for the pipeline's depth."""
+        plan = plan_micro_batches(batch.lengths.tolist(), tokens_per_gpu, self.layout.data)
+        mine = plan[self.groups.dp.rank()]
+        schedule = get_forward_backward_func(pp_size=self.layout.pipeline, vp_size=None)
+        schedule(
+            forward_step_func=functools.partial(self._forward_step, loss_of=loss_of),
+            data_iterator=(
+                make_micro_batch(batch, rows, fields, alignment=self._alignment, device=self.device) for rows in mine
+            ),
+            model=[self._model],
+            num_microbatches=len(mine),
+            seq_length=tokens_per_gpu,  # a hint only: shapes travel with the activations
+            micro_batch_size=1,
+            forward_only=forward_only,
+            pg_collection=self.groups,
+            p2p_communicator=self._communicator,
+        )
+
+    def _forward_step(
+        self, micro_batches: Iterator[MicroBatch], model: Any, loss_of: Callable[..., Any]
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        micro = next(micro_batches)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro.cu_seqlens,
+            cu_seqlens_kv=micro.cu_seqlens,
+            max_seqlen_q=micro.longest,
+            max_seqlen_kv=micro.longest,
+        )
+        output = model(micro.tokens[None], micro.positions[None], None, packed_seq_params=packed)
+        return output, functools.partial(loss_of, micro=micro)
+
+    def _token_logprobs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logits [1, t, vocabulary / tensor] -> logprob and entropy of each sampled token, both [n] float32."""
+        return vocab_parallel_logprobs(
+            logits[0].index_select(0, micro.predicting),
+            micro.targets,
+            self.groups.tp,
+            self.architecture.vocabulary,
+            self.temperature,
+        )
+
+    def _is_last_stage(self) -> bool:
+        return bool(self.groups.pp.rank() == self.layout.pipeline - 1)
+
+    def _reduced(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """(sum, count) pairs, which only the last stage has, to means over the role, equal on all its ranks."""
+        names: list[Any] = [sorted(totals)]
+        dist.broadcast_object_list(names, src=self.ranks[-1], group=self.groups.intra_dist_opt)
+        values = torch.zeros(len(names[0]), 2, dtype=torch.float64, device=self.device)
+        if self._is_last_stage() and self.groups.tp.rank() == 0:
+            for index, name in enumerate(names[0]):
+                values[index] = totals[name]
+        dist.all_reduce(values, group=self.groups.intra_dist_opt)
+        return {
+            name: float(total / count) if count else float(total)
+            for name, (total, count) in zip(names[0], values.tolist(), strict=True)
+        }

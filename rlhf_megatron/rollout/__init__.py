@@ -1,0 +1,1 @@
+"""Rollout engines: what generates trajectories, inside the trainer's own process."""

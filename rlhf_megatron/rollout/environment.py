@@ -1,0 +1,43 @@
+"""Environment variables that torch and vLLM read when they are imported. Imports neither, sets up nothing else."""
+
+from __future__ import annotations
+
+import glob
+import os
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU that the process may see; found without torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden
+
+
+def prepare_environment() -> None:
+    """Sets what an in-process engine needs; call it before torch or vLLM is imported. What the user has set stays.
+
+    The engine must live in this process (it shares the trainer's GPU and receives weights in place). The sampler of
+    FlashInfer is off, since it needs a compiler at run time. On CPUs each rank gets one thread, because ranks that
+    share cores with spinning threads slow each other down many times, and nothing is compiled, which costs more than
+    it saves.
+    """
+    settings = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation relies on it
+    }
+    if not has_gpu():
+        settings |= {
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            # On CPUs vLLM warns about libraries to preload, about what vllm_cpu.py does on purpose and, through
+            # torch's own log, about binding memory to NUMA nodes.
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # vLLM would take this over the size that the recipe gives.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

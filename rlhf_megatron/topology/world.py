@@ -1,0 +1,36 @@
+"""The world of processes that torchrun started: joining it, and leaving it in order."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.recipe.errors import UserError
+
+
+def join_world(timeout_minutes: float = 30.0) -> None:
+    """Initialises torch.distributed from torchrun's environment: NCCL for GPU tensors, gloo for CPU tensors.
+
+    Raises UserError if the process was not started by torchrun, or has no GPU of its own where others have.
+    """
+    if "RANK" not in os.environ:
+        raise UserError("this command runs under torchrun: torchrun --nproc-per-node N launch/train.py RECIPE")
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local_rank >= devices:
+        raise UserError(f"local rank {local_rank} has no GPU: this node has {devices}; lower --nproc-per-node")
+    torch.cuda.set_device(local_rank)
+    # With its device named, NCCL connects at once: a first transfer between two ranks then needs no others.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+
+
+def leave_world() -> None:
+    """Ends torch.distributed for this process, unless that has been done; call it when every rank is done."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

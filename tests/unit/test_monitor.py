@@ -1,0 +1,373 @@
+"""The monitor room: run folder, metrics and trackers, console lines, plots, environment report."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import pty
+import select
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rlhf_megatron.monitor import environment, metrics, trackers
+from rlhf_megatron.monitor.columns import COLUMNS, RL_COLUMNS, seconds, short, small
+from rlhf_megatron.monitor.console import Console, clock, fitting_columns, sparkline
+from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.monitor.metrics import MetricsLogger, read_metrics
+from rlhf_megatron.monitor.plots import plot_run, smooth
+from rlhf_megatron.monitor.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Settings:
+    trackers: tuple[str, ...] = ("jsonl",)
+
+
+def prepared(tmp_path: Path, name: str = "run") -> RunFolder:
+    folder = RunFolder(tmp_path, name)
+    folder.prepare()
+    return folder
+
+
+def rl_metrics(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": step / 10,
+        "rollout/response_length_mean": 40.0 - step,
+        "rollout/throughput_tokens_per_sec": 12_345.0,
+        "train/entropy": 1.5,
+        "train/kl": 1e-3 * step,
+        "train/mismatch_kl": 2e-7,
+        "train/step_time_ms": 4000.0,
+        "time/generate": 2.0,
+        "time/update": 1.0,
+    }
+
+
+# Run folder
+
+
+def test_run_folder_has_the_agreed_layout(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "gsm8k-1")
+    path = tmp_path / "gsm8k-1"
+    assert folder.path == path
+    assert (folder.recipe, folder.environment) == (path / "recipe.yaml", path / "environment.json")
+    assert folder.metrics == path / "metrics.jsonl"
+    assert folder.sample_file(3) == path / "samples" / "step-3.parquet"
+    assert folder.plot_file("overview") == path / "plots" / "overview.png"
+    assert folder.checkpoint(20) == path / "checkpoints" / "step-20"
+    assert folder.export(20) == path / "export" / "step-20"
+    assert not path.exists()
+
+
+def test_a_second_run_moves_the_metrics_of_the_first_aside(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "run")
+    assert folder.prepare() == []
+    for attempt in (1, 2):
+        folder.metrics.write_text(f"{attempt}", encoding="utf-8")
+        (moved,) = folder.prepare()
+        assert moved == folder.path / f"metrics.previous-{attempt}.jsonl"
+        assert moved.read_text(encoding="utf-8") == f"{attempt}"
+        assert not folder.metrics.exists()
+
+
+def test_a_resumed_run_keeps_its_metrics(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    folder.metrics.write_text('{"step": 1}\n', encoding="utf-8")
+    assert folder.prepare(resume=True) == []
+    assert folder.metrics.exists()
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "two words"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(MonitorError, match="name: "):
+        RunFolder(tmp_path, name)
+
+
+def test_a_run_root_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(MonitorError, match="run_root: cannot write") as caught:
+        RunFolder(tmp_path / "file", "run").prepare()
+    assert "\n" not in str(caught.value)
+
+
+# Metrics and trackers
+
+
+def test_metrics_are_read_back_as_series(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    with MetricsLogger(folder, Settings()) as logger:
+        logger.log(0, {"eval/gsm8k/accuracy": 0.25})
+        logger.log(1, {"train/loss": 2.0, "train/kl": math.nan})
+        logger.log(2, {"train/loss": np.float32(0.5), "train/kl": math.inf})
+        logger.log(2, {"eval/gsm8k/accuracy": 0.5})
+    lines = [json.loads(line) for line in folder.metrics.read_text(encoding="utf-8").splitlines()]
+    assert lines[1] == {"step": 1, "train/loss": 2.0, "train/kl": None}
+    series = read_metrics(folder.metrics)
+    assert series["train/loss"] == ([1, 2], [2.0, 0.5])
+    assert series["eval/gsm8k/accuracy"] == ([0, 2], [0.25, 0.5])
+    assert all(math.isnan(value) for value in series["train/kl"][1])
+
+
+def test_a_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    with MetricsLogger(prepared(tmp_path), Settings()) as logger, pytest.raises(TypeError, match="'train/loss'"):
+        logger.log(1, {"train/loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+
+
+def test_a_torn_last_line_is_skipped_and_then_replaced(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    folder.metrics.write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/lo', encoding="utf-8")
+    assert read_metrics(folder.metrics) == {"train/loss": ([1], [2.0])}
+    with MetricsLogger(folder, Settings()) as logger:
+        logger.log(2, {"train/loss": 1.0})
+    assert read_metrics(folder.metrics) == {"train/loss": ([1, 2], [2.0, 1.0])}
+
+
+def test_a_broken_line_in_the_middle_is_told_with_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n', encoding="utf-8")
+    with pytest.raises(MonitorError, match=r"metrics\.jsonl:2"):
+        read_metrics(path)
+
+
+def test_csv_widens_for_a_new_metric_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    with MetricsLogger(folder, Settings(("csv",))) as logger:
+        logger.log(1, {"a": 1.0})
+        logger.log(2, {"a": 2.0, "b": 0.5})
+    with MetricsLogger(folder, Settings(("csv",))) as logger:
+        logger.log(3, {"b": 0.25})
+    with folder.metrics.with_suffix(".csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert rows == [["step", "a", "b"], ["1", "1.0", ""], ["2", "2.0", "0.5"], ["3", "", "0.25"]]
+    assert read_metrics(folder.metrics)["b"] == ([2, 3], [0.5, 0.25])
+
+
+def test_an_unknown_tracker_is_refused_with_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(MonitorError, match="'wandbb' is unknown; choose from jsonl, csv, tensorboard, wandb, mlflow"):
+        MetricsLogger(prepared(tmp_path), Settings(("wandbb",)))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MonitorError, match=r"pip install 'rlhf-megatron\[trackers\]'") as caught:
+        MetricsLogger(prepared(tmp_path), Settings((name,)))
+    assert "\n" not in str(caught.value)
+
+
+class AwayTracker:
+    """A tracker whose server is away."""
+
+    is_local = False
+
+    def __init__(self, *ignored: Any) -> None:
+        self.calls = 0
+
+    def log(self, step: int, values: Any) -> None:
+        self.calls += 1
+        raise ConnectionError("server is away")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_failing_server_warns_and_never_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = AwayTracker()
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda folder, settings: away)
+    folder = prepared(tmp_path)
+    with MetricsLogger(folder, Settings(("mlflow",))) as logger:
+        for step in range(1, 6):
+            logger.log(step, {"train/loss": 1.0})
+    assert away.calls == metrics.FAILURES_BEFORE_A_TRACKER_IS_DROPPED
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings[0] == "warning: tracker mlflow failed at step 1: server is away"
+    assert warnings[-1].endswith("it is dropped for the rest of the run")
+    assert read_metrics(folder.metrics)["train/loss"][0] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_third_party_tracker_takes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed (extra: trackers)")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = prepared(tmp_path)
+    settings = {"seed": 1, "reward": {"api_key": "not-to-be-seen"}}
+    with MetricsLogger(folder, Settings((name,)), settings) as logger:
+        logger.log(1, {"train/loss": 2.0, "eval/openai/gsm8k/accuracy": 0.5})
+    written = [path for path in folder.path.rglob("*") if path.is_file() and path != folder.metrics]
+    assert written
+    assert not any(b"not-to-be-seen" in path.read_bytes() for path in written)
+
+
+# Console
+
+
+def test_plain_lines_are_aligned_and_the_header_returns() -> None:
+    stream = io.StringIO()
+    with Console("rl", stream=stream) as console:
+        for step in range(1, 26):
+            console.row(step, rl_metrics(step))
+    lines = stream.getvalue().splitlines()
+    headers = [index for index, line in enumerate(lines) if "reward" in line]
+    assert headers == [0, 21]
+    assert len({len(line) for line in lines}) == 1
+    first = dict(zip(lines[0].replace("step s", "step_s").split(), lines[1].split(), strict=True))
+    assert (first["step"], first["reward"], first["eval"], first["tokens/s"]) == ("1", "0.100", "-", "12.3k")
+    assert (first["mismatch"], first["step_s"], first["generate"], first["score"]) == ("2.0e-07", "4.00", "2.00", "-")
+
+
+def test_evaluation_is_the_mean_over_sources_and_nan_is_written_out() -> None:
+    stream = io.StringIO()
+    Console("sft", stream=stream).row(
+        7, {"train/loss": math.nan, "eval/a/accuracy": 0.5, "eval/openai/gsm8k/accuracy": 1.0}
+    )
+    assert stream.getvalue().splitlines()[1].split()[:4] == ["7", "nan", "-", "75.0%"]
+
+
+def test_a_short_phase_writes_nothing_to_a_log_file() -> None:
+    stream = io.StringIO()
+    with Console("rl", stream=stream) as console:
+        for done in range(100):
+            console.phase("generate", done, 100)
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_gets_a_live_table_and_is_given_back() -> None:
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal, "w", encoding="utf-8") as stream:
+        with Console("rl", total_steps=5, title="a run", stream=stream) as console:
+            for step in range(1, 4):
+                console.phase("generate", 1, 2)
+                console.row(step, rl_metrics(step))
+            console.message("saved a checkpoint")
+        # A terminal keeps at most 4 KiB for a reader at a time.
+        shown = ""
+        while select.select([controller], [], [], 0.2)[0]:
+            shown += os.read(controller, 1 << 16).decode(errors="replace")
+    os.close(controller)
+    for text in ("a run", "reward", "step 3/5", "saved a checkpoint", "0.300"):
+        assert text in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
+
+
+def test_a_narrow_terminal_drops_the_phases_first_and_keeps_the_rest_readable() -> None:
+    def headings(width: int) -> list[str]:
+        return [column.heading for column in fitting_columns(RL_COLUMNS, width)]
+
+    assert headings(200) == [column.heading for column in RL_COLUMNS]
+    assert headings(76) == [column.heading for column in RL_COLUMNS if column.essential]
+    assert headings(40) == ["reward", "eval", "length", "entropy"]
+    assert headings(3) == ["reward"]
+
+
+@pytest.mark.parametrize("loop", sorted(COLUMNS))
+def test_no_number_is_wider_than_its_column(loop: str) -> None:
+    for column in COLUMNS[loop]:
+        assert len(column.heading) <= column.width
+    for value in (0.0, 1e-9, 0.5, 99.95, 9999.9, 1e5, 999_999.0, 5e8):
+        assert len(short(value)) <= 6
+        assert len(small(value)) <= 7
+    assert (short(12_345), small(0.01234), seconds(61.28)) == ("12.3k", "0.0123", "61.3")
+
+
+def test_clock_and_sparkline() -> None:
+    assert (clock(42), clock(725), clock(11_525)) == ("0:42", "12:05", "3:12:05")
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█" or sparkline([0.0, 0.5, 1.0], 10) == "▁▄█"
+    assert sparkline([1.0, 1.0], 10) == "▁▁"
+    assert len(sparkline([float(index) for index in range(1000)], 48)) == 48
+
+
+# Plots
+
+
+def write_metrics(path: Path, rows: list[dict[str, float | None]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("steps", [1, 30])
+def test_a_run_is_drawn(tmp_path: Path, steps: int) -> None:
+    rows: list[dict[str, float | None]] = [{"step": 0, "eval/a/accuracy": 0.1, "eval/b/accuracy": 0.2}]
+    rows += [{"step": step, **rl_metrics(step)} for step in range(1, steps + 1)]
+    out = tmp_path / "plots" / "run.png"
+    plot_run(write_metrics(tmp_path / "metrics.jsonl", rows), out)
+    with Image.open(out) as image:
+        assert image.width == 2016
+        # Two rows of three panels and one of the phases; white paper with something on it.
+        assert image.height == pytest.approx(144 * 9.9, abs=1)
+        assert np.asarray(image.convert("L")).std() > 5
+
+
+def test_panels_without_a_number_are_left_out(tmp_path: Path) -> None:
+    rows: list[dict[str, float | None]] = [{"step": 1, "train/loss": 2.0, "train/grad_norm": None}]
+    out = tmp_path / "run.png"
+    plot_run(write_metrics(tmp_path / "metrics.jsonl", rows), out)
+    with Image.open(out) as image:
+        assert image.height == pytest.approx(144 * 3.9, abs=1)
+
+
+def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MonitorError, match="no such file"):
+        plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png")
+    with pytest.raises(MonitorError, match="no metric that can be drawn"):
+        plot_run(write_metrics(tmp_path / "metrics.jsonl", [{"step": 1}]), tmp_path / "run.png")
+
+
+def test_smoothing_keeps_a_constant_and_a_line() -> None:
+    assert smooth([2.0] * 40) == pytest.approx([2.0] * 40)
+    assert smooth([float(value) for value in range(60)])[5:-5] == pytest.approx(range(5, 55))
+
+
+# Environment
+
+
+def test_report_is_json_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "not-to-be-seen")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = ["train.py", "--api-key", "not-to-be-seen", "reward.url=http://u:not-to-be-seen@h/"]
+    monkeypatch.setattr(sys, "argv", command)
+    report = environment.environment_report()
+    text = json.dumps(report)
+    assert "not-to-be-seen" not in text
+    assert report["argv"] == ["train.py", "--api-key", "***", "reward.url=http://***@h/"]
+    assert report["packages"]["torch"] == torch.__version__
+    assert report["variables"]["OMP_NUM_THREADS"] == "1"
+    assert report["hardware"]["cores"] >= 1
+
+
+def test_names_that_merely_resemble_a_secret_are_kept() -> None:
+    settings = {
+        "tokens_per_gpu": "4096", "stop_tokens": "</s>", "keep_last_k": "2", "hub": {"hf_token": "x"}, "key": "y",
+    }  # fmt: skip
+    assert environment.redact(settings) == {
+        "tokens_per_gpu": "4096", "stop_tokens": "</s>", "keep_last_k": "2", "hub": {"hf_token": "***"}, "key": "***",
+    }  # fmt: skip
+
+
+def test_git_state_is_that_of_the_folder_or_none(tmp_path: Path) -> None:
+    assert environment.git_state(tmp_path) is None
+    (tmp_path / "__init__.py").write_text("", encoding="utf-8")
+    run = "git -c user.name=t -c user.email=t@example.org -C {} {} >/dev/null 2>&1".format
+    assert os.system(run(tmp_path, "init")) == 0
+    assert environment.git_state(tmp_path) is None
+    assert os.system(run(tmp_path, "add __init__.py")) == 0
+    assert os.system(run(tmp_path, "commit -m first")) == 0
+    state = environment.git_state(tmp_path)
+    assert state is not None
+    assert len(state["commit"]) == 40
+    assert state["dirty"] is False
+    (tmp_path / "__init__.py").write_text("changed", encoding="utf-8")
+    changed = environment.git_state(tmp_path)
+    assert changed is not None and changed["dirty"] is True

@@ -1,0 +1,165 @@
+"""tools/prepare_data.py: run as the command that it is, and its files read back by the library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from rlhf_megatron.data.prompts import PromptDataset
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.rewards.score import ScoreItem, Scorer
+from tiny_tokenizer import write_bpe_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "prepare_data.py"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOL), *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    return rows
+
+
+def assert_error(shown: subprocess.CompletedProcess[str], text: str) -> None:
+    assert shown.returncode == 2
+    assert shown.stderr.startswith("error: ")
+    assert shown.stderr.count("\n") == 1
+    assert text in shown.stderr
+
+
+def write_gsm8k(path: Path, count: int, first: int = 0) -> Path:
+    records = [
+        {"question": f"What is 1000 + {number}?", "answer": f"It is so.\n#### {1000 + number:,}"}
+        for number in range(first, first + count)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_gsm8k_rows_have_verls_columns(tmp_path: Path) -> None:
+    shown = run(
+        "gsm8k", "--input", write_gsm8k(tmp_path / "train.jsonl", 5), "--output", tmp_path / "out" / "train.parquet"
+    )
+    assert (shown.returncode, shown.stdout) == (0, "")
+    assert shown.stderr.endswith("train.parquet: 5 rows\n")
+    rows = read(tmp_path / "out" / "train.parquet")
+    assert rows[2] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {
+                "role": "user",
+                "content": 'What is 1000 + 2? Let\'s think step by step and output the final answer after "####".',
+            }
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1002"},
+        "extra_info": {
+            "split": "train",
+            "index": 2,
+            "question": "What is 1000 + 2?",
+            "answer": "It is so.\n#### 1,002",
+        },
+    }
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
+
+
+def test_excluded_questions_never_appear_whatever_the_template(tmp_path: Path) -> None:
+    held_out = tmp_path / "test.parquet"
+    source = write_gsm8k(tmp_path / "a.jsonl", 6)
+    template = ("--prompt-template", "Q: {question}", "--system", "Be brief.", "--size", "2")
+    assert run("gsm8k", "--input", source, "--output", held_out, *template).returncode == 0
+    assert read(held_out)[0]["prompt"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Q: What is 1000 + 0?"},
+    ]
+    output = tmp_path / "train.parquet"
+    assert run("gsm8k", "--input", source, "--output", output, "--exclude", held_out).returncode == 0
+    assert [row["extra_info"]["index"] for row in read(output)] == [2, 3, 4, 5]
+    asked = run("gsm8k", "--input", source, "--output", output, "--exclude", held_out, "--size", "5")
+    assert_error(asked, "4 rows are left after --exclude, 5 were asked for")
+
+
+def test_reasoning_gym_rows_are_distinct_and_scored_by_the_library(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    task = ("reasoning-gym", "--task", "chain_sum", "--set", "max_terms=3", "max_digits=2")
+    held_out, train = tmp_path / "test.parquet", tmp_path / "train.parquet"
+    assert run(*task, "--size", "50", "--seed", "1", "--output", held_out).returncode == 0
+    made = run(*task, "--size", "60", "--seed", "2", "--output", train, "--exclude", held_out, "--split", "train")
+    assert made.returncode == 0
+    questions = [[row["extra_info"]["question"] for row in read(path)] for path in (held_out, train)]
+    assert len(set(questions[0] + questions[1])) == 110
+    tokenizer = load_tokenizer(write_bpe_tokenizer(tmp_path / "bpe"))
+    section = SimpleNamespace(max_prompt_length=400, overlong_prompts="stop", response_column=None)
+    dataset = PromptDataset([train], tokenizer, section)
+    prompts = [dataset[index] for index in range(5)]
+    items = [
+        ScoreItem(prompt.data_source, solution, prompt.ground_truth, prompt.extra_info, prompt.row)
+        for prompt in prompts
+        for solution in (f"<answer>{prompt.ground_truth}</answer>", f"{prompt.ground_truth}0 or {prompt.ground_truth}")
+    ]
+    with Scorer(SimpleNamespace(function=None, timeout_seconds=20.0, workers=1)) as scorer:
+        assert scorer.score(items) == [1.0, 0.0] * 5
+
+
+def test_a_task_with_too_few_questions_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    arguments = ("reasoning-gym", "--task", "chain_sum", "--output", tmp_path / "x.parquet", "--size", "300")
+    small = run(*arguments, "--set", "min_terms=2", "max_terms=2", "max_digits=1")
+    assert_error(small, "task chain_sum: only 200 of 300 distinct questions found")
+    assert not (tmp_path / "x.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--task", "chain_som"), "no task chain_som; did you mean chain_sum"),
+        (("--task", "chain_sum", "--set", "terms=3"), "has no setting terms; it has allow_negation"),
+        (("--task", "chain_sum", "--set", "max_terms"), "--set: 'max_terms' is not KEY=VALUE"),
+        (("--task", "chain_sum", "--set", "max_terms=1"), "refuses these settings: max_terms must be >= min_terms"),
+        (("--task", "chain_sum", "--prompt-template", "x"), "--prompt-template: 'x' has no {question}"),
+        (("--task", "chain_sum", "--exclude", "gone.parquet"), "gone.parquet: there is no such file"),
+    ],
+)
+def test_bad_requests_get_one_line(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    assert_error(run("reasoning-gym", "--size", "3", "--output", tmp_path / "x.parquet", *arguments), problem)
+
+
+def test_bad_gsm8k_files_get_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    for text, problem in (
+        ('{"question": "q", "answer": "#### 1"}\n{"question": "q"}\n', "line 2: needs the texts question and answer"),
+        ('{"question": "q", "answer": "one"}\n', "line 1, field answer: no number behind ####"),
+        ("\n{nothing\n", "line 2: not JSON"),
+        ("", "0 rows are left"),
+    ):
+        path.write_text(text)
+        assert_error(run("gsm8k", "--input", path, "--output", tmp_path / "x.parquet"), problem)
+    assert_error(run("gsm8k", "--input", tmp_path / "gone", "--output", tmp_path / "x.parquet"), "cannot be read")
+
+
+def test_all_of_gsm8k_is_prepared_and_opened(tmp_path: Path) -> None:
+    source = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+    if not source.is_file():
+        pytest.skip(f"GSM8K is not at {source.parent}")
+    assert run("gsm8k", "--input", source, "--output", tmp_path / "train.parquet").returncode == 0
+    tokenizer = load_tokenizer(write_bpe_tokenizer(tmp_path / "bpe"))
+    section = SimpleNamespace(max_prompt_length=400, overlong_prompts="drop", response_column="extra_info.answer")
+    dataset = PromptDataset([tmp_path / "train.parquet"], tokenizer, section, with_response=True)
+    assert len(dataset) + dataset.dropped == 7473
+    assert dataset.dropped > 0
+    response = dataset[0].response_token_ids
+    assert response is not None
+    assert tokenizer.decode(response) == dataset[0].extra_info["answer"]

@@ -1,0 +1,300 @@
+"""Recipes: loading, overlays, overrides, what is refused and in which words, and the page made from the schema."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rlhf_megatron.algorithms.advantage import ADVANTAGES
+from rlhf_megatron.recipe import (
+    Recipe,
+    RecipeError,
+    UserError,
+    check_architecture,
+    check_world,
+    known_keys,
+    load_recipe,
+    make_recipe,
+    resolved_yaml,
+    unsupported,
+)
+from rlhf_megatron.recipe.load import section_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SMALL = """
+name: small
+loop: rl
+steps: 3
+model: {path: somewhere, dtype: bfloat16}
+data: {train_files: [a.parquet], max_prompt_length: 100}
+batch: {prompts_per_step: 8, responses_per_prompt: 4}
+actor:
+  tokens_per_gpu: 1000
+  optimizer: {learning_rate: 1e-4}
+rollout: {max_response_length: 50}
+"""
+
+CONFIG = {
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The one line that a recipe is refused with."""
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    text = str(caught.value)
+    assert isinstance(caught.value, UserError) and "\n" not in text
+    return text
+
+
+def test_defaults_and_overrides(small: Path) -> None:
+    overrides = ["steps=7", "actor.layout.tensor=2", "rollout.temperature=0.5", "reference={tokens_per_gpu: 9}"]
+    recipe = load_recipe(small, overrides)
+    assert (recipe.steps, recipe.actor.layout.tensor, recipe.seed) == (7, 2, 1)
+    assert recipe.rollout is not None and recipe.rollout.temperature == 0.5
+    assert recipe.reference is not None and recipe.reference.layout is None
+    assert recipe.actor.optimizer.learning_rate == 1e-4  # YAML 1.1 reads 1e-4 as text
+
+
+def test_a_recipe_is_frozen(small: Path) -> None:
+    recipe = load_recipe(small)
+    with pytest.raises(ValidationError):
+        recipe.steps = 5  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        recipe.actor.optimizer.learning_rate = 1.0  # type: ignore[misc]
+
+
+def test_resolved_yaml_loads_to_the_same_recipe(small: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(small, ["actor.layout={tensor: 2, pipeline: 2, first_stage_layers: 3}"])
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved_yaml(recipe))
+    assert load_recipe(again) == recipe
+    flat = yaml.safe_load(resolved_yaml(recipe))
+    assert flat["actor"]["optimizer"]["beta2"] == 0.999
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.tokens_per_gpus=5", "unknown key actor.tokens_per_gpus; did you mean actor.tokens_per_gpu?"),
+        ("algorithm.clip_ratio_hi=0.3", "unknown key algorithm.clip_ratio_hi; did you mean algorithm.clip_ratio_high?"),
+        ("algoritm.kl_coef=0.3", "unknown key algoritm; did you mean algorithm?"),
+        ("kl_coef=0.3", "unknown key kl_coef; did you mean algorithm.kl_coef?"),
+        ("actor.optimizer.lerning_rate=1", "did you mean actor.optimizer.learning_rate?"),
+        ("reward.zzz=1", "unknown key reward.zzz; known keys here: function, timeout_seconds, workers"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: str) -> None:
+    assert refusal(small, override).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["steps=0"], "steps: Input should be greater than 0; it is 0"),
+        (["loop=ppo"], "loop: Input should be 'rl' or 'sft'; it is 'ppo'"),
+        (["monitor.trackers=[jsonl, comet]"], "monitor.trackers.1: Input should be 'jsonl'"),
+        (["data.train_files=a.parquet"], "data.train_files: Input should be a valid list; it is 'a.parquet'"),
+        (["batch.minibatch_prompts=3"], "minibatch_prompts=3 must divide prompts_per_step=8"),
+        (["batch.responses_per_prompt=1"], "batch.responses_per_prompt=1 must be at least 2"),
+        (["algorithm.advantage=rloo"], "algorithm.normalize_by_std must be false"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1 needs the section reference"),
+        (["algorithm.overlong_buffer={enable: true, len: 51}"], "overlong_buffer.len=51 must be from 1 to"),
+        (["rollout=null"], "rollout: loop rl needs this section"),
+        (["rollout.temperature=0"], "rollout.temperature: Input should be greater than 0"),
+        (["rollout.top_k=0"], "top_k=0 would leave no token"),
+        (["loop=sft"], "batch.responses_per_prompt=4: sft learns one response per row"),
+        (["evaluation.interval=5"], "evaluation.interval=5 needs data.validation_files"),
+        (["actor.recompute.layers=2"], "layers=2 needs granularity full; it is none"),
+        (["actor.layout.first_stage_layers=2"], "first_stage_layers needs pipeline of 2 or more"),
+        (["actor.optimizer.min_learning_rate=1"], "min_learning_rate=1.0 is above learning_rate=0.0001"),
+        (["actor.optimizer={learning_rate: 1, warmup_steps: 9, decay_steps: 9}"], "decay_steps=9 must be above warmup"),
+        (["actor.optimizer={}"], "actor.optimizer.learning_rate: missing; add it"),
+        (["steps.x=1"], "override 'steps.x=1': steps is 3 and has no keys below it"),
+        (["steps"], "override 'steps': must have the form key.path=value"),
+        (["=1"], "override '=1': must have the form key.path=value"),
+        (["steps=[1"], "override 'steps=[1': the value is not valid YAML"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(small: Path, overrides: list[str], expected: str) -> None:
+    assert expected in refusal(small, *overrides)
+
+
+def test_overlays_merge_in_order_and_the_file_wins(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "one.yaml").write_text("actor: {tokens_per_gpu: 1, optimizer: {beta1: 0.1, beta2: 0.1}}\n")
+    (tmp_path / "shared" / "two.yaml").write_text("defaults: [one.yaml]\nactor: {optimizer: {beta1: 0.2}}\nsteps: 9\n")
+    small.write_text("defaults: [shared/two.yaml]\n" + SMALL)
+    recipe = load_recipe(small)
+    optimizer = recipe.actor.optimizer
+    assert (recipe.steps, recipe.actor.tokens_per_gpu) == (3, 1000)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.learning_rate) == (0.2, 0.1, 1e-4)
+
+
+def test_circular_defaults_name_the_circle(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("defaults: [b.yaml]\n")
+    (tmp_path / "b.yaml").write_text("defaults: [a.yaml]\n")
+    assert "lead back to itself (a.yaml -> b.yaml -> a.yaml)" in refusal(tmp_path / "a.yaml")
+
+
+def test_unreadable_files_say_where(tmp_path: Path) -> None:
+    assert "missing.yaml: cannot be read (No such file" in refusal(tmp_path / "missing.yaml")
+    cases: dict[str, tuple[bytes, str]] = {
+        "broken.yaml": (b"name: x\nmodel: [a\nsteps: 3\n", "line 3, column"),
+        "twice.yaml": (b"name: x\nsteps: 3\nname: y\n", "line 3, column 1: the key 'name' stands here a second time"),
+        "pair.yaml": (b"? [a, b]\n: 3\n", "line 1, column 3: found unhashable key"),
+        "list.yaml": (b"- 1\n", "must be a mapping of sections"),
+        "binary.yaml": (b"\xff\xfe\x00", "not a text file"),
+        "text.yaml": (b"defaults: a.yaml\n", "defaults must be a list of files"),
+        "tag.yaml": (b"name: !!python/object/apply:os.getcwd []\n", "line 1"),
+    }
+    for name, (content, expected) in cases.items():
+        (tmp_path / name).write_bytes(content)
+        text = refusal(tmp_path / name)
+        assert name in text and expected in text
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "expected"),
+    [
+        (6, ["actor.layout={tensor: 4}"], "actor.layout: tensor 4 does not divide 6 GPUs; change a degree"),
+        (8, ["actor.layout={tensor: 2, pipeline: 3}"], "actor.layout: tensor 2 x pipeline 3 = 6 does not divide 8"),
+        (8, ["actor.layout={tensor: 2, data: 2}"], "actor.layout: tensor 2 x data 2 = 4 is not 8 GPUs"),
+        (8, ["reference={tokens_per_gpu: 1, layout: {tensor: 3}}"], "reference.layout: tensor 3 does not divide 8"),
+        (8, ["rollout.layout={tensor: 2, data: 2}"], "rollout.layout: tensor 2 x data 2 = 4 is not 8 GPUs"),
+        (3, ["rollout.layout={tensor: 2}"], "rollout.layout: tensor 2 does not divide 3 GPUs"),
+    ],
+)
+def test_layouts_that_do_not_fill_the_world(small: Path, world: int, overrides: list[str], expected: str) -> None:
+    with pytest.raises(RecipeError, match="GPUs") as caught:
+        check_world(load_recipe(small, overrides), world)
+    assert str(caught.value).startswith(expected)
+
+
+def test_layouts_that_fill_the_world_pass(small: Path) -> None:
+    overrides = ["actor.layout={tensor: 2, pipeline: 2, data: 3}", "rollout.layout={tensor: 4}"]
+    check_world(load_recipe(small, overrides), 12)
+    check_world(load_recipe(small, ["actor.layout={tensor: 2}"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["actor.layout.tensor=8"], "actor.layout.tensor=8 does not divide the model's 28 attention heads"),
+        (["actor.layout.tensor=7"], "actor.layout.tensor=7 does not divide the model's 4 key-value heads"),
+        (["actor.layout.pipeline=3"], "actor.layout.pipeline=3: 28 layers do not divide over 3 stages"),
+        (["actor.layout={pipeline: 2, first_stage_layers: 10, last_stage_layers: 10}"], "first 10 and last 10 given"),
+        (["actor.layout={pipeline: 3, first_stage_layers: 28}"], "28 layers do not divide over 3 stages"),
+        (["rollout.layout.tensor=8"], "rollout.layout.tensor=8 does not divide the model's 28 attention heads"),
+        (["rollout.layout.tensor=7"], "rollout.layout.tensor=7 does not divide the model's 18944 columns"),
+        (["rollout.max_response_length=1000"], "= 1100 is beyond the model's 1024 positions"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model(small: Path, overrides: list[str], expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_architecture(load_recipe(small, overrides), CONFIG)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_layouts_that_fit_the_model(small: Path) -> None:
+    check_architecture(load_recipe(small, ["actor.layout={tensor: 4, pipeline: 3, first_stage_layers: 8}"]), CONFIG)
+    check_architecture(load_recipe(small, ["rollout.layout.tensor=4"]), CONFIG)
+    with pytest.raises(RecipeError, match="num_hidden_layers must be a number; it is 'missing'"):
+        check_architecture(load_recipe(small), {k: v for k, v in CONFIG.items() if k != "num_hidden_layers"})
+
+
+REFERENCE = "reference.tokens_per_gpu=100"
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("actor.layout.context", ["actor.layout.context=2"]),
+        ("actor.layout.expert", ["actor.layout.expert=2"]),
+        ("actor.layout.virtual_pipeline", ["actor.layout.virtual_pipeline=2"]),
+        ("actor.ranks", ["actor.ranks=0-3"]),
+        ("actor.sequence_parallel", ["actor.sequence_parallel=true", "actor.transformer_implementation=local"]),
+        ("actor.offload.optimizer", ["actor.offload.optimizer=true"]),
+        ("reference.offload.parameters", [REFERENCE, "reference.offload.parameters=true"]),
+        ("reference.layout", [REFERENCE, "reference.layout.tensor=2"]),
+        ("critic", ["critic.tokens_per_gpu=100"]),
+        ("reward_model", ["reward_model.tokens_per_gpu=100"]),
+        ("rollout.ranks", ["rollout.ranks=node0:0-3"]),
+        ("rollout.async_scheduling", ["rollout.async_scheduling=true"]),
+        ("model.dtype", ["model.dtype=float16"]),
+        ("algorithm.advantage", ["algorithm.advantage=gae"]),
+        ("algorithm.loss_aggregation", ["algorithm.loss_aggregation=sequence_sum_constant"]),
+        ("algorithm.filter_groups.enable", ["algorithm.filter_groups.enable=true"]),
+        ("algorithm.overlong_buffer.enable", ["algorithm.overlong_buffer={enable: true, len: 10}"]),
+        ("algorithm.rollout_correction.type", ["algorithm.rollout_correction.type=tis"]),
+        ("checkpoint.save_interval", ["checkpoint.save_interval=5"]),
+        ("batch.epochs_per_step", ["loop=sft", "batch.responses_per_prompt=1", "batch.epochs_per_step=2"]),
+        ("batch.minibatch_prompts", ["loop=sft", "batch.responses_per_prompt=1", "batch.minibatch_prompts=4"]),
+    ],
+)
+def test_what_this_version_cannot_do_is_listed(small: Path, key: str, overrides: list[str]) -> None:
+    lines = unsupported(load_recipe(small, overrides))
+    assert len(lines) == 1 and lines[0].startswith(f"{key}: ") and "; " in lines[0]
+
+
+def test_what_this_version_can_do_is_not_listed(small: Path) -> None:
+    supported = [
+        "model.random_weights=true",
+        "actor.recompute={granularity: full, layers: 2}",
+        "actor.sequence_parallel=true",
+        "reference={tokens_per_gpu: 100, layout: {tensor: 1}}",
+        "algorithm={kl_coef: 0.1, entropy_coef: 0.1}",
+        "monitor.trackers=[jsonl, csv, tensorboard, wandb, mlflow]",
+    ]
+    assert unsupported(load_recipe(small, supported)) == []
+
+
+def test_every_advantage_estimator_is_accepted(small: Path) -> None:
+    for name in ADVANTAGES:
+        overrides = [f"algorithm.advantage={name}", f"algorithm.normalize_by_std={str(name != 'rloo').lower()}"]
+        assert unsupported(load_recipe(small, overrides)) == []
+
+
+def test_make_recipe_needs_no_file(small: Path) -> None:
+    values: dict[str, Any] = yaml.safe_load(SMALL)
+    assert make_recipe(values, "here") == load_recipe(small)
+
+
+def test_every_key_has_a_docstring() -> None:
+    keys = list(known_keys())
+    assert "actor.optimizer.learning_rate" in keys and "reference.layout.tensor" in keys and len(keys) > 150
+    sections: list[type[BaseModel]] = [Recipe]
+    for section in sections:
+        assert [name for name, field in section.model_fields.items() if not field.description] == []
+        sections += [found for field in section.model_fields.values() if (found := section_of(field.annotation))]
+
+
+def test_the_package_imports_neither_torch_nor_engines() -> None:
+    code = "import sys, rlhf_megatron.recipe; print([m for m in ('torch', 'megatron', 'vllm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_page_of_keys_is_up_to_date() -> None:
+    command = [sys.executable, "-P", str(ROOT / "tools" / "recipe_reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

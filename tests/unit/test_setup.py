@@ -1,0 +1,66 @@
+"""The package as it is installed: kernels/ under its mapped name only, every room a package, versions in one place."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import rlhf_megatron
+
+ROOT = Path(rlhf_megatron.__file__).resolve().parent.parent
+
+
+def run_python(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_kernels_are_part_of_the_package() -> None:
+    found = run_python("-P", "-c", "import rlhf_megatron.kernels as room; print(room.__file__)")
+    assert found.returncode == 0, found.stderr
+    assert Path(found.stdout.strip()).parent == ROOT / "kernels"
+
+
+def test_kernels_are_no_top_level_package_here_or_for_a_launched_script(tmp_path: Path) -> None:
+    # Looked up, not imported: a package of that name from PyPI may be there, and is then the one to be found.
+    look_up = "import importlib.util as u; s = u.find_spec('kernels'); print(s.origin if s else None)"
+    script = tmp_path / "script.py"
+    script.write_text(look_up, encoding="utf-8")
+    for found in (run_python("-P", "-c", look_up), run_python(str(script))):
+        assert found.returncode == 0, found.stderr
+        assert not found.stdout.startswith(str(ROOT))
+
+
+def test_tests_run_without_the_repository_root_on_the_path() -> None:
+    assert str(ROOT) not in [str(Path(entry).resolve()) for entry in sys.path if entry]
+    assert "" not in sys.path
+
+
+def test_version_is_the_one_in_the_package() -> None:
+    assert importlib.metadata.version("rlhf-megatron") == rlhf_megatron.__version__
+
+
+def test_every_room_is_a_package() -> None:
+    rooms = [path for path in (ROOT / "rlhf_megatron").iterdir() if path.is_dir() and list(path.rglob("*.py"))]
+    assert rooms
+    assert [room.name for room in rooms if not (room / "__init__.py").exists()] == []
+
+
+def test_requirements_are_pinned_and_unique() -> None:
+    lines = (ROOT / "tools" / "environment" / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin) for pin in pins)
+    names = [pin.partition("==")[0].lower().replace("_", "-") for pin in pins]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_monitor_imports_neither_torch_nor_the_engines() -> None:
+    rooms = ("console", "environment", "metrics", "plots", "run_folder", "trackers")
+    imports = "; ".join(f"import rlhf_megatron.monitor.{room}" for room in rooms)
+    check = "import sys; print([name for name in ('torch', 'megatron', 'vllm') if name in sys.modules])"
+    found = run_python("-P", "-c", f"{imports}; {check}")
+    assert found.stdout.strip() == "[]", found.stdout + found.stderr

@@ -1,0 +1,363 @@
+"""Make parquet files with verl's columns, for data.train_files and data.validation_files.
+
+    python tools/prepare_data.py gsm8k --input train.jsonl --output train.parquet
+    python tools/prepare_data.py reasoning-gym --task chain_sum --size 2000 --seed 1 --set max_terms=3 \\
+        --exclude test.parquet --output train.parquet
+    python tools/prepare_data.py demonstrations --input train.parquet --worked 0.25 --output demonstrations.parquet
+
+Here: the rows of each source and the command line. Not here: reading the files (rlhf_megatron/data/) and scoring
+(rlhf_megatron/rewards/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import yaml
+from rich.console import Console
+from rich.progress import track
+
+from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
+from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.rewards import gsm8k, reasoning_gym
+
+# The words that verl's own GSM8K files use, so that results can be compared.
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+ROWS_PER_GROUP = 1024
+# A procedural task repeats itself; after this many tries for each row asked for, it has no more distinct ones to give.
+TRIES_PER_ROW = 50
+
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status (2: bad input, described in one line)."""
+    options = build_parser().parse_args(arguments)
+    try:
+        rows = options.make_rows(options)
+        write_rows(rows, options.output)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    Console(stderr=True).print(f"{options.output}: {len(rows)} rows", highlight=False, soft_wrap=True)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line of the tool."""
+    parser = argparse.ArgumentParser(description="Make parquet files with verl's columns.")
+    commands = parser.add_subparsers(required=True, metavar="SOURCE")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--output", type=Path, required=True, help="parquet file to write")
+    shared.add_argument(
+        "--exclude",
+        type=Path,
+        action="append",
+        default=[],
+        help="parquet file whose questions must not appear in the output; may be given several times",
+    )
+    shared.add_argument("--system", help="system message put before each question")
+    shared.add_argument("--split", default=None, help="written to extra_info.split (default: the output's name)")
+
+    math_words = commands.add_parser("gsm8k", parents=[shared], help="GSM8K's jsonl files")
+    math_words.add_argument("--input", type=Path, required=True, help='jsonl of {"question", "answer": "... #### N"}')
+    math_words.add_argument("--size", type=int, help="number of rows (default: all)")
+    math_words.add_argument(
+        "--prompt-template", default=f"{{question}} {GSM8K_INSTRUCTION}", help="must contain {question}"
+    )
+    math_words.set_defaults(make_rows=gsm8k_rows)
+
+    tasks = commands.add_parser(
+        "reasoning-gym",
+        parents=[shared],
+        help="any task of reasoning-gym",
+        description="Distinct rows of one task. Row i is made from SEED + i, so files of near seeds overlap: make the "
+        "held-out file first, and name it with --exclude when making the training file.",
+    )
+    tasks.add_argument("--task", required=True, help="name of the task, such as chain_sum")
+    tasks.add_argument("--size", type=int, required=True, help="number of rows")
+    tasks.add_argument("--seed", type=int, default=1, help="of the task's generator (default: 1)")
+    tasks.add_argument(
+        "--set",
+        dest="settings",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings of the task, such as max_terms=3 max_digits=2",
+    )
+    tasks.add_argument("--prompt-template", default="{question}", help="must contain {question}")
+    tasks.set_defaults(make_rows=reasoning_gym_rows)
+
+    shown = commands.add_parser(
+        "demonstrations",
+        help="responses to learn from, for rows of chain_sum",
+        description="Adds the column response: some rows are answered at once, others step by step. A model that "
+        "learns both can find out by reinforcement learning which of them pays.",
+    )
+    shown.add_argument("--input", type=Path, required=True, help="parquet file made by reasoning-gym --task chain_sum")
+    shown.add_argument("--output", type=Path, required=True, help="parquet file to write")
+    shown.add_argument("--worked", type=float, default=0.5, help="fraction answered step by step (default: 0.5)")
+    shown.add_argument("--seed", type=int, default=1, help="chooses these rows (default: 1)")
+    shown.set_defaults(make_rows=demonstration_rows)
+    return parser
+
+
+def demonstration_rows(options: argparse.Namespace) -> list[Row]:
+    """Return the rows of a chain_sum file with a response each, all of them right.
+
+    Raises:
+        DataError: the file is not one of chain_sum.
+    """
+    if not 0.0 <= options.worked <= 1.0:
+        raise DataError(f"--worked: {options.worked} is not a fraction between 0 and 1")
+    draw = random.Random(options.seed)
+    source = ParquetRows([options.input], ["data_source", "prompt", "reward_model"], ["ability", "extra_info"])
+    rows: list[Row] = []
+    for first, part in source.scan(["data_source", "prompt", "reward_model", "ability", "extra_info"]):
+        for offset, row in enumerate(part):
+            info = parse_extra_info(row.get("extra_info"), source.place(first + offset))
+            try:
+                expression = json.loads(info["entry"])["metadata"]["expression"]
+            except (KeyError, TypeError, json.JSONDecodeError) as error:
+                raise DataError(f"{source.place(first + offset)}: no chain_sum expression in extra_info") from error
+            worked = draw.random() < options.worked
+            rows.append({**row, "response": worked_response(expression) if worked else str(chain_total(expression))})
+    return rows
+
+
+def chain_total(expression: str) -> int:
+    """Return the value of "a + b - c ...": whole numbers with + and - between."""
+    first, *rest = expression.split()
+    total = int(first)
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        total += int(number) if sign == "+" else -int(number)
+    return total
+
+
+def worked_response(expression: str) -> str:
+    """Return the chain worked out from left to right: "<think>4 - 1 = 3; 3 + 7 = 10</think>10"."""
+    first, *rest = expression.split()
+    total, steps = int(first), []
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        step = f"{total} {sign} {number}"
+        total = chain_total(step)
+        steps.append(f"{step} = {total}")
+    return f"<think>{'; '.join(steps)}</think>{total}"
+
+
+def gsm8k_rows(options: argparse.Namespace) -> list[Row]:
+    """Return the rows of a GSM8K jsonl file.
+
+    Raises:
+        DataError: the file or one of its lines cannot be used, or it holds too few rows.
+    """
+    check_request(options)
+    excluded = read_questions(options.exclude)
+    rows: list[Row] = []
+    for number, record in read_jsonl(options.input):
+        question, answer = record.get("question"), record.get("answer")
+        if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
+            raise DataError(f"{options.input}, line {number}: needs the texts question and answer; this is not GSM8K")
+        truth = gsm8k.extract_answer(answer)
+        if truth is None:
+            raise DataError(f"{options.input}, line {number}, field answer: no number behind #### at its end")
+        if question.strip() in excluded:
+            continue
+        info = {"split": split_name(options), "index": number - 1, "question": question, "answer": answer}
+        rows.append(make_row(options, "openai/gsm8k", question, f"{truth:f}", "math", info))
+        if options.size is not None and len(rows) == options.size:
+            break
+    if not rows or (options.size is not None and len(rows) < options.size):
+        raise DataError(
+            f"{options.input}: {len(rows)} rows are left after --exclude, {options.size or 'some'} were asked for; "
+            "lower --size or exclude less"
+        )
+    return rows
+
+
+def reasoning_gym_rows(options: argparse.Namespace) -> list[Row]:
+    """Return distinct rows of a reasoning-gym task, with all that its scorer needs in extra_info.
+
+    Raises:
+        DataError: unknown task or setting, or the task has too few distinct questions.
+    """
+    check_request(options)
+    settings = parse_settings(options.settings)
+    dataset = create_task(options.task, options.seed, options.size * TRIES_PER_ROW, settings)
+    taken = read_questions(options.exclude)
+    rows: list[Row] = []
+    console = Console(stderr=True)
+    tries = track(
+        range(len(dataset)), description=options.task, console=console, transient=True, disable=not console.is_terminal
+    )
+    for index in tries:
+        entry = dataset[index]
+        question = entry["question"]
+        if question.strip() in taken:
+            continue
+        taken.add(question.strip())
+        info = {
+            "split": split_name(options),
+            "index": index,
+            "question": question,
+            "task": options.task,
+            "config": reasoning_gym.encode(settings),
+            "entry": reasoning_gym.encode(entry),
+        }
+        truth = entry["answer"] if isinstance(entry["answer"], str) else ""
+        category = dataset.category
+        rows.append(make_row(options, f"{reasoning_gym.PREFIX}{options.task}", question, truth, category, info))
+        if len(rows) == options.size:
+            return rows
+    raise DataError(
+        f"task {options.task}: only {len(rows)} of {options.size} distinct questions found in {len(dataset)} tries "
+        "that are not in --exclude; lower --size, or widen the task with --set"
+    )
+
+
+def create_task(task: str, seed: int, size: int, settings: dict[str, Any]) -> Any:
+    """Return a reasoning-gym dataset.
+
+    Raises:
+        DataError: the package is missing, or there is no such task or setting, or the settings contradict each other.
+    """
+    try:
+        import reasoning_gym as package
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise DataError(f"reasoning-gym is not installed ({error}); install the extra: rlhf-megatron[tasks]") from error
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"tasks: {', '.join(sorted(DATASETS))}"
+        raise DataError(f"--task: reasoning-gym has no task {task}; {hint}")
+    known = {item.name for item in fields(DATASETS[task][1])} - {"seed", "size"}
+    for key in settings:
+        if key not in known:
+            raise DataError(f"--set: the task {task} has no setting {key}; it has {', '.join(sorted(known))}")
+    try:
+        return package.create_dataset(task, seed=seed, size=size, **settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise DataError(f"--set: the task {task} refuses these settings: {error or 'a check failed'}") from error
+
+
+def make_row(options: argparse.Namespace, data_source: str, question: str, truth: str, ability: str, info: Row) -> Row:
+    """Return one row in verl's columns."""
+    messages = [{"role": "user", "content": options.prompt_template.replace("{question}", question)}]
+    if options.system:
+        messages.insert(0, {"role": "system", "content": options.system})
+    return {
+        "data_source": data_source,
+        "prompt": messages,
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": info,
+    }
+
+
+def check_request(options: argparse.Namespace) -> None:
+    """Check what both sources share.
+
+    Raises:
+        DataError: the size is not positive, or the template has no place for the question.
+    """
+    if options.size is not None and options.size <= 0:
+        raise DataError(f"--size: {options.size} rows cannot be made; give 1 or more")
+    if "{question}" not in options.prompt_template:
+        raise DataError(f"--prompt-template: {options.prompt_template!r} has no {{question}}; put it where it belongs")
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Return KEY=VALUE arguments as a dictionary, values read as YAML.
+
+    Raises:
+        DataError: an argument has no "=", or its value is not YAML.
+    """
+    parsed = {}
+    for setting in settings:
+        key, found, value = setting.partition("=")
+        if not found or not key:
+            raise DataError(f"--set: {setting!r} is not KEY=VALUE")
+        try:
+            parsed[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise DataError(f"--set: the value of {key} is not YAML: {value!r}") from error
+    return parsed
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) of a file with one JSON object per line; empty lines are passed over.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no JSON object.
+    """
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise DataError(f"{path}, line {number}: {type(record).__name__} instead of a JSON object")
+                yield number, record
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON ({error.msg}); the file must be jsonl") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--input: {path} cannot be read ({error})") from error
+
+
+def read_questions(files: Sequence[Path]) -> set[str]:
+    """Return the questions of prepared files: extra_info.question, else the text of the last message of the prompt.
+
+    The bare question is compared where it is known, so that another template does not hide a row that was held out.
+    """
+    questions: set[str] = set()
+    if not files:
+        return questions
+    source = ParquetRows(files, ["prompt"], ["extra_info"])
+    for first, rows in source.scan(["prompt", "extra_info"]):
+        for offset, row in enumerate(rows):
+            place = source.place(first + offset)
+            question = parse_extra_info(row.get("extra_info"), place).get("question")
+            if not isinstance(question, str):
+                question = parse_messages(row.get("prompt"), place)[-1]["content"]
+            questions.add(question.strip())
+    return questions
+
+
+def split_name(options: argparse.Namespace) -> str:
+    """Return what extra_info.split says."""
+    return str(options.split or options.output.stem)
+
+
+def write_rows(rows: list[Row], output: Path) -> None:
+    """Write the rows to a parquet file; a file of that name is replaced only when the new one is complete.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, partial, row_group_size=ROWS_PER_GROUP, compression="zstd")
+        partial.replace(output)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(f"--output: {output} cannot be written ({error})") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
