@@ -25,7 +25,8 @@ def vocab_parallel_logprobs(
 
     logits [T, V_local]: rank r of ``tensor_group`` holds columns r * V_local and on; columns from ``vocab_size`` on are
     padding with probability 0. targets [T] int64. Both outputs are of softmax(logits / temperature), natural logarithm,
-    and differentiable. All ranks of the group get the same values; each gets the gradient of its own columns.
+    and differentiable. All ranks of the group get the same values; each gets the gradient of its own columns. A target
+    that is no token of the vocabulary has logprob NaN: it is never a plausible number.
     """
     return _VocabParallelLogprobs.apply(logits, targets, tensor_group, vocab_size, temperature, chunk_tokens)  # type: ignore[no-any-return]
 
@@ -81,7 +82,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         log_normaliser = sums[0].log()
         entropy = log_normaliser - sums[1] / sums[0]
-        logprobs = sums[2] - log_normaliser
+        known = (targets >= 0) & (targets < vocab_size)
+        logprobs = (sums[2] - log_normaliser).masked_fill(~known, torch.nan)
         ctx.save_for_backward(logits, local, mine, largest + log_normaliser, entropy)
         ctx.real, ctx.temperature, ctx.chunks = real, temperature, chunks
         return logprobs, entropy

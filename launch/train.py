@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-
-from torch.distributed.elastic.multiprocessing.errors import record
+import time
+from pathlib import Path
 
 from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.environment import prepare_environment
+
+# torchrun looks at its ranks every 0.1 s and ends them all when one has failed.
+SECONDS_UNTIL_ENDED = 2.0
 
 
 def main() -> int:
@@ -28,32 +32,52 @@ def main() -> int:
 
             print(plan_text(recipe, arguments.world or int(os.environ.get("WORLD_SIZE", "1"))))
             return 0
+        refuse_unsupported(recipe)
     except UserError as error:
         return tell(error)
-    return train(recipe) or 0
+    prepare_environment()  # before torch is imported
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(train)(recipe) or 0  # torchrun shows the traceback of the rank that failed first
 
 
-@record  # torchrun shows the traceback of the rank that failed first
+def refuse_unsupported(recipe: Recipe) -> None:
+    """Raises UserError with one line for each key that asks for what cannot be done."""
+    lines = unsupported(recipe)
+    if lines:
+        raise UserError("this version cannot do what the recipe asks for:\n  " + "\n  ".join(lines))
+
+
 def train(recipe: Recipe) -> int:
     """Runs the recipe's loop on this rank, in step with all others; returns the exit status."""
     try:
-        lines = unsupported(recipe)
-        if lines:
-            raise UserError("this version cannot do what the recipe asks for:\n  " + "\n  ".join(lines))
-        prepare_environment()
         from rlhf_megatron.loops.run import run
 
         run(recipe)
     except UserError as error:
         return tell(error)
+    except Exception:
+        # Where another rank has died, this one's lost connection explains nothing: torchrun ends it while it sleeps.
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            time.sleep(SECONDS_UNTIL_ENDED)
+        raise
     return 0
 
 
 def tell(error: UserError) -> int:
-    """Prints the error in one line; where all ranks fail alike, torchrun's first one speaks."""
+    """Prints the error in one line, once where all ranks fail alike; returns the exit status."""
     rank = os.environ.get("RANK")
-    where = f"[rank {rank}] " if rank not in (None, "0") else ""
-    print(f"{where}error: {error}", file=sys.stderr, flush=True)
+    line = f"error: {error}" if rank in (None, "0") else f"[rank {rank}] error: {error}"
+    if rank is not None:
+        from rlhf_megatron.topology.world import first_to_say
+
+        report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if report:  # what torchrun shows of this rank at the end
+            cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(report).write_text(json.dumps({"message": cause}), encoding="utf-8")
+        if not first_to_say(str(error)):
+            return 2
+    print(line, file=sys.stderr, flush=True)
     return 2
 
 

@@ -2,8 +2,8 @@
 
     python tools/demo.py [--seed N] [--folder runs]
 
-Makes a model with random weights and the data, teaches it the form of answers (recipes/tiny_sft.yaml), then trains it by
-GRPO (recipes/tiny_grpo.yaml). Each stage is a command that is printed, to be run and changed by hand.
+Makes a model with random weights and the data, teaches it the form of answers (recipes/tiny_sft.yaml), then trains it
+by GRPO (recipes/tiny_grpo.yaml). Each stage is a command that is printed, to be run and changed by hand.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def stages(seed: int, folder: Path) -> list[tuple[str, list[str]]]:
         ),
         (
             "training problems, none of them held out",
-            [*prepare, *TASK, "--size", "6000", "--seed", str(TRAIN_SEED), "--exclude", str(held_out), "--output", str(train)],
+            [
+                *prepare, *TASK, "--size", "6000", "--seed", str(TRAIN_SEED), "--exclude", str(held_out),
+                "--output", str(train),
+            ],
         ),
         (
             "demonstrations: some answer at once, some work it out",

@@ -166,6 +166,7 @@ def write_model(output: Path, seed: int, size: TinyModelSize) -> int:
         raise UserError(f"{output} already holds a model: choose another --output or remove that folder")
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     tokenizer = build_tokenizer(size.vocabulary_size, size.max_positions)
     with torch.random.fork_rng(devices=[]):
@@ -177,6 +178,7 @@ def write_model(output: Path, seed: int, size: TinyModelSize) -> int:
     )
     output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(output)
+    disable_progress_bar()  # of writing one small file
     model.save_pretrained(output)
     return sum(parameter.numel() for parameter in model.parameters())
 

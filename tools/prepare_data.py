@@ -235,7 +235,7 @@ def create_task(task: str, seed: int, size: int, settings: dict[str, Any]) -> An
         DataError: the package is missing, or there is no such task or setting, or the settings contradict each other.
     """
     try:
-        import reasoning_gym as package
+        package = reasoning_gym.import_package()
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DataError(f"reasoning-gym is not installed ({error}); install the extra: rlhf-megatron[tasks]") from error

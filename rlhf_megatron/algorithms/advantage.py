@@ -19,6 +19,16 @@ def group_means(values: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
     return (total / size)[index], size[index]
 
 
+def centred_in_group(values: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
+    """(values minus the mean of their group, size of the group), both [R]; exactly 0 where a group's are all equal."""
+    _, index = group_id.unique(return_inverse=True)
+    groups = int(index.max()) + 1 if len(index) else 0
+    least = torch.full((groups,), torch.inf, dtype=values.dtype).scatter_reduce(0, index, values, "amin")
+    above = values - least[index]  # the mean of equal numbers can differ from them by rounding; that of zeros cannot
+    mean, size = group_means(above, group_id)
+    return above - mean, size
+
+
 def grpo_advantages(
     rewards: Tensor, group_id: Tensor, normalize_by_std: bool = True, epsilon: float = 1e-6
 ) -> Tensor:
@@ -27,8 +37,7 @@ def grpo_advantages(
     DeepSeekMath (arXiv 2402.03300), section 4.1.2, with the unbiased standard deviation; without ``normalize_by_std``
     the form of Dr.GRPO (arXiv 2503.20783). A group of one, or one with equal rewards, has advantages of exactly 0.
     """
-    mean, size = group_means(rewards, group_id)
-    centred = rewards - mean
+    centred, size = centred_in_group(rewards, group_id)
     if not normalize_by_std:
         return centred
     square, _ = group_means(centred.square(), group_id)
@@ -44,8 +53,8 @@ def rloo_advantages(rewards: Tensor, group_id: Tensor, normalize_by_std: bool = 
     """
     if normalize_by_std:
         raise ValueError("rloo does not divide by the standard deviation; set algorithm.normalize_by_std to false")
-    mean, size = group_means(rewards, group_id)
-    return (rewards - mean) * size / (size - 1).clamp(min=1)
+    centred, size = centred_in_group(rewards, group_id)
+    return centred * size / (size - 1).clamp(min=1)
 
 
 ADVANTAGES: dict[str, AdvantageFunction] = {"grpo": grpo_advantages, "rloo": rloo_advantages}

@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.kl import LARGEST_LOG_RATIO
+
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
@@ -28,9 +30,10 @@ def clipped_policy_loss(
     """-min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logprobs - old_logprobs); all tensors [n].
 
     PPO (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO (arXiv 2503.14476, eq. 8). With ``clip_ratio_dual`` c
-    the loss of a token with A < 0 is at most -c A (arXiv 1912.09729, eq. 5).
+    the loss of a token with A < 0 is at most -c A (arXiv 1912.09729, eq. 5). The logarithm of r is taken between -20
+    and 20, so that no token makes the loss or its gradient infinite.
     """
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = (logprobs - old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     free = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high) * advantages
     per_token, clipped = torch.maximum(free, bounded), bounded > free

@@ -6,7 +6,8 @@ files and columns (rows.py), tokenizers (tokenizer.py), packed batches (batch.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -87,6 +88,11 @@ class _TokenTable:
         self.flat = numpy.concatenate(self.chunks) if self.chunks else self.flat
         self.offsets = numpy.concatenate([[0], numpy.cumsum(self.lengths, dtype=numpy.int64)])
         self.chunks = []
+
+    def arrays(self) -> Iterator[NDArray[numpy.int32]]:
+        """The tokens of each row in turn, without a copy."""
+        for start, stop in itertools.pairwise(self.offsets.tolist()):
+            yield self.flat[start:stop]
 
     def __getitem__(self, index: int) -> tuple[int, ...]:
         return tuple(self.flat[self.offsets[index] : self.offsets[index + 1]].tolist())
@@ -185,6 +191,13 @@ class PromptDataset:
     def lengths(self) -> NDArray[numpy.int64]:
         """Return the prompts' lengths in tokens, [len]."""
         return numpy.diff(self._prompt_tokens.offsets)
+
+    def prompts_shared_with(self, other: PromptDataset) -> int:
+        """Return how many of these prompts, compared by their tokens, the other dataset has too."""
+        own = [tokens.tobytes() for tokens in self._prompt_tokens.arrays()]
+        wanted = set(own)
+        shared = {key for tokens in other._prompt_tokens.arrays() if (key := tokens.tobytes()) in wanted}
+        return sum(key in shared for key in own)
 
     def data_sources(self) -> list[str]:
         """Return the distinct data sources of all rows in order of appearance; reads that column of every file."""

@@ -269,6 +269,13 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, chat_templ
     described = any((location / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if model_file.is_file() and not described:
         return SentencePieceTokenizer(model_file, template)
+    # Without any, transformers makes an empty tokenizer of the model's config.json, and says nothing.
+    vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+    if not trust_remote_code and not any(next(location.glob(name), None) for name in vocabularies):
+        raise DataError(
+            f"tokenizer: {location} cannot be loaded: it has no tokenizer.json (nor {', '.join(vocabularies[1:])}); "
+            "copy the tokenizer's files there, or set model.tokenizer to the folder that has them"
+        )
     return HuggingFaceTokenizer(location, trust_remote_code, template)
 
 

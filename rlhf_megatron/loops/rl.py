@@ -47,12 +47,13 @@ def run_rl(session: Session) -> dict[str, float]:
             rolled = rollouts.generate(prompts, recipe.batch.responses_per_prompt, rollouts.sampling, step)
         with session.phase("score"):
             batch = rolled.gather(rollouts.score(rolled))
+            metrics = rollouts.scoring_metrics()
             rollouts.engine.sleep()
         with session.phase("logprobs"):
-            batch, metrics = with_logprobs(batch, actor, reference, recipe.algorithm.old_logprobs)
+            batch, compared = with_logprobs(batch, actor, reference, recipe.algorithm.old_logprobs)
         batch = with_advantages(batch, session)
         with session.phase("update"):
-            metrics |= update(session, batch)
+            metrics |= compared | update(session, batch)
         with session.phase("regather"):
             rollouts.refresh()
         metrics |= rollout_metrics(batch, session)

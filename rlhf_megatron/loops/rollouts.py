@@ -18,7 +18,7 @@ from rlhf_megatron.regather.transport import PointToPoint
 from rlhf_megatron.rewards.score import ScoreItem, Scorer
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
-from rlhf_megatron.topology.exchange import gather_batches, gather_tensors
+from rlhf_megatron.topology.exchange import gather_batches, gather_tensors, sum_over_ranks
 
 Progress = Callable[[int, int], None]
 
@@ -44,6 +44,7 @@ class Rollouts:
         self._scorer = Scorer(recipe.reward) if self._leads else None
         if self._scorer:
             self._scorer.check_sources(session.training.data_sources())
+        self._unscored = [0, 0]
         self._tokenizer: Tokenizer = session.tokenizer
         self.version = 0
         self.sampling = Sampling(
@@ -102,6 +103,14 @@ class Rollouts:
                 )
             ]
         )
+
+    def scoring_metrics(self) -> dict[str, float]:
+        """How many samples since the last call got 0 because their scorer ran out of time or failed; collective."""
+        counts = [self._scorer.timeouts, self._scorer.failures] if self._scorer else [0, 0]
+        new = [count - before for count, before in zip(counts, self._unscored, strict=True)]
+        self._unscored = counts
+        timeouts, failures = sum_over_ranks(new)
+        return {"reward/timeouts": timeouts, "reward/failures": failures}
 
     def texts(self, rolled: Rolled) -> list[str]:
         """The responses in words, without special tokens."""

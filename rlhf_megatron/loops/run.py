@@ -23,7 +23,11 @@ def run(recipe: Recipe) -> None:
     from rlhf_megatron.loops.sft import run_sft
 
     session = Session(recipe)
-    result = run_rl(session) if recipe.loop == "rl" else run_sft(session)
+    try:
+        result = run_rl(session) if recipe.loop == "rl" else run_sft(session)
+    except BaseException:
+        session.abandon()
+        raise
     folder = session.export(recipe.steps) if recipe.checkpoint.export_at_end else None
     session.close()
     if session.rank == 0:

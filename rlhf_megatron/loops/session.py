@@ -46,12 +46,31 @@ class Session:
         updates = recipe.steps * recipe.batch.epochs_per_step * recipe.batch.minibatches_per_step
         self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, updates)
         self.report = Report(self.run, recipe) if self.rank == 0 else None
+        if self.report:
+            self._tell_about_data()
         self._seconds: dict[str, float] = {}
         self._endings: list[Callable[[], None]] = []
         self._step_started = time.perf_counter()
 
     def _open(self, files: list[str]) -> PromptDataset:
         return PromptDataset(files, self.tokenizer, self.recipe.data, with_response=self.recipe.loop == "sft")
+
+    def _tell_about_data(self) -> None:
+        """Says what is left out of the data, and whether held-out prompts are trained on."""
+        limit = self.recipe.data.max_prompt_length
+        for name, dataset in (("training", self.training), ("validation", self.validation)):
+            if dataset is not None and dataset.dropped:
+                total = len(dataset) + dataset.dropped
+                self.say(
+                    f"{dataset.dropped} of {total} {name} rows are left out: "
+                    f"longer than data.max_prompt_length={limit} tokens"
+                )
+        shared = self.validation.prompts_shared_with(self.training) if self.validation else 0
+        if self.validation and shared:
+            self.say(
+                f"warning: {shared} of {len(self.validation)} validation prompts are also in data.train_files; "
+                "take them out there, or the evaluation says nothing about new prompts"
+            )
 
     def make_role(
         self, name: str, section: RoleSection, optimizer: OptimizerSection | None = None, updates: int = 1
@@ -95,6 +114,8 @@ class Session:
     def begin_step(self) -> None:
         """Starts the clocks of a step."""
         self._seconds.clear()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         self._step_started = time.perf_counter()
 
     def seconds(self, phase: str) -> float:
@@ -129,14 +150,17 @@ class Session:
         sources = {rank: self.actor.blocks(position) for position, rank in enumerate(self.actor.ranks)}
         dtype: torch.dtype = getattr(torch, self.recipe.model.dtype)
         companions = Path(self.recipe.model.path)
-        export_weights(
-            folder, companions, self.architecture, sources, self.actor.parameters(), dtype, self.device
-        )
+        export_weights(folder, companions, self.architecture, sources, self.actor.parameters(), dtype, self.device)
         return folder
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Has ``action`` done when the session closes, the latest first."""
         self._endings.append(action)
+
+    def abandon(self) -> None:
+        """Gives the terminal back as the run fails on this rank; the process is to end now."""
+        if self.report:
+            self.report.console.close()
 
     def close(self) -> None:
         """Draws the run and ends what the session holds; collective. Ranks can exchange nothing after it."""

@@ -54,7 +54,9 @@ def build_model(
 
     The random states of torch stay as they were; Megatron's tracker, used only by dropout, is seeded.
     """
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # a notice of renaming per model
+    # Notices about names and layouts inside Megatron, at each model, with nothing to do for the user.
+    for quiet in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+        logging.getLogger(f"megatron.core.{quiet}").setLevel(logging.ERROR)
     cuda_devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     if implementation == "transformer_engine" and config.params_dtype == torch.float32:
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")

@@ -158,7 +158,11 @@ def write_checkpoint(
 
     def flush() -> None:
         if pending:
-            save_file(pending, partial / f"shard-{len(shards)}", metadata={"format": "pt"})
+            path = partial / f"shard-{len(shards)}"
+            path.touch()  # as the umask says: safetensors alone would let nobody else read it
+            mode = path.stat().st_mode
+            save_file(pending, path, metadata={"format": "pt"})
+            path.chmod(mode)
             shards.append(list(pending))
             pending.clear()
 

@@ -110,8 +110,7 @@ RL_COLUMNS = (
 )
 SFT_COLUMNS = (
     Column("loss", 8, metric("train/loss"), fixed(4), "bold green"),
-    Column("accuracy", 8, metric("train/accuracy"), percent),
-    Column("eval", 6, evaluation_accuracy, percent, "bold cyan"),
+    Column("held out", 8, metric("eval/loss"), fixed(4), "bold cyan"),
     Column("grad norm", 9, metric("train/grad_norm"), small),
     Column("lr", 8, metric("train/learning_rate"), scientific),
     Column("tokens/s", 8, metric("perf/tokens_per_sec", "perf/tokens_per_gpu_per_sec"), short, "yellow"),

@@ -67,14 +67,16 @@ class Console:
         """Show one step. Metrics that the step lacks leave their cells empty."""
         self._phase = ""
         self._first_step = self._first_step or (step, time.monotonic())
-        if self._rows and self._rows[-1][0] == step:
-            metrics = {**self._rows.pop()[1], **metrics}
-        self._rows.append((step, dict(metrics)))
+        more = bool(self._rows) and self._rows[-1][0] == step
+        earlier = self._rows.pop()[1] if more else {}
+        self._rows.append((step, {**earlier, **metrics}))
         value = self._headline(metrics)
         if value is not None and value == value:
             self._curve.append(value)
         if self._live is not None:
             self._live.refresh()
+        elif more:
+            self._print_more(step, metrics)
         else:
             self._print_plain(step, metrics)
 
@@ -121,6 +123,12 @@ class Console:
         # A dash keeps empty cells countable for awk and for the eye.
         cells = [(column.text(metrics) or "-").rjust(column.width) for column in self._columns]
         self._write("  ".join([f"{step:{STEP_WIDTH}d}", *cells]))
+
+    def _print_more(self, step: int, metrics: Metrics) -> None:
+        """What came in for a step after its line: those cells alone, with their headings."""
+        cells = [f"{column.heading} {text}" for column in self._columns if (text := column.text(metrics))]
+        if cells:
+            self._write("  ".join([f"{step:{STEP_WIDTH}d}", *cells]))
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._table()]

@@ -55,9 +55,7 @@ RL_PANELS = (
 )  # fmt: skip
 SFT_PANELS = (
     Panel("Loss", "nats per token", "train/loss", "#059669"),
-    Panel("Held-out accuracy", "share of answers that are right", "eval/*/accuracy", "#2563eb", as_percent=True),
-    Panel("Held-out loss", "nats per token", "eval/*/loss", "#2563eb"),
-    Panel("Token accuracy", "share of tokens predicted", "train/accuracy", "#0891b2", as_percent=True),
+    Panel("Held-out loss", "nats per token", "eval/loss", "#2563eb"),
     Panel("Gradient norm", "before clipping", "train/grad_norm", "#ea580c", may_be_logarithmic=True),
     Panel("Learning rate", "per step", "train/learning_rate", "#9333ea", smoothed=False),
     Panel("Throughput", "tokens per GPU and second", "perf/tokens_per_gpu_per_sec", "#ca8a04"),

@@ -11,11 +11,14 @@ Scorers run in a worker process (worker.py): some of them compute for ever on ho
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import sys
+import warnings
 from fractions import Fraction
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 PREFIX = "reasoning_gym/"
@@ -98,9 +101,16 @@ def load() -> None:
         EntryError: it is not installed.
     """
     try:
-        import reasoning_gym  # noqa: F401
+        import_package()
     except ImportError as error:
         raise EntryError(f"data_source {PREFIX}... needs the package reasoning-gym ({error}); install it") from error
+
+
+def import_package() -> ModuleType:
+    """Return reasoning-gym, without the warnings that compiling its dependencies prints; raises ImportError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return importlib.import_module("reasoning_gym")
 
 
 def encode(value: Any) -> str:
@@ -148,6 +158,7 @@ def decode(text: str) -> Any:
 @lru_cache(maxsize=64)
 def _scorer(task: str, config: str) -> Any:
     """Return the dataset object whose score_answer judges this task, made with the configuration of the rows."""
+    import_package()
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:

@@ -210,7 +210,9 @@ class Scorer:
                 )
         elif outcome.state == worker.UNUSABLE or self._function:
             by = f"reward.function {self._function}: " if self._function else ""
-            reason = f"killed its worker: {outcome.message}" if outcome.state == DIED else outcome.message
+            reason = outcome.message
+            if outcome.state == DIED:
+                reason = f"killed its worker: {outcome.message}; mend it, or have it raise an error or return a number"
             raise RewardError(f"{_sample(item)}: {by}{reason}")
         else:
             self.failures += 1

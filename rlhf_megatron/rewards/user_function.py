@@ -77,7 +77,9 @@ def call(specification: str, data_source: str, solution: str, ground_truth: str,
             data_source=data_source, solution_str=solution, ground_truth=ground_truth, extra_info=extra_info
         )
     except Exception as error:
-        raise FunctionFailure(f"{name} raised {describe(error, path)}") from error
+        raise FunctionFailure(
+            f"{name} raised {describe(error, path)}; mend it, or have it return a number for such a sample"
+        ) from error
     value = result.get("score") if isinstance(result, dict) else result
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         shown = repr(result)
@@ -90,6 +92,7 @@ def call(specification: str, data_source: str, solution: str, ground_truth: str,
 def describe(error: BaseException, path: Path) -> str:
     """Return an error as one line: type, text, and the last line of the user's file that it passed through."""
     lines = str(error).strip().splitlines()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    own = path.resolve()
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == own]
     where = f" ({path.name} line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {lines[0] if lines else ''}{where}"

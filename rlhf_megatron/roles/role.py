@@ -1,13 +1,14 @@
 """A role: one Megatron model in its layout, which computes per-token logprobs and, if it learns, takes steps.
 
-What the model is trained towards is an ``Objective`` given by the caller, so nothing here knows an algorithm. Every rank
-of a role calls every method, with the same batch; outputs for the whole batch come back on every rank.
+What the model is trained towards is an ``Objective`` given by the caller, so nothing here knows an algorithm. Every
+rank of a role calls every method, with the same batch; outputs for the whole batch come back on every rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ from rlhf_megatron.kernels.vocab_parallel_logprob import vocab_parallel_logprobs
 from rlhf_megatron.models.architecture import Architecture, transformer_config
 from rlhf_megatron.models.build import build_model, choose_implementation
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
-from rlhf_megatron.models.weight_map import Block, megatron_blocks
+from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
+from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.roles.schedule import learning_rate
 from rlhf_megatron.topology.layout import Layout, make_groups
 from rlhf_megatron.topology.megatron_groups import as_world
@@ -75,7 +77,7 @@ class Role:
         self._training_steps = training_steps
         self._optimizer_section = optimizer
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self.implementation = choose_implementation(section.transformer_implementation)
+        self.implementation = self._choose_implementation()
         self.config = transformer_config(
             architecture,
             layout,
@@ -94,6 +96,16 @@ class Role:
         else:
             self._make_trainable(optimizer, dtype)
         self._communicator = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
+
+    def _choose_implementation(self) -> Implementation:
+        """Whose layers; raises UserError where the section needs Transformer Engine's and they are not there."""
+        section, advice = self.section, "; it is not installed here, or there is no GPU"
+        chosen = choose_implementation(section.transformer_implementation)
+        if chosen == "transformer_engine" and choose_implementation("auto") != chosen:
+            raise UserError(f"{self.name}.transformer_implementation needs Transformer Engine{advice}: set it to auto")
+        if section.sequence_parallel and self.layout.tensor > 1 and chosen == "local":
+            raise UserError(f"{self.name}.sequence_parallel needs Transformer Engine's layers{advice}: set it to false")
+        return chosen
 
     def _make_trainable(self, section: OptimizerSection, dtype: str) -> None:
         self.module.train()
@@ -190,12 +202,17 @@ class Role:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._run(batch, fields, self.section.tokens_per_gpu, loss_of, forward_only=False)
-        succeeded, grad_norm, _ = self._optimizer.step()
+        # Megatron looks for infinities under fp16's loss scaling only.
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        finite = math.isfinite(grad_norm)
+        if finite:
+            self._optimizer.step()
         self.steps_taken += 1
         return self._reduced(totals) | {
-            "grad_norm": float(grad_norm),
+            "grad_norm": grad_norm,
             "learning_rate": rate,
-            "skipped": float(not succeeded),
+            "skipped": float(not finite),
         }
 
     def _run(

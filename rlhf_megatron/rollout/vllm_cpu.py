@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 @functools.cache
 def install() -> None:
     """Mends vLLM for this process; call it before an engine is made."""
+    # It says that Triton has no CPU backend, before its own log level is in force.
+    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     _keep_weights_unpacked()
     _name_shared_memory_by_job()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 
 import torch
 import torch.distributed as dist
 
 from rlhf_megatron.recipe.errors import UserError
+
+_STORE_SECONDS = 5.0
 
 
 def join_world(timeout_minutes: float = 30.0) -> None:
@@ -28,6 +31,27 @@ def join_world(timeout_minutes: float = 30.0) -> None:
     torch.cuda.set_device(local_rank)
     # With its device named, NCCL connects at once: a first transfer between two ranks then needs no others.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+
+
+def first_to_say(text: str) -> bool:
+    """Whether no other process of the run has asked this about ``text``: one speaks where all ranks fail alike.
+
+    It asks the store that torchrun keeps beside its ranks, so no rank waits for another and the world need not be
+    joined. Where there is no such store, every process is taken for the first.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=datetime.timedelta(seconds=_STORE_SECONDS),
+            wait_for_workers=False,
+        )
+        said = store.add(f"said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}", 1)
+    except (KeyError, RuntimeError):
+        return True
+    return bool(said == 1)
 
 
 def leave_world() -> None:

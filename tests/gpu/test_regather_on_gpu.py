@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hugging_face import load_model, make_model, random_rows, row_logprobs
 from parallel.ranks import run_ranks
 from parallel.regather_ranks import learn_and_answer

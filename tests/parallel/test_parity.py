@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from hugging_face import load_model, make_model, random_rows, row_logits, row_logprobs, train
 from parallel.parity_ranks import learn
 from parallel.ranks import run_ranks

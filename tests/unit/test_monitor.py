@@ -230,10 +230,21 @@ def test_plain_lines_are_aligned_and_the_header_returns() -> None:
 
 def test_evaluation_is_the_mean_over_sources_and_nan_is_written_out() -> None:
     stream = io.StringIO()
-    Console("sft", stream=stream).row(
-        7, {"train/loss": math.nan, "eval/a/accuracy": 0.5, "eval/openai/gsm8k/accuracy": 1.0}
+    Console("rl", stream=stream).row(
+        7, {"reward/mean": math.nan, "eval/a/accuracy": 0.5, "eval/openai/gsm8k/accuracy": 1.0}
     )
-    assert stream.getvalue().splitlines()[1].split()[:4] == ["7", "nan", "-", "75.0%"]
+    assert stream.getvalue().splitlines()[1].split()[:4] == ["7", "nan", "75.0%", "-"]
+
+
+def test_an_evaluation_after_its_step_adds_a_short_line() -> None:
+    stream = io.StringIO()
+    with Console("rl", stream=stream) as console:
+        console.row(7, rl_metrics(7))
+        console.row(7, {"eval/a/accuracy": 0.5})
+        console.row(8, rl_metrics(8))
+    lines = stream.getvalue().splitlines()
+    assert lines[2] == "    7  eval 50.0%"
+    assert [line.split()[0] for line in lines] == ["step", "7", "7", "8"]
 
 
 def test_a_short_phase_writes_nothing_to_a_log_file() -> None:

@@ -1,0 +1,113 @@
+"""Commands of launch/ and tools/ as a person types them, for tests: started, watched, ended whatever happens.
+
+    with torchrun(2, "launch/train.py", "recipe.yaml", "steps=3", folder=tmp_path) as run:
+        finished = run.finish()
+    assert finished.status == 0
+
+Import it as `from end_to_end.commands import ...`. No test lives here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+# The error line of a command; torchrun repeats it, indented, in its closing box.
+ERROR_LINE = re.compile(r"^(?:\[rank \d+\] )?error: .*$", re.MULTILINE)
+OWN_FRAME = re.compile(r'File "[^"]*/(?:launch|tools|rlhf_megatron)/[^"]*"')
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left: exit status, both outputs, and when it ended (time.time())."""
+
+    status: int
+    out: str
+    err: str
+    ended: float
+
+    def error_lines(self) -> list[str]:
+        """The one-line errors on stderr."""
+        return ERROR_LINE.findall(self.err)
+
+    def only_error(self) -> str:
+        """The single error line, after checks that the command failed and that no traceback of this project's shows."""
+        assert self.status != 0, self.err
+        assert len(self.error_lines()) == 1, self.err
+        assert not OWN_FRAME.search(self.err), self.err
+        return self.error_lines()[0]
+
+
+class Command:
+    """A running command; a context manager that kills what is left of it and of all that it started."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        """Starts ``arguments`` in ``folder``, where its outputs go to files: a pipe may outlive the command."""
+        self._out, self._err = (folder / f"{time.monotonic_ns()}.{name}" for name in ("out", "err"))
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self._process = psutil.Popen(
+                arguments, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_environment()
+            )
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank; raises LookupError where torchrun has none of that number."""
+        for process in self._process.children():
+            if process.environ().get("RANK") == str(number):
+                return process
+        raise LookupError(f"no rank {number} is running")
+
+    def family(self) -> list[psutil.Process]:
+        """All processes that the command has started, and itself."""
+        return [*self._process.children(recursive=True), self._process]
+
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return bool(self._process.poll() is None)
+
+    def finish(self, timeout: float = 120.0) -> Finished:
+        """Waits for the end; raises AssertionError with the outputs after ``timeout`` seconds."""
+        try:
+            status = self._process.wait(timeout)
+        except psutil.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout:g} s:\n{self._read()}") from None
+        ended = time.time()
+        return Finished(status, *self._read(), ended)
+
+    def _read(self) -> tuple[str, str]:
+        out, err = (path.read_text(encoding="utf-8", errors="replace") for path in (self._out, self._err))
+        return out, err
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_running():
+            for process in self.family():
+                process.kill()
+            self._process.wait()
+
+
+def python(script: str, *arguments: str, folder: Path) -> Finished:
+    """Runs a script of the repository with plain python in ``folder``, to its end."""
+    with Command([sys.executable, "-P", str(ROOT / script), *arguments], folder) as command:
+        return command.finish()
+
+
+def torchrun(ranks: int, script: str, *arguments: str, folder: Path) -> Command:
+    """Starts a script of the repository on ``ranks`` ranks in ``folder``."""
+    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return Command([*launcher, str(ROOT / script), *arguments], folder)
+
+
+def _environment() -> dict[str, str]:
+    """One thread for each rank, no GPU, no search of the network for models."""
+    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, **settings}
