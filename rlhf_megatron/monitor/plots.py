@@ -69,18 +69,45 @@ def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
     phase; any other run gets the panels of supervised training. Panels without a finite value are left out.
     Raises MonitorError if the file is missing, a line of it is broken, or nothing in it can be drawn.
     """
-    if not metrics_path.is_file():
-        raise MonitorError(f"{metrics_path}: no such file; give the metrics.jsonl of a run folder")
-    series = read_metrics(metrics_path)
-    panels = [
-        (panel, curves)
-        for panel in (RL_PANELS if "reward/mean" in series else SFT_PANELS)
-        if (curves := _curves_of(panel, series))
-    ]
+    series = _read(metrics_path)
+    panels = [(panel, curves) for panel in _panels_for(series) if (curves := _curves_of(panel, series))]
     phases = _phase_names(series)
     if not panels and not phases:
         raise MonitorError(f"{metrics_path}: holds no metric that can be drawn; has the run finished a step?")
-    figure = _draw(panels, phases, series, title or metrics_path.resolve().parent.name)
+    _save(_draw(panels, phases, series, title or metrics_path.resolve().parent.name), out_png)
+
+
+def plot_comparison(runs: dict[str, Path], out_png: Path, title: str = "") -> None:
+    """Draw several runs into the same panels; `runs` is label -> metrics.jsonl, of one kind of loop.
+
+    Seconds per phase are left out. Raises MonitorError as plot_run does, and where nothing is common to draw.
+    """
+    series = {label: _read(path) for label, path in runs.items()}
+    panels = []
+    for panel in _panels_for(next(iter(series.values()))):
+        curves: Series = {}
+        for label, of_run in series.items():
+            found = _curves_of(panel, of_run)
+            curves |= {f"{label}, {part}" if len(found) > 1 else label: points for part, points in found.items()}
+        if curves:
+            panels.append((panel, curves))
+    if not panels:
+        raise MonitorError(f"{', '.join(map(str, runs.values()))}: hold no metric that can be drawn")
+    everything = {f"{label}/{name}": points for label, of_run in series.items() for name, points in of_run.items()}
+    _save(_draw(panels, [], everything, title or " / ".join(runs)), out_png)
+
+
+def _read(path: Path) -> Series:
+    if not path.is_file():
+        raise MonitorError(f"{path}: no such file; give the metrics.jsonl of a run folder")
+    return read_metrics(path)
+
+
+def _panels_for(series: Series) -> tuple[Panel, ...]:
+    return RL_PANELS if "reward/mean" in series else SFT_PANELS
+
+
+def _save(figure: Figure, out_png: Path) -> None:
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, dpi=144, facecolor="white")
 
