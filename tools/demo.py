@@ -21,7 +21,7 @@ RANKS = 2
 TASK = ("reasoning-gym", "--task", "chain_sum", "--set", "min_terms=4", "max_terms=4", "min_digits=1", "max_digits=1")
 # Apart enough that the generators of both files do not meet; --exclude keeps held-out problems out of training anyway.
 HELD_OUT_SEED, TRAIN_SEED = 9_000_000, 1
-WORKED_FRACTION = "0.25"
+WORKED_FRACTION = "0.4"
 
 
 def main() -> int:

@@ -65,3 +65,36 @@ def _megatron_globals_exist() -> bool:
     from megatron.core import parallel_state
 
     return bool(parallel_state.model_parallel_is_initialized())
+
+
+def learn_past_a_nan(model: str, rows: list[Any], dtype: str) -> dict[str, Any]:
+    """One update whose loss is NaN on the last rank's rows alone, then an ordinary one: what each did to parameters."""
+    architecture = read_architecture(model)
+    world = dist.get_world_size()
+    role = Role(
+        "actor",
+        architecture,
+        Layout(1, 1, world),
+        range(world),
+        RoleSection(tokens_per_gpu=60),
+        dtype=dtype,
+        seed=1,
+        optimizer=OptimizerSection(learning_rate=1e-2),
+        training_steps=2,
+    )
+    with CheckpointFiles(model, architecture) as files:
+        role.load(files)
+    batch = batch_from_rows(*rows)
+    weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
+
+    def poisoned(logprobs: torch.Tensor, entropy: torch.Tensor, fields: dict[str, torch.Tensor]) -> Any:
+        loss, metrics = negative_log_likelihood(logprobs, entropy, fields)
+        return (loss * torch.nan if dist.get_rank() == world - 1 else loss), metrics
+
+    results: dict[str, Any] = {}
+    for name, objective in (("poisoned", poisoned), ("ordinary", negative_log_likelihood)):
+        before = {key: value.clone() for key, value in role.parameters().items()}
+        results[name] = role.update(batch, {"weights": weights}, objective)
+        results[f"{name}_moved"] = any(not torch.equal(before[key], value) for key, value in role.parameters().items())
+        results[f"{name}_finite"] = all(bool(torch.isfinite(value).all()) for value in role.parameters().values())
+    return results

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hugging_face import load_model, make_model, random_rows, row_logits, row_logprobs, train
-from parallel.parity_ranks import learn
+from parallel.parity_ranks import learn, learn_past_a_nan
 from parallel.ranks import run_ranks
 
 LEARNING_RATE, CLIP, STEPS = 1e-3, 1.0, 2
@@ -98,3 +98,14 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     difference = (torch.tensor(half["logprobs"]) - torch.tensor(full["logprobs"])).abs()
     assert difference.median() < 1e-2
     assert half["losses"] == pytest.approx(full["losses"], rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(dtype: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3", vocabulary=VOCABULARY)
+    arguments = {"model": str(folder), "rows": list(random_rows(8, VOCABULARY)), "dtype": dtype}
+    for result in run_ranks(learn_past_a_nan, 2, arguments):
+        assert result["poisoned"]["skipped"] == 1.0
+        assert not result["poisoned_moved"]
+        assert result["ordinary"]["skipped"] == 0.0
+        assert result["ordinary_moved"] and result["ordinary_finite"]
