@@ -26,6 +26,7 @@ class RolloutBatch:
     row_id: Tensor  # [R] int64: unique in the step, the same in every layout
     weight_version: Tensor  # [R] int64: of the weights that generated the row
     truncated: Tensor  # [R] bool: cut off at the length limit
+    scores: Tensor | None = None  # [R] float32: rewards before penalties; None: the same as rewards
     old_logprobs: Tensor | None = None  # [T] float32: under the actor before this step's updates
     reference_logprobs: Tensor | None = None  # [T] float32
     advantages: Tensor | None = None  # [T] float32
@@ -82,6 +83,20 @@ class RolloutBatch:
 _TOKEN_FIELDS = frozenset(
     ["tokens", "response_mask", "rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"]
 )
+
+
+def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """The rows of all batches, in order; ids stay as they are. Raises ValueError where some lack a field."""
+    names = [sorted(batch._tensors()) for batch in batches]
+    if any(of_batch != names[0] for of_batch in names):
+        raise ValueError(f"batches with different fields: {names}")
+    fields = {
+        name: torch.cat([getattr(batch, name) for batch in batches]) for name in names[0] if name != "cu_seqlens"
+    }
+    lengths = torch.cat([batch.lengths for batch in batches])
+    return dataclasses.replace(
+        batches[0], cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), **fields
+    )
 
 
 def row_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from rlhf_megatron.algorithms.metrics import mismatch_metrics
 from rlhf_megatron.algorithms.objective import policy_objective
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.loops.collection import Collector
 from rlhf_megatron.loops.rollouts import Rollouts, gather_scores
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.roles.role import Role
@@ -33,6 +34,7 @@ def run_rl(session: Session) -> dict[str, float]:
         session.make_role("reference", recipe.reference) if recipe.reference and recipe.algorithm.kl_coef else None
     )
     rollouts = Rollouts(session)
+    collector = Collector(session, rollouts)
     session.at_end(rollouts.close)
     rollouts.refresh()
     evaluations = {}
@@ -42,22 +44,17 @@ def run_rl(session: Session) -> dict[str, float]:
 
     for step in range(1, recipe.steps + 1):
         session.begin_step()
-        prompts = session.train.next(recipe.batch.prompts_per_step)
-        with session.phase("generate"):
-            rolled = rollouts.generate(prompts, recipe.batch.responses_per_prompt, rollouts.sampling, step)
-        with session.phase("score"):
-            batch = rolled.gather(rollouts.score(rolled))
-            metrics = rollouts.scoring_metrics()
-            rollouts.engine.sleep()
-        with session.phase("logprobs"):
-            batch, compared = with_logprobs(batch, actor, reference, recipe.algorithm.old_logprobs)
-        batch = with_advantages(batch, session)
-        with session.phase("update"):
-            metrics |= compared | update(session, batch)
+        batch, metrics, tokens = collector.collect(step)  # generate and score, with dynamic sampling in rounds
+        rollouts.engine.sleep()
+        if batch.rows:  # with dynamic sampling there may be nothing to learn
+            with session.phase("logprobs"):
+                batch, compared = with_logprobs(batch, actor, reference, recipe.algorithm.old_logprobs)
+            batch = with_advantages(batch, session)
+            with session.phase("update"):
+                metrics |= compared | update(session, batch)
         with session.phase("regather"):
             rollouts.refresh()
-        metrics |= rollout_metrics(batch, session)
-        session.end_step(step, metrics, len(batch.tokens))
+        session.end_step(step, metrics, tokens)
         interval = recipe.evaluation.interval
         if (interval and step % interval == 0) or (step == recipe.steps and recipe.evaluation.at_end):
             evaluations[step] = evaluate(session, rollouts, step)
@@ -92,8 +89,9 @@ def with_advantages(batch: RolloutBatch, session: Session) -> RolloutBatch:
 def update(session: Session, batch: RolloutBatch) -> dict[str, float]:
     """All optimizer steps on one batch, in minibatches of whole groups; the means of their metrics."""
     recipe, settings = session.recipe, session.recipe.algorithm
-    prompts, responses = recipe.batch.prompts_per_step, recipe.batch.responses_per_prompt
-    size = recipe.batch.minibatch_prompts or prompts
+    responses = recipe.batch.responses_per_prompt
+    prompts = batch.rows // responses  # fewer than asked for where dynamic sampling found no more
+    size = recipe.batch.minibatch_prompts or recipe.batch.prompts_per_step
     objective = functools.partial(policy_objective, settings=settings)
 
     collected = defaultdict(list)
@@ -104,24 +102,6 @@ def update(session: Session, batch: RolloutBatch) -> dict[str, float]:
             for name, value in session.actor.update(minibatch, minibatch.fields(weights), objective).items():
                 collected[f"train/{name}"].append(value)
     return {name: fmean(values) for name, values in collected.items()}
-
-
-def rollout_metrics(batch: RolloutBatch, session: Session) -> dict[str, float]:
-    """What the step's trajectories looked like."""
-    lengths = batch.response_lengths.double()
-    generate_seconds = max(session.seconds("generate"), 1e-9)
-    groups = batch.rewards.view(-1, session.recipe.batch.responses_per_prompt)
-    return {
-        "rollout/throughput_tokens_per_sec": float(lengths.sum()) / generate_seconds,
-        "rollout/response_length_mean": float(lengths.mean()),
-        "rollout/response_length_max": float(lengths.max()),
-        "rollout/truncated_fraction": float(batch.truncated.double().mean()),
-        "rollout/weight_version": float(batch.weight_version.double().mean()),
-        "reward/mean": float(batch.rewards.mean()),
-        "reward/std": float(batch.rewards.std(unbiased=False)),
-        "reward/informative_group_fraction": float((groups.amax(1) > groups.amin(1)).double().mean()),
-        "reward/latency_ms": session.seconds("score") * 1000.0,
-    }
 
 
 def evaluate(session: Session, rollouts: Rollouts, step: int) -> dict[str, float]:

@@ -74,16 +74,22 @@ class Rollouts:
         self.engine.wake_kv_cache()
         self.engine.weights_updated(self.version)
 
-    def generate(self, prompts: Sequence[Prompt], responses_per_prompt: int, sampling: Sampling, step: int) -> Rolled:
-        """This replica's share of ``prompts``, each answered ``responses_per_prompt`` times."""
+    def generate(
+        self, prompts: Sequence[Prompt], responses_per_prompt: int, sampling: Sampling, step: int, first_row: int = 0
+    ) -> Rolled:
+        """This replica's share of ``prompts``, each answered ``responses_per_prompt`` times.
+
+        ``first_row``: how many rows this step has generated before, so that no sampling seed comes twice.
+        """
         rows = [
             index * responses_per_prompt + k
             for index in range(self._replica, len(prompts), self._replicas)
             for k in range(responses_per_prompt)
         ]
+        seeds = [request_seed(self._seed, step, first_row + row) for row in rows]
         requests = [
-            Request(row, prompts[row // responses_per_prompt].token_ids, request_seed(self._seed, step, row))
-            for row in rows
+            Request(row, prompts[row // responses_per_prompt].token_ids, seed)
+            for row, seed in zip(rows, seeds, strict=True)
         ]
         completions = self.engine.generate(
             requests, sampling, lambda done, total: self._session.progress("generate", done, total)

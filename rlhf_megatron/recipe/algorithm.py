@@ -14,10 +14,16 @@ class FilterGroupsSection(Section):
 
     enable: bool = False
     """Whether to replace them."""
-    metric: str = "accuracy"
-    """What must differ inside a group."""
+    metric: Literal["accuracy", "reward"] = "accuracy"
+    """What must differ inside a group: the score itself, or the reward with its penalties."""
     max_num_gen_batches: int = Field(default=10, ge=0)
     """Most rounds of generation for one step; 0: no limit."""
+    prompts_per_round: int | None = Field(default=None, gt=0)
+    """Prompts of one round; default: batch.prompts_per_step."""
+    when_exhausted: Literal["train", "stop"] = "train"
+    """After the last round: train on the groups that there are, or stop the run."""
+    keep_surplus: bool = False
+    """Keep groups beyond the step's for the next step; they are of weights that are one step old."""
 
 
 class OverlongBufferSection(Section):
@@ -26,7 +32,7 @@ class OverlongBufferSection(Section):
     enable: bool = False
     """Whether to punish them."""
     len: int = Field(default=0, ge=0)
-    """Tokens before the limit from which the penalty grows."""
+    """Tokens before rollout.max_response_length from which the penalty grows."""
     penalty_factor: float = Field(default=1.0, ge=0)
     """The penalty at the limit."""
 

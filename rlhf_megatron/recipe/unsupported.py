@@ -83,16 +83,6 @@ _RL: tuple[Limit, ...] = (
         "there is no estimator of this name; use grpo or rloo",
     ),
     Limit(
-        "algorithm.filter_groups.enable",
-        lambda r: r.algorithm.filter_groups.enable,
-        "groups are not sampled again yet; use false",
-    ),
-    Limit(
-        "algorithm.overlong_buffer.enable",
-        lambda r: r.algorithm.overlong_buffer.enable,
-        "the length penalty is not there yet; use false",
-    ),
-    Limit(
         "algorithm.rollout_correction.type",
         lambda r: r.algorithm.rollout_correction.type != "none",
         "mismatch is measured but not corrected yet; use none",

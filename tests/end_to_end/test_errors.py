@@ -139,7 +139,7 @@ def test_a_run_without_torchrun_is_told_how_to_start_it(folder: Path) -> None:
 
 
 def test_what_this_version_cannot_do_is_refused_in_a_run_and_listed_by_a_dry_run(folder: Path) -> None:
-    asked = ["actor.layout.context=2", "rollout.async_scheduling=true", "algorithm.filter_groups.enable=true"]
+    asked = ["actor.layout.context=2", "rollout.async_scheduling=true", "actor.offload.optimizer=true"]
     refused = python(TRAIN, "rl.yaml", *asked, folder=folder)
     assert refused.status == 2
     head, *lines = refused.err.splitlines()

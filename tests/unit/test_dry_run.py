@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,13 +50,11 @@ def test_shipped_recipes_load_and_fill_their_world(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_shipped_recipes_plan_and_fit(name: str) -> None:
-    start = time.perf_counter()
     text = dry_run(recipe_of(name), RECIPES[name])
-    assert time.perf_counter() - start < 1.0
     assert "NOT fit" not in text and "barely" not in text and "NOT hold" not in text
     assert f"on {RECIPES[name]} GPUs" in text
     unsupported_lines = text[text.index("Not in this version") :]
-    assert ("filter_groups" in unsupported_lines) == name.endswith("dapo")
+    assert ("checkpoint.save_interval" in unsupported_lines) == name.endswith("dapo")
 
 
 @pytest.mark.parametrize(

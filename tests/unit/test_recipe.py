@@ -243,8 +243,6 @@ REFERENCE = "reference.tokens_per_gpu=100"
         ("model.dtype", ["model.dtype=float16"]),
         ("algorithm.advantage", ["algorithm.advantage=gae"]),
         ("algorithm.loss_aggregation", ["algorithm.loss_aggregation=sequence_sum_constant"]),
-        ("algorithm.filter_groups.enable", ["algorithm.filter_groups.enable=true"]),
-        ("algorithm.overlong_buffer.enable", ["algorithm.overlong_buffer={enable: true, len: 10}"]),
         ("algorithm.rollout_correction.type", ["algorithm.rollout_correction.type=tis"]),
         ("checkpoint.save_interval", ["checkpoint.save_interval=5"]),
         ("batch.epochs_per_step", ["loop=sft", "batch.responses_per_prompt=1", "batch.epochs_per_step=2"]),

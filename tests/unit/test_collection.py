@@ -1,0 +1,171 @@
+"""Dynamic sampling and the overlong penalty: which groups a step gets, in how many rounds, what becomes of others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
+from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows, concatenate
+from rlhf_megatron.loops.collection import Collector
+from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.recipe.errors import UserError
+
+RECIPE: dict[str, Any] = {
+    "name": "filtered",
+    "loop": "rl",
+    "steps": 1,
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train_files": ["train.parquet"], "max_prompt_length": 8},
+    "batch": {"prompts_per_step": 2, "responses_per_prompt": 2},
+    "actor": {"tokens_per_gpu": 64, "optimizer": {"learning_rate": 1e-3}},
+    "reference": None,
+    "rollout": {"max_response_length": 10},
+    "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 3}},
+}
+
+
+def test_groups_of_one_value_are_not_informative() -> None:
+    values = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5, 0.0, 0.0])
+    groups = torch.tensor([4, 9, 4, 9, 2, 7, 7])
+    assert informative_rows(values, groups).tolist() == [False, True, False, True, False, False, False]
+
+
+def test_overlong_penalty_of_the_paper() -> None:
+    # arXiv 2503.14476, eq. 13 and section 4.1: limit 20480, buffer 4096.
+    lengths = torch.tensor([1, 16384, 17408, 18432, 20480, 30000])
+    assert overlong_penalty(lengths, 20480, 4096, 1.0).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert overlong_penalty(lengths, 20480, 4096, 0.5).tolist() == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5]
+    with pytest.raises(ValueError, match=r"overlong_buffer\.len=11 must be from 1 to 10"):
+        overlong_penalty(lengths, 10, 11, 1.0)
+
+
+def test_joined_batches_are_their_rows() -> None:
+    one = batch_from_rows([[1], [2, 3]], [[4, 5], [6]], rewards=[0.5, 1.0])
+    two = batch_from_rows([[7]], [[8]], rewards=[2.0])
+    joined = concatenate([one, two])
+    assert joined.tokens.tolist() == [1, 4, 5, 2, 3, 6, 7, 8]
+    assert joined.cu_seqlens.tolist() == [0, 3, 6, 8]
+    assert joined.rewards.tolist() == [0.5, 1.0, 2.0]
+    assert joined.select([2]).tokens.tolist() == [7, 8]
+    with pytest.raises(ValueError, match="different fields"):
+        concatenate([one, two.with_fields(scores=two.rewards)])
+
+
+class Answers:
+    """In the place of the engines: prompt n is answered with tokens n, n and rewards as given; keeps the first rows."""
+
+    def __init__(self, rewards: list[tuple[float, float]]) -> None:
+        self.rewards, self.first_rows, self.sampling = rewards, list[int](), None
+
+    def generate(self, prompts: list[int], responses: int, sampling: Any, step: int, first_row: int) -> Any:
+        self.first_rows.append(first_row)
+        rows = [(prompt, k) for prompt in prompts for k in range(responses)]
+        batch = batch_from_rows(
+            [[prompt] for prompt, _ in rows],
+            [[prompt] * (8 + k) for prompt, k in rows],
+            group_id=[index // responses for index in range(len(rows))],
+            rewards=[self.rewards[prompt][k] for prompt, k in rows],
+        )
+        return SimpleNamespace(gather=lambda rewards: batch)
+
+    def score(self, rolled: Any) -> list[float]:
+        return []
+
+    def scoring_metrics(self) -> dict[str, float]:
+        return {"reward/timeouts": 0.0}
+
+
+class Run:
+    """As much of a session as collecting needs."""
+
+    def __init__(self, **algorithm: Any) -> None:
+        self.recipe = Recipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
+        self.train, self._next = self, 0
+
+    def next(self, count: int) -> list[int]:
+        self._next += count
+        return list(range(self._next - count, self._next))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    def seconds(self, phase: str) -> float:
+        return 1.0
+
+
+def prompts_of(batch: RolloutBatch) -> list[int]:
+    return batch.tokens[batch.cu_seqlens[:-1]].tolist()
+
+
+EQUAL, MIXED = (1.0, 1.0), (0.0, 1.0)
+
+
+def collector(rewards: list[tuple[float, float]], **algorithm: Any) -> Any:
+    return Collector(Run(**algorithm), Answers(rewards))  # type: ignore[arg-type]
+
+
+def filters(**settings: Any) -> dict[str, Any]:
+    return {"filter_groups": {"enable": True, "max_num_gen_batches": 3, **settings}}
+
+
+def test_without_filtering_every_group_is_taken() -> None:
+    batch, metrics, tokens = collector([EQUAL, EQUAL], kl_coef=0.0).collect(1)
+    assert prompts_of(batch) == [0, 0, 1, 1]
+    assert metrics["reward/informative_group_fraction"] == 0.0
+    assert "rollout/rounds" not in metrics
+    assert tokens == len(batch.tokens)
+
+
+def test_rounds_go_on_until_the_batch_is_full() -> None:
+    made = collector([EQUAL, MIXED, EQUAL, EQUAL, MIXED, MIXED], **filters())
+    batch, metrics, tokens = made.collect(1)
+    assert prompts_of(batch) == [1, 1, 4, 4]
+    assert batch.group_id.tolist() == [0, 0, 1, 1]
+    assert batch.row_id.tolist() == [0, 1, 2, 3]
+    assert made._rollouts.first_rows == [0, 4, 8], "no sampling seed comes twice"
+    assert metrics["rollout/rounds"] == 3
+    assert metrics["rollout/groups"] == 2
+    assert metrics["rollout/groups_dropped"] == 3
+    assert metrics["rollout/groups_surplus"] == 1
+    assert metrics["reward/mean"] == 0.75, "of everything that was generated"
+    assert tokens == 3 * 2 * (9 + 10), "what is dropped was generated too"
+
+
+def test_surplus_groups_wait_for_the_next_step() -> None:
+    made = collector([MIXED] * 3 + [EQUAL, MIXED, MIXED], **filters(prompts_per_round=3, keep_surplus=True))
+    first, metrics, _ = made.collect(1)
+    assert (prompts_of(first), metrics["rollout/groups_surplus"]) == ([0, 0, 1, 1], 1)
+    second, metrics, _ = made.collect(2)
+    assert prompts_of(second) == [2, 2, 4, 4]
+    assert (metrics["rollout/groups_carried_over"], metrics["rollout/groups_dropped"]) == (1, 1)
+    assert metrics["rollout/groups_surplus"] == 1
+
+
+def test_after_the_last_round_it_trains_on_what_there_is_or_stops() -> None:
+    rewards = [EQUAL, EQUAL, EQUAL, MIXED, EQUAL, EQUAL]
+    batch, metrics, _ = collector(rewards, **filters()).collect(1)
+    assert (prompts_of(batch), metrics["rollout/groups"]) == ([3, 3], 1)
+    nothing, metrics, _ = collector([EQUAL] * 6, **filters()).collect(1)
+    assert (nothing.rows, metrics["rollout/groups"]) == (0, 0)
+    stopped = r"step 5: 1 of 2 groups teach something after .*max_num_gen_batches=3 rounds; "
+    with pytest.raises(UserError, match=stopped):
+        collector(rewards, **filters(when_exhausted="stop")).collect(5)
+
+
+@pytest.mark.parametrize(("metric", "kept"), [("accuracy", []), ("reward", [0, 0, 1, 1])])
+def test_penalties_count_as_differences_only_if_asked(metric: str, kept: list[int]) -> None:
+    settings = filters(metric=metric) | {"overlong_buffer": {"enable": True, "len": 2, "penalty_factor": 1.0}}
+    batch, metrics, _ = collector([EQUAL] * 6, **settings).collect(1)
+    assert prompts_of(batch) == kept
+    # Responses of 8 and 9 tokens of 10, of which the last 2 cost: 0 and -1/2.
+    assert metrics["reward/overlong_penalty_mean"] == -0.25
+    assert metrics["reward/score_mean"] == 1.0
+    if kept:
+        assert batch.rewards.tolist() == [1.0, 0.5, 1.0, 0.5]
