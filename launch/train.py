@@ -23,6 +23,12 @@ def main() -> int:
     parser.add_argument("recipe", help="a YAML file, see recipes/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop; needs no GPU and no torchrun")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|none|PATH",
+        help="go on from the run's newest sound checkpoint if it has one (auto), start anew, or from a given one",
+    )
     parser.add_argument("--world", type=int, help="with --dry-run: the number of GPUs to plan for")
     arguments = parser.parse_intermixed_args()
     try:
@@ -38,7 +44,7 @@ def main() -> int:
     prepare_environment()  # before torch is imported
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(train)(recipe) or 0  # torchrun shows the traceback of the rank that failed first
+    return record(train)(recipe, arguments.resume) or 0  # torchrun shows the traceback of the rank that failed first
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
@@ -48,12 +54,12 @@ def refuse_unsupported(recipe: Recipe) -> None:
         raise UserError("this version cannot do what the recipe asks for:\n  " + "\n  ".join(lines))
 
 
-def train(recipe: Recipe) -> int:
+def train(recipe: Recipe, resume: str) -> int:
     """Runs the recipe's loop on this rank, in step with all others; returns the exit status."""
     try:
         from rlhf_megatron.loops.run import run
 
-        run(recipe)
+        run(recipe, resume)
     except UserError as error:
         return tell(error)
     except Exception:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
@@ -52,6 +55,17 @@ class Collector:
                 "rollout/groups": float(self._groups([batch])),
             }
         return batch, metrics, sum(len(part.tokens) for part in generated)
+
+    def state(self) -> dict[str, Any]:
+        """The groups that wait for the next step, for a checkpoint."""
+        if self._surplus is None:
+            return {}
+        fields = {field.name: getattr(self._surplus, field.name) for field in dataclasses.fields(self._surplus)}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state`` was taken."""
+        self._surplus = RolloutBatch(**state) if state else None
 
     def _one_round(self, step: int, prompts: int, first_row: int) -> RolloutBatch:
         """``prompts`` more groups, scored, the same on every rank."""

@@ -21,6 +21,7 @@ from rlhf_megatron.algorithms.objective import policy_objective
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.loops.collection import Collector
+from rlhf_megatron.loops.history import History
 from rlhf_megatron.loops.rollouts import Rollouts, gather_scores
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.roles.role import Role
@@ -35,14 +36,16 @@ def run_rl(session: Session) -> dict[str, float]:
     )
     rollouts = Rollouts(session)
     collector = Collector(session, rollouts)
+    history = History()
     session.at_end(rollouts.close)
+    checkpoints = session.checkpoints(
+        {"actor": actor}, {"data": session.train, "rollouts": rollouts, "collector": collector, "history": history}
+    )
     rollouts.refresh()
-    evaluations = {}
-    if recipe.evaluation.at_start:
-        evaluations[0] = evaluate(session, rollouts, 0)
-        session.log(0, evaluations[0])
+    if recipe.evaluation.at_start and session.first_step == 1:
+        evaluate(session, rollouts, 0, history)
 
-    for step in range(1, recipe.steps + 1):
+    for step in range(session.first_step, recipe.steps + 1):
         session.begin_step()
         batch, metrics, tokens = collector.collect(step)  # generate and score, with dynamic sampling in rounds
         rollouts.engine.sleep()
@@ -57,11 +60,11 @@ def run_rl(session: Session) -> dict[str, float]:
         session.end_step(step, metrics, tokens)
         interval = recipe.evaluation.interval
         if (interval and step % interval == 0) or (step == recipe.steps and recipe.evaluation.at_end):
-            evaluations[step] = evaluate(session, rollouts, step)
-            session.log(step, evaluations[step])
+            evaluate(session, rollouts, step, history)
+        checkpoints.after(step, last=step == recipe.steps)
         if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and step < recipe.steps:
             session.export(step)
-    return summary(evaluations)
+    return history.summary()
 
 
 def with_logprobs(
@@ -104,11 +107,11 @@ def update(session: Session, batch: RolloutBatch) -> dict[str, float]:
     return {name: fmean(values) for name, values in collected.items()}
 
 
-def evaluate(session: Session, rollouts: Rollouts, step: int) -> dict[str, float]:
-    """Held-out accuracy per data source, over all replicas; some answers are saved as samples/step-N.parquet."""
+def evaluate(session: Session, rollouts: Rollouts, step: int, history: History) -> None:
+    """Logs held-out accuracy per data source, over all replicas; saves some answers as samples/step-N.parquet."""
     recipe, dataset = session.recipe, session.validation
     if dataset is None:
-        return {}
+        return
     settings = recipe.evaluation
     count = min(len(dataset), settings.max_prompts or len(dataset))
     prompts = [dataset[index] for index in range(count)]
@@ -122,7 +125,9 @@ def evaluate(session: Session, rollouts: Rollouts, step: int) -> dict[str, float
         by_source[prompts[row // samples].data_source].append(score)
     if session.rank == 0:
         save_samples(session, step, rolled.prompts, rollouts.texts(rolled), rewards)
-    return {f"eval/{source}/accuracy": fmean(values) for source, values in sorted(by_source.items())}
+    metrics = {f"eval/{source}/accuracy": fmean(values) for source, values in sorted(by_source.items())}
+    session.log(step, metrics)
+    history.add(step, fmean(metrics.values()))
 
 
 def save_samples(
@@ -137,9 +142,3 @@ def save_samples(
         "reward": list(rewards[shown]),
     }
     pq.write_table(pa.table(columns), session.run.sample_file(step))
-
-
-def summary(evaluations: dict[int, dict[str, float]]) -> dict[str, float]:
-    """The mean held-out accuracy of the first and the last evaluation, as ``first`` and ``last``."""
-    means = [fmean(metrics.values()) for metrics in evaluations.values() if metrics]
-    return {"first": means[0], "last": means[-1]} if means else {}

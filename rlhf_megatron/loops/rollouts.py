@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -121,6 +122,14 @@ class Rollouts:
     def texts(self, rolled: Rolled) -> list[str]:
         """The responses in words, without special tokens."""
         return [self._tokenizer.decode(completion.token_ids) for completion in rolled.completions]
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, taken after the step's weights were brought in."""
+        return {"version": self.version}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state`` was taken; the ``refresh`` that must follow counts that version again."""
+        self.version = int(state["version"]) - 1
 
     def close(self) -> None:
         """Ends the engine and the reward workers."""

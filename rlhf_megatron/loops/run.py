@@ -6,8 +6,11 @@ from rlhf_megatron.recipe import Recipe, check_architecture, check_world
 from rlhf_megatron.topology.world import join_world, leave_world
 
 
-def run(recipe: Recipe) -> None:
-    """Trains by ``recipe``; every process of torchrun calls it. Raises UserError for input that is not right."""
+def run(recipe: Recipe, resume: str = "auto") -> None:
+    """Trains by ``recipe``; every process of torchrun calls it. ``resume``: auto, none, or a checkpoint's path.
+
+    Raises UserError for input that is not right.
+    """
     join_world()
     import torch.distributed as dist
 
@@ -22,7 +25,7 @@ def run(recipe: Recipe) -> None:
     from rlhf_megatron.loops.session import Session
     from rlhf_megatron.loops.sft import run_sft
 
-    session = Session(recipe)
+    session = Session(recipe, resume)
     try:
         result = run_rl(session) if recipe.loop == "rl" else run_sft(session)
     except BaseException:

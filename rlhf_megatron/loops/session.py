@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.data.prompts import PromptDataset, PromptStream
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.loops.checkpoints import Checkpoints, Part, choose_checkpoint
 from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
@@ -30,8 +31,11 @@ from rlhf_megatron.roles.role import Role
 class Session:
     """One rank's view of a run. Making it is collective; ``close`` ends the reporting."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        """Builds what all loops need. Raises UserError for input that the recipe names and that is not right."""
+    def __init__(self, recipe: Recipe, resume: str = "auto") -> None:
+        """Builds what all loops need; ``resume`` as in ``choose_checkpoint``.
+
+        Raises UserError for input that the recipe names and that is not right.
+        """
         self.recipe = recipe
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.run = RunFolder(recipe.run_root, recipe.name)
@@ -45,12 +49,25 @@ class Session:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         updates = recipe.steps * recipe.batch.epochs_per_step * recipe.batch.minibatches_per_step
         self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, updates)
-        self.report = Report(self.run, recipe) if self.rank == 0 else None
+        found_out: list[str] = []
+        self._resume_from = choose_checkpoint(self.run.checkpoints, resume, found_out.append)
+        self.report = Report(self.run, recipe, self._resume_from is not None) if self.rank == 0 else None
+        for line in found_out:
+            self.say(line)
         if self.report:
             self._tell_about_data()
+        self.first_step = 1
         self._seconds: dict[str, float] = {}
         self._endings: list[Callable[[], None]] = []
         self._step_started = time.perf_counter()
+
+    def checkpoints(self, roles: Mapping[str, Role], parts: Mapping[str, Part]) -> Checkpoints:
+        """What saves the run; where it resumes, roles and parts are as they were when this returns. Collective."""
+        checkpoints = Checkpoints(self.run.checkpoints, self.recipe.checkpoint, roles, parts, self.say)
+        if self._resume_from is not None:
+            self.first_step = checkpoints.restore(self._resume_from) + 1
+            self.say(f"going on from {self._resume_from}, after step {self.first_step - 1}")
+        return checkpoints
 
     def _open(self, files: list[str]) -> PromptDataset:
         return PromptDataset(files, self.tokenizer, self.recipe.data, with_response=self.recipe.loop == "sft")
@@ -174,9 +191,9 @@ class Session:
 class Report:
     """What rank 0 leaves behind and shows: recipe, environment, metrics, the live table and the plot."""
 
-    def __init__(self, run: RunFolder, recipe: Recipe) -> None:
+    def __init__(self, run: RunFolder, recipe: Recipe, resume: bool) -> None:
         self._run, self._recipe = run, recipe
-        run.prepare()
+        run.prepare(resume)
         run.recipe.write_text(resolved_yaml(recipe))
         run.environment.write_text(json.dumps(environment_report(), indent=2))
         self._logger = MetricsLogger(run, recipe.monitor, recipe.model_dump(mode="json"))

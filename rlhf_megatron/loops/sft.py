@@ -11,16 +11,18 @@ from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.loops.history import History
 from rlhf_megatron.loops.session import Session
 
 
 def run_sft(session: Session) -> dict[str, float]:
     """Trains the actor on the recipe's data; returns the first and the last held-out loss, if there is such data."""
     recipe = session.recipe
-    losses = []
-    if session.validation is not None and recipe.evaluation.at_start:
-        losses.append(evaluate(session, 0))
-    for step in range(1, recipe.steps + 1):
+    history = History()
+    checkpoints = session.checkpoints({"actor": session.actor}, {"data": session.train, "history": history})
+    if recipe.evaluation.at_start and session.first_step == 1:
+        evaluate(session, 0, history)
+    for step in range(session.first_step, recipe.steps + 1):
         session.begin_step()
         batch = batch_of(session.train.next(recipe.batch.prompts_per_step))
         weights = token_weights(batch.response_mask, batch.cu_seqlens, recipe.algorithm.loss_aggregation)
@@ -29,11 +31,12 @@ def run_sft(session: Session) -> dict[str, float]:
         session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens))
         interval = recipe.evaluation.interval
         due = (interval and step % interval == 0) or (step == recipe.steps and recipe.evaluation.at_end)
-        if session.validation is not None and due:
-            losses.append(evaluate(session, step))
+        if due:
+            evaluate(session, step, history)
+        checkpoints.after(step, last=step == recipe.steps)
         if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and step < recipe.steps:
             session.export(step)
-    return {"first": losses[0], "last": losses[-1]} if losses else {}
+    return history.summary()
 
 
 def negative_log_likelihood(
@@ -54,12 +57,13 @@ def batch_of(prompts: Sequence[Prompt]) -> RolloutBatch:
     return batch_from_rows([prompt.token_ids for prompt in prompts], responses)
 
 
-def evaluate(session: Session, step: int) -> float:
-    """Mean loss per token on held-out rows, logged as ``eval/loss``."""
+def evaluate(session: Session, step: int, history: History) -> None:
+    """Logs the mean loss per token on held-out rows as ``eval/loss``; nothing where there are none."""
     dataset = session.validation
-    assert dataset is not None
+    if dataset is None:
+        return
     count = min(len(dataset), session.recipe.evaluation.max_prompts or len(dataset))
     batch = batch_of([dataset[index] for index in range(count)])
     loss = -float(session.actor.logprobs(batch).logprobs[batch.response_mask].mean())
     session.log(step, {"eval/loss": loss})
-    return loss
+    history.add(step, loss)

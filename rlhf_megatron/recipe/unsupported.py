@@ -58,11 +58,6 @@ _ALWAYS: tuple[Limit, ...] = (
     *_each_role("offload.gradients", lambda s: s.offload.gradients, "no offloading yet; use false"),
     *_each_role("offload.optimizer", lambda s: s.offload.optimizer, "no offloading yet; use false"),
     Limit(
-        "checkpoint.save_interval",
-        lambda r: r.checkpoint.save_interval > 0,
-        "checkpoints cannot be resumed from yet; use checkpoint.export_interval",
-    ),
-    Limit(
         "algorithm.loss_aggregation",
         lambda r: r.algorithm.loss_aggregation == "sequence_sum_constant",
         "not there yet; use sequence_mean_token_sum, which differs by a constant factor",

@@ -140,6 +140,11 @@ class Role:
             model, None, **kwargs
         )
 
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer, or None where the role does not learn; for ``state`` alone."""
+        return self._optimizer
+
     # ---- weights
 
     def parameters(self) -> dict[str, Tensor]:

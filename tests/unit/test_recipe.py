@@ -244,7 +244,6 @@ REFERENCE = "reference.tokens_per_gpu=100"
         ("algorithm.advantage", ["algorithm.advantage=gae"]),
         ("algorithm.loss_aggregation", ["algorithm.loss_aggregation=sequence_sum_constant"]),
         ("algorithm.rollout_correction.type", ["algorithm.rollout_correction.type=tis"]),
-        ("checkpoint.save_interval", ["checkpoint.save_interval=5"]),
         ("batch.epochs_per_step", ["loop=sft", "batch.responses_per_prompt=1", "batch.epochs_per_step=2"]),
         ("batch.minibatch_prompts", ["loop=sft", "batch.responses_per_prompt=1", "batch.minibatch_prompts=4"]),
     ],

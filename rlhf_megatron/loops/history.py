@@ -1,0 +1,30 @@
+"""What a run's evaluations have said so far: the first and the last are told at its end, also after a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class History:
+    """One number per evaluation, such as the mean held-out accuracy."""
+
+    def __init__(self) -> None:
+        """Nothing has been evaluated."""
+        self._values: dict[int, float] = {}
+
+    def add(self, step: int, value: float) -> None:
+        """The evaluation after ``step``."""
+        self._values[step] = value
+
+    def summary(self) -> dict[str, float]:
+        """``first`` and ``last``; empty where nothing has been evaluated."""
+        ordered = [self._values[step] for step in sorted(self._values)]
+        return {"first": ordered[0], "last": ordered[-1]} if ordered else {}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"values": {str(step): value for step, value in self._values.items()}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state`` was taken."""
+        self._values = {int(step): float(value) for step, value in state["values"].items()}

@@ -1,0 +1,226 @@
+"""Checkpoints on disk: a folder per step that appears whole or not at all, checked before it is trusted.
+
+    checkpoints/step-40/rank-00000.safetensors ...   what each rank wrote
+    checkpoints/step-40/manifest.json                written last: size and digest of every file, and the run's state
+    checkpoints/latest                               the name of the newest one, for people and scripts
+
+Nothing is pickled: tensors are safetensors, everything else is JSON. This file knows files only; the ranks' agreement
+is in loops/checkpoints.py and what a role's tensors mean in roles/state.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_megatron.recipe.errors import UserError
+
+FORMAT = 1
+_MANIFEST, _LATEST, _PARTIAL, _REPLACED = "manifest.json", "latest", ".partial", ".replaced"
+_NAME = re.compile(r"step-(\d+)")
+_CHUNK_BYTES = 1 << 24
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used, with the file and the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenFile:
+    """One finished file of a checkpoint."""
+
+    name: str
+    bytes: int
+    digest: str  # blake2b, 32 bytes, hexadecimal
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where the files of ``folder`` are written until all are there."""
+    return folder.with_name(folder.name + _PARTIAL)
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], about: Any) -> WrittenFile:
+    """Writes CPU tensors, with JSON ``about`` them, as a file of the unfinished checkpoint ``folder``; synced to disk.
+
+    Raises OSError where the disk is full or not writable.
+    """
+    path = partial_folder(folder) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file(dict(tensors), path, metadata={"about": json.dumps(about)})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"{path}: {error}") from error
+    _sync(path)
+    return WrittenFile(name, path.stat().st_size, _digest(path))
+
+
+def publish(folder: Path, files: list[WrittenFile], state: Mapping[str, Any], keep: int) -> None:
+    """Makes the finished checkpoint visible under its name, moves ``latest``, and deletes all but the ``keep`` newest.
+
+    Call it on one rank, when every file is on disk. Raises OSError where the disk fails; then nothing is visible.
+    """
+    partial = partial_folder(folder)
+    manifest = {"format": FORMAT, "files": [dataclasses.asdict(file) for file in files], "state": state}
+    (partial / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    _sync(partial / _MANIFEST)
+    _sync(partial)
+    replaced = folder.with_name(folder.name + _REPLACED)
+    if folder.exists():  # the step was run again after a resume from an earlier one
+        os.rename(folder, replaced)
+    os.rename(partial, folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    pointer = folder.parent / (_LATEST + _PARTIAL)
+    pointer.write_text(folder.name + "\n", encoding="utf-8")
+    _sync(pointer)
+    os.replace(pointer, folder.parent / _LATEST)
+    _sync(folder.parent)
+    for old in found(folder.parent)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Deletes what an unfinished save has left."""
+    shutil.rmtree(partial_folder(folder), ignore_errors=True)
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, finished ones only, the newest step first."""
+    if not folder.is_dir():
+        return []
+    named = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(named, reverse=True)]
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name; raises CheckpointError for another name."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None:
+        raise CheckpointError(f"{folder}: a checkpoint's folder is called step-N; name one in checkpoints/")
+    return int(match.group(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a finished checkpoint says about itself."""
+
+    files: list[WrittenFile]
+    state: dict[str, Any]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a checkpoint's manifest; raises CheckpointError where it is missing, broken or of another format."""
+    path = folder / _MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"{path}: format {content['format']}; this version reads {FORMAT}")
+        return Manifest([WrittenFile(**file) for file in content["files"]], content["state"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); the checkpoint is not "
+                              "complete") from error  # fmt: skip
+
+
+def damage(folder: Path, files: list[WrittenFile]) -> str | None:
+    """What is wrong with these files of a checkpoint, in words, or None; reads them whole."""
+    for file in files:
+        path = folder / file.name
+        if not path.is_file():
+            return f"{path}: is missing"
+        if path.stat().st_size != file.bytes:
+            return f"{path}: has {path.stat().st_size} bytes and was written with {file.bytes}"
+        if _digest(path) != file.digest:
+            return f"{path}: its content has changed since it was written"
+    return None
+
+
+class TensorFile:
+    """Reads one file of a checkpoint without loading all of it; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError where the file cannot be opened."""
+        try:
+            self._file: Any = safe_open(path, framework="pt")
+            self._open = self._file.__enter__()
+            self.about: Any = json.loads((self._open.metadata() or {})["about"])
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, copied to memory of its own."""
+        value: Tensor = self._open.get_tensor(name)
+        return value
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._file.__exit__(*details)
+
+
+def split_tensors(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """(the same tree of dicts and lists with each tensor replaced by {"tensor": key}, the tensors by key)."""
+    if isinstance(tree, Tensor):
+        return {"tensor": prefix}, {prefix: tree.detach().to("cpu", copy=True).contiguous()}
+    if isinstance(tree, dict):
+        tensors: dict[str, Tensor] = {}
+        plain = {}
+        for key, value in tree.items():
+            plain[key], inside = split_tensors(value, f"{prefix}/{key}")
+            tensors |= inside
+        return plain, tensors
+    return tree, {}
+
+
+def join_tensors(tree: Any, file: TensorFile) -> Any:
+    """Undoes ``split_tensors`` with the file that holds the tensors."""
+    if isinstance(tree, dict):
+        if set(tree) == {"tensor"}:
+            return file.tensor(tree["tensor"])
+        return {key: join_tensors(value, file) for key, value in tree.items()}
+    return tree
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Has the file's or folder's content on disk, not only in the system's memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def random_state() -> dict[str, Tensor]:
+    """The states of torch's generators of this process, as uint8 tensors."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_state(states: Mapping[str, Tensor]) -> None:
+    """Undoes what was drawn since ``random_state``; a state of a device that is not here is left out."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

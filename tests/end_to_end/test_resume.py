@@ -1,0 +1,160 @@
+"""A killed run goes on as if nothing had happened: to the last bit in the same layout, to rounding in another."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from end_to_end.commands import Finished, python, torchrun
+from rlhf_megatron.rollout.environment import has_gpu
+
+pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
+
+TRAIN, STEPS = "launch/train.py", 4
+RECIPE: dict[str, Any] = {
+    "name": "whole",
+    "loop": "rl",
+    "steps": STEPS,
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train_files": ["train.parquet"], "validation_files": ["held_out.parquet"], "max_prompt_length": 64},
+    "batch": {"prompts_per_step": 3, "responses_per_prompt": 4},
+    "actor": {"layout": {"tensor": 2}, "tokens_per_gpu": 256, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3}},
+    "reference": {"tokens_per_gpu": 256},
+    "rollout": {"max_response_length": 10},
+    # Dynamic sampling with surplus, so that a checkpoint has to remember groups that wait.
+    "algorithm": {"kl_coef": 0.01, "filter_groups": {"enable": True, "prompts_per_round": 4, "keep_surplus": True}},
+    "reward": {"function": "reward.py"},
+    "evaluation": {"interval": 2, "at_start": False},
+    "checkpoint": {"save_interval": 1, "keep_last_k": 3},
+    "monitor": {"plots": False},
+}
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return (len(solution_str) % 5) / 4
+"""
+TASK = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights, and data."""
+    path = tmp_path_factory.mktemp("resume")
+    (path / "reward.py").write_text(REWARD)
+    (path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
+    sizes = ["--layers=2", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
+    for arguments in (
+        ["tools/make_tiny_model.py", "--output=model", *sizes],
+        ["tools/prepare_data.py", *TASK, "--size=6", "--seed=9", "--output=held_out.parquet"],
+        ["tools/prepare_data.py", *TASK, "--size=40", "--exclude=held_out.parquet", "--output=train.parquet"],
+    ):
+        made = python(*arguments, folder=path)
+        assert made.status == 0, made.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def train(folder: Path) -> Callable[..., Finished]:
+    """Runs the recipe on two ranks to its end."""
+
+    def run(*arguments: str) -> Finished:
+        with torchrun(2, TRAIN, "grpo.yaml", *arguments, folder=folder) as command:
+            finished = command.finish(180)
+        assert finished.status == 0, finished.err
+        return finished
+
+    return run
+
+
+def metrics_of(run: Path) -> dict[int, dict[str, float]]:
+    """What a run's steps say, the last word on each, without times."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in run.joinpath("metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        steps.setdefault(record.pop("step"), {}).update(record)
+    timed = ("time/", "perf/", "rollout/throughput", "train/step_time", "reward/latency")
+    return {step: {k: v for k, v in found.items() if not k.startswith(timed)} for step, found in steps.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, float]]:
+    """The run that nobody kills."""
+    train()
+    metrics = metrics_of(folder / "runs" / "whole")
+    assert sorted(metrics) == [1, 2, 3, 4]
+    assert any(metrics[step]["rollout/groups_carried_over"] for step in (2, 3, 4)), "groups did wait for a step"
+    return metrics
+
+
+def test_old_checkpoints_go_and_the_newest_is_named(folder: Path, whole: dict[int, dict[str, float]]) -> None:
+    checkpoints = folder / "runs" / "whole" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-2", "step-3", "step-4"]
+    assert (checkpoints / "latest").read_text() == "step-4\n"
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(
+    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    run = folder / "runs" / "killed"
+    with torchrun(2, TRAIN, "grpo.yaml", "name=killed", folder=folder) as command:
+        deadline = time.time() + 120
+        while not (run / "checkpoints" / "step-2" / "manifest.json").exists():
+            assert command.is_running() and time.time() < deadline
+            time.sleep(0.05)
+        command.rank(1).kill()
+        assert command.finish().status != 0
+    # And the newest checkpoint is damaged besides: the run must take the one before.
+    newest = max((path for path in (run / "checkpoints").glob("step-?")), key=lambda path: path.name)
+    tensors = newest / "rank-00001.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-8])
+    finished = train("name=killed")
+    before = f"step-{int(newest.name[-1]) - 1}"
+    assert f"{newest}/rank-00001.safetensors: has ".removeprefix(f"{folder}/") in finished.out
+    assert f"going on from runs/killed/checkpoints/{before}, after step {before[-1]}" in finished.out
+    assert metrics_of(run) == whole
+    exported = load_file(run / "export" / f"step-{STEPS}" / "model.safetensors")
+    expected = load_file(folder / "runs" / "whole" / "export" / f"step-{STEPS}" / "model.safetensors")
+    assert all((exported[name] == expected[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("pipeline", ["actor.layout.tensor=1", "actor.layout.pipeline=2"]),
+        ("data", ["actor.layout.tensor=1", "actor.layout.data=2"]),
+    ],
+)
+def test_another_layout_goes_on_to_rounding(
+    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished], name: str, layout: list[str]
+) -> None:
+    train(f"name={name}", "--resume=runs/whole/checkpoints/step-2", *layout)
+    metrics = metrics_of(folder / "runs" / name)
+    assert sorted(metrics) == [3, 4]
+    for step, found in metrics.items():
+        assert found == pytest.approx(whole[step], rel=1e-3, abs=1e-6)
+
+
+def test_a_finished_run_is_not_run_again_but_a_longer_one_goes_on(
+    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    longer = train(f"steps={STEPS + 1}")
+    assert f"after step {STEPS}" in longer.out
+    assert sorted(metrics_of(folder / "runs" / "whole")) == [1, 2, 3, 4, 5]
+
+
+def test_what_cannot_be_resumed_is_told_in_one_line(folder: Path, whole: dict[int, dict[str, float]]) -> None:
+    for arguments, line in (
+        (["--resume=runs/nowhere/step-1"], "error: --resume runs/nowhere/step-1: runs/nowhere/step-1/manifest.json: "),
+        (
+            ["--resume=runs/whole/checkpoints/step-4", "name=other", "data.max_prompt_length=65", "seed=2"],
+            "error: resume: the checkpoint was saved with seed 1 but this run has 2; ",
+        ),
+    ):
+        with torchrun(1, TRAIN, "grpo.yaml", "actor.layout.tensor=1", *arguments, folder=folder) as command:
+            assert command.finish().only_error().startswith(line)
