@@ -38,7 +38,7 @@ SUPERVISED: Row = {
 REINFORCED: Row = {
     **SUPERVISED,
     "loop": "rl",
-    "batch": {"prompts_per_step": 4, "responses_per_prompt": 1},
+    "batch": {"prompts_per_step": 4, "responses_per_prompt": 2},
     "rollout": {"max_response_length": 8},
 }
 REWARDS = """
@@ -61,7 +61,7 @@ needs_cpu_engine = pytest.mark.skipif(has_gpu(), reason="the engine of this mach
 def row(number: int, question: str = "Calculate {} + 1.") -> Row:
     return {
         "data_source": "some/sums",
-        "prompt": [{"role": "user", "content": question.format(number)}],
+        "prompt": [{"role": "user", "content": question.replace("{}", str(number))}],
         "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
         "extra_info": {"index": number},
     }
@@ -210,7 +210,7 @@ def test_an_error_of_all_ranks_is_told_once(train: Callable[..., Finished], over
         ),
         (
             ["data.train_files=[long.parquet]", "data.overlong_prompts=stop"],
-            f"error: long.parquet, row {LONG_ROW}, column prompt: 131 tokens, over data.max_prompt_length = 48; "
+            f"error: long.parquet, row {LONG_ROW}, column prompt: 106 tokens, over data.max_prompt_length = 48; "
             "raise it, or set data.overlong_prompts: drop",
         ),
     ],
@@ -242,7 +242,7 @@ def test_a_reward_function_that_raises_is_told_with_its_sample_and_line(train: C
 @needs_cpu_engine
 def test_an_error_of_one_rank_ends_all_with_its_line(train: Callable[..., Finished], folder: Path) -> None:
     finished = train(2, "rl.yaml", "reward.function=rewards.py:raises_on_rank_one")
-    assert finished.only_error().startswith("[rank 1] error: sample of row 1 (data_source some/sums): ")
+    assert finished.only_error().startswith("[rank 1] error: sample of row 2 (data_source some/sums): ")
     assert "raised KeyError: 'unit'" in finished.only_error()
     assert finished.ended - (folder / "raised").stat().st_mtime < SECONDS_TO_END
 

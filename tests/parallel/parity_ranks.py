@@ -67,6 +67,12 @@ def _megatron_globals_exist() -> bool:
     return bool(parallel_state.model_parallel_is_initialized())
 
 
+def run_cases(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Several cases on the ranks of one launch, since starting ranks takes longer than what they do."""
+    functions = {"learn": learn, "learn_past_a_nan": learn_past_a_nan}
+    return {name: functions[case["function"]](**case["arguments"]) for name, case in cases.items()}
+
+
 def learn_past_a_nan(model: str, rows: list[Any], dtype: str) -> dict[str, Any]:
     """One update whose loss is NaN on the last rank's rows alone, then an ordinary one: what each did to parameters."""
     architecture = read_architecture(model)

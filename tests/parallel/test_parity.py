@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from hugging_face import load_model, make_model, random_rows, row_logits, row_logprobs, train
-from parallel.parity_ranks import learn, learn_past_a_nan
+from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
 
 LEARNING_RATE, CLIP, STEPS = 1e-3, 1.0, 2
@@ -19,43 +20,76 @@ VOCABULARY = 250
 OPTIMIZER = {"learning_rate": LEARNING_RATE, "clip_grad": CLIP, "weight_decay": 0.0, "epsilon": 1e-6}
 
 
-def run(folder: Path, layout: list[int], rows: Any, *, tokens_per_gpu: int = 60, **arguments: Any) -> dict[str, Any]:
-    results = run_ranks(
-        learn,
-        layout[0] * layout[1] * layout[2],
-        {
-            "model": str(folder),
-            "layout": layout,
-            "rows": rows,
-            "section": {"tokens_per_gpu": tokens_per_gpu},
-            "optimizer": OPTIMIZER,
-            "steps": STEPS,
-            **arguments,
-        },
-    )
-    for name in ("logprobs", "entropy", "losses", "grad_norms"):  # every rank has the whole result
-        assert all(result[name] == results[0][name] for result in results), name
-    assert all(result["parallel_state_untouched"] for result in results)
-    first: dict[str, Any] = results[0]
-    return first
+TRANSFORMERS = {
+    "one rank": ("qwen3", True, [1, 1, 1]),
+    "TP2": ("qwen3", True, [2, 1, 1]),
+    "PP2": ("qwen2", False, [1, 2, 1]),
+    "PP2, tied": ("llama", True, [1, 2, 1]),
+    "DP2": ("qwen3", False, [1, 1, 2]),
+    "TP2 PP2": ("qwen2", True, [2, 2, 1]),
+}
+# Name: (layout, tokens of a micro-batch, dtype), all of one model and the same rows.
+CUTS = {
+    "whole": ([1, 1, 1], 10_000, "float32"),
+    "in micro-batches": ([1, 1, 1], 25, "float32"),
+    "over two ranks": ([1, 1, 2], 10_000, "float32"),
+    "over two ranks in micro-batches": ([1, 1, 2], 25, "float32"),
+    "bfloat16": ([2, 1, 1], 60, "bfloat16"),
+}
+ORDER = [4, 2, 8, 0, 6, 1, 3, 7, 5]
 
 
-@pytest.mark.parametrize(
-    ("family", "tied", "layout"),
-    [
-        ("qwen3", True, [1, 1, 1]),
-        ("qwen3", True, [2, 1, 1]),
-        ("qwen2", False, [1, 2, 1]),
-        ("llama", True, [1, 2, 1]),
-        ("qwen3", False, [1, 1, 2]),
-        ("qwen2", True, [2, 2, 1]),
-    ],
-)
-def test_outputs_and_steps_equal_transformers(family: str, tied: bool, layout: list[int], tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", family, tied=tied, vocabulary=VOCABULARY)
+def case(folder: Path, layout: list[int], rows: Any, tokens_per_gpu: int = 60, **arguments: Any) -> dict[str, Any]:
+    given = {
+        "model": str(folder),
+        "layout": layout,
+        "rows": rows,
+        "section": {"tokens_per_gpu": tokens_per_gpu},
+        "optimizer": OPTIMIZER,
+        "steps": STEPS,
+    }
+    return {"function": "learn", "arguments": given | arguments}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def results(home: Path) -> dict[str, list[dict[str, Any]]]:
+    """Each case's results by rank; all cases of as many ranks share a launch."""
+    cases: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
+    for name, (family, tied, layout) in TRANSFORMERS.items():
+        folder = make_model(home / name, family, tied=tied, vocabulary=VOCABULARY)
+        rows = list(random_rows(7, VOCABULARY))
+        cases[math.prod(layout)][name] = case(folder, layout, rows, exported=str(home / f"{name}, exported"))
+    folder, rows = make_model(home / "cut", "qwen3", vocabulary=VOCABULARY), list(random_rows(9, VOCABULARY))
+    for name, (layout, tokens, dtype) in CUTS.items():
+        cases[math.prod(layout)][name] = case(folder, layout, rows, tokens, dtype=dtype)
+    cases[1]["shuffled"] = case(folder, [1, 1, 1], [[part[row] for row in ORDER] for part in rows], 25)
+    for dtype in ("float32", "bfloat16"):
+        arguments = {"model": str(folder), "rows": rows, "dtype": dtype}
+        cases[2][f"NaN in {dtype}"] = {"function": "learn_past_a_nan", "arguments": arguments}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks, of_size in cases.items():
+        by_rank = run_ranks(run_cases, ranks, {"cases": of_size}, timeout=240)
+        found |= {name: [result[name] for result in by_rank] for name in of_size}
+    return found
+
+
+def one_result(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result that every rank has."""
+    for name in ("logprobs", "entropy", "losses", "grad_norms"):
+        assert all(result[name] == by_rank[0][name] for result in by_rank), name
+    assert all(result["parallel_state_untouched"] for result in by_rank)
+    return by_rank[0]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_outputs_and_steps_equal_transformers(name: str, home: Path, results: dict[str, list[dict[str, Any]]]) -> None:
+    folder, result = home / name, one_result(results[name])
     prompts, responses = random_rows(7, VOCABULARY)
-    result = run(folder, layout, [prompts, responses], exported=str(tmp_path / "exported"))
-
     model = load_model(folder)
     with torch.no_grad():
         expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
@@ -72,39 +106,31 @@ def test_outputs_and_steps_equal_transformers(family: str, tied: bool, layout: l
     losses, norms = train(model, prompts, responses, STEPS, LEARNING_RATE, CLIP, OPTIMIZER["epsilon"])
     assert result["losses"] == pytest.approx(losses, abs=1e-5)
     assert result["grad_norms"] == pytest.approx(norms, rel=1e-5)
-    exported = load_model(tmp_path / "exported").state_dict()
+    exported = load_model(home / f"{name}, exported").state_dict()
     for name, parameter in model.state_dict().items():
         assert (exported[name] - parameter).abs().max() < 1e-5, name
 
 
-def test_loss_and_gradients_do_not_depend_on_micro_batches_or_data_parallelism(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "qwen3", vocabulary=VOCABULARY)
-    rows = list(random_rows(9, VOCABULARY))
-    whole = run(folder, [1, 1, 1], rows, tokens_per_gpu=10_000)
-    for layout, tokens in (([1, 1, 1], 25), ([1, 1, 2], 25), ([1, 1, 2], 10_000)):
-        cut = run(folder, layout, rows, tokens_per_gpu=tokens)
+def test_loss_and_gradients_do_not_depend_on_how_rows_are_dealt(results: dict[str, list[dict[str, Any]]]) -> None:
+    whole = one_result(results["whole"])
+    for name in ("in micro-batches", "over two ranks", "over two ranks in micro-batches", "shuffled"):
+        cut = one_result(results[name])
         assert cut["losses"] == pytest.approx(whole["losses"], abs=2e-6)
         assert cut["grad_norms"] == pytest.approx(whole["grad_norms"], rel=2e-6)
-    order = [4, 2, 8, 0, 6, 1, 3, 7, 5]
-    shuffled = run(folder, [1, 1, 1], [[part[row] for row in order] for part in rows], tokens_per_gpu=25)
-    assert shuffled["losses"] == pytest.approx(whole["losses"], abs=2e-6)
 
 
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "qwen3", vocabulary=VOCABULARY)
-    rows = list(random_rows(9, VOCABULARY))
-    full = run(folder, [1, 1, 1], rows)
-    half = run(folder, [2, 1, 1], rows, dtype="bfloat16")
+def test_bfloat16_stays_near_float32(results: dict[str, list[dict[str, Any]]]) -> None:
+    full, half = one_result(results["whole"]), one_result(results["bfloat16"])
     difference = (torch.tensor(half["logprobs"]) - torch.tensor(full["logprobs"])).abs()
     assert difference.median() < 1e-2
     assert half["losses"] == pytest.approx(full["losses"], rel=5e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(dtype: str, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "qwen3", vocabulary=VOCABULARY)
-    arguments = {"model": str(folder), "rows": list(random_rows(8, VOCABULARY)), "dtype": dtype}
-    for result in run_ranks(learn_past_a_nan, 2, arguments):
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(
+    dtype: str, results: dict[str, list[dict[str, Any]]]
+) -> None:
+    for result in results[f"NaN in {dtype}"]:
         assert result["poisoned"]["skipped"] == 1.0
         assert not result["poisoned_moved"]
         assert result["ordinary"]["skipped"] == 0.0
