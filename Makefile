@@ -25,7 +25,7 @@ demo: $(READY) ## Train a small model by reinforcement learning on this machine'
 	@$(PYTHON) tools/demo.py
 
 test: $(READY) ## All tests that need no GPU, within 15 minutes on two cores
-	$(PYTEST) --durations=10 $(ARGS)
+	$(PYTEST) --durations=10 --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(PYTHON) -m ruff check .

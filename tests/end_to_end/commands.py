@@ -72,7 +72,7 @@ class Command:
         """Whether it has not ended."""
         return bool(self._process.poll() is None)
 
-    def finish(self, timeout: float = 120.0) -> Finished:
+    def finish(self, timeout: float = 300.0) -> Finished:
         """Waits for the end; raises AssertionError with the outputs after ``timeout`` seconds."""
         try:
             status = self._process.wait(timeout)

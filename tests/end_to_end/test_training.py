@@ -79,7 +79,7 @@ def grpo(folder: Path) -> Callable[..., dict[int, dict[str, float]]]:
 
     def run(name: str, *overrides: str) -> dict[int, dict[str, float]]:
         with torchrun(2, TRAIN, "grpo.yaml", f"name={name}", *overrides, folder=folder) as command:
-            finished = command.finish(180)
+            finished = command.finish()
         assert finished.status == 0, finished.err
         assert "held-out accuracy" in finished.out
         steps: dict[int, dict[str, float]] = {}

@@ -41,7 +41,7 @@ def run_ranks(
     target: Callable[..., Any] | str | Path,
     world_size: int,
     arguments: Mapping[str, Any] | Sequence[str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run `target` on `world_size` ranks of one torchrun and return what each rank returned, in rank order.

@@ -73,7 +73,7 @@ def results(home: Path) -> dict[str, list[dict[str, Any]]]:
         cases[2][f"NaN in {dtype}"] = {"function": "learn_past_a_nan", "arguments": arguments}
     found: dict[str, list[dict[str, Any]]] = {}
     for ranks, of_size in cases.items():
-        by_rank = run_ranks(run_cases, ranks, {"cases": of_size}, timeout=240)
+        by_rank = run_ranks(run_cases, ranks, {"cases": of_size}, timeout=600)
         found |= {name: [result[name] for result in by_rank] for name in of_size}
     return found
 
