@@ -13,7 +13,7 @@ SOURCES = $(foreach folder,rlhf_megatron kernels launch tools,$(if $(shell find 
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test
+.PHONY: help setup demo test lint gpu-test bench-data
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -33,3 +33,6 @@ lint: $(READY) ## ruff and mypy
 
 gpu-test: ## Tests on GPUs, with the Python of GPU_PYTHON
 	$(GPU_PYTHON) -P -m pytest --durations=10 -m gpu $(ARGS)
+
+bench-data: $(READY) ## Start, memory and waiting time over 10 million rows; docs/results/data.json
+	$(PYTHON) -P tools/bench/data.py --output docs/results/data.json $(ARGS)

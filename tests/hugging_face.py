@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+PAD = 0  # never among random rows
 
 
-def make_model(folder: Path, family: str = "qwen3", *, tied: bool = True, vocabulary: int = 250, seed: int = 0) -> Path:
-    """Saves a model with 4 layers, 4 heads and 2 key-value heads; every weight random, also norms and biases."""
+def make_model(
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    tied: bool = True,
+    vocabulary: int = 250,
+    seed: int = 0,
+    classifier: bool = False,
+) -> Path:
+    """Saves a model with 4 layers, 4 heads and 2 key-value heads; every weight random, also norms and biases.
+
+    A ``classifier`` has one label in place of the output layer.
+    """
+    special = {"num_labels": 1} if classifier else {}
+    if family == "mistral":
+        special["sliding_window"] = None
     config = CONFIGS[family](
         vocab_size=vocabulary,
         hidden_size=64,
@@ -28,8 +50,11 @@ def make_model(folder: Path, family: str = "qwen3", *, tied: bool = True, vocabu
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
         eos_token_id=1,
+        pad_token_id=PAD,
+        **special,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -42,6 +67,24 @@ def make_model(folder: Path, family: str = "qwen3", *, tied: bool = True, vocabu
 def load_model(folder: Path) -> Any:
     """The folder's model in float32, ready to train (there is no dropout)."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def load_classifier(folder: Path) -> Any:
+    """The same for a folder with a sequence classification model."""
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def row_values(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """[tokens of the response]: what a classifier's head says at the token before each, differentiable."""
+    hidden = model.model(torch.tensor([[*prompt, *response]])).last_hidden_state[0]
+    values: Tensor = model.score(hidden)[len(prompt) - 1 : -1, 0]
+    return values
+
+
+def row_score(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """A scalar: the classifier's own output for the row, differentiable."""
+    score: Tensor = model(torch.tensor([[*prompt, *response]])).logits[0, 0]
+    return score
 
 
 def random_rows(count: int, vocabulary: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
@@ -78,14 +121,24 @@ def train(
     epsilon: float,
 ) -> tuple[list[float], list[float]]:
     """Mean-token negative log likelihood by torch's AdamW; (losses, gradient norms before clipping)."""
+
+    def loss() -> Tensor:
+        return -torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)]).mean()
+
+    return optimise(model, loss, steps, learning_rate, clip, epsilon)
+
+
+def optimise(
+    model: Any, loss: Callable[[], Tensor], steps: int, learning_rate: float, clip: float, epsilon: float
+) -> tuple[list[float], list[float]]:
+    """Steps of torch's AdamW towards a smaller ``loss()``; (losses, gradient norms before clipping)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, eps=epsilon)
     losses, norms = [], []
     for _ in range(steps):
         optimizer.zero_grad()
-        logprobs = [row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)]
-        loss = -torch.cat(logprobs).mean()
-        loss.backward()
+        value = loss()
+        value.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        losses.append(float(loss.detach()))
+        losses.append(float(value.detach()))
         optimizer.step()
     return losses, norms

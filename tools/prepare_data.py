@@ -4,9 +4,12 @@
     python tools/prepare_data.py reasoning-gym --task chain_sum --size 2000 --seed 1 --set max_terms=3 \\
         --exclude test.parquet --output train.parquet
     python tools/prepare_data.py demonstrations --input train.parquet --worked 0.25 --output demonstrations.parquet
+    python tools/prepare_data.py pairs --input demonstrations.parquet --column response --output pairs.parquet
 
-Here: the rows of each source and the command line. Not here: reading the files (rlhf_megatron/data/) and scoring
-(rlhf_megatron/rewards/).
+    python tools/prepare_data.py check train.parquet --tokenizer models/NAME --max-prompt-length 512
+
+Here: the rows of each source and the command line. Not here: reading the files (rlhf_megatron/data/), scoring and what
+is checked (rlhf_megatron/rewards/).
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import argparse
 import difflib
 import json
 import os
-import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -28,10 +30,16 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
+from rlhf_megatron.data.demonstrations import demonstration_rows
 from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.data.pairs import pair_rows
+from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rewards import gsm8k, reasoning_gym
+from rlhf_megatron.rewards.data_check import check_files, tables
 
 # The words that verl's own GSM8K files use, so that results can be compared.
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -46,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status (2: bad input, described in one line)."""
     options = build_parser().parse_args(arguments)
     try:
+        if options.make_rows is None:
+            return check(options)
         rows = options.make_rows(options)
         write_rows(rows, options.output)
     except UserError as error:
@@ -53,6 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     Console(stderr=True).print(f"{options.output}: {len(rows)} rows", highlight=False, soft_wrap=True)
     return 0
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print what is found out about some files; return 1 if they are not fit for training. Raises UserError."""
+    if options.max_prompt_length is not None and options.tokenizer is None:
+        raise DataError("--max-prompt-length: needs --tokenizer to count tokens")
+    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+    reward = RewardSection(function=options.reward_function)
+    findings = check_files(options.files, reward, tokenizer, options.max_prompt_length, options.sample)
+    if options.json:
+        print(json.dumps(findings.as_json(), ensure_ascii=False))
+    else:
+        Console().print(*tables(findings))
+        for line in [*findings.problems, *(f"not fit: {fault}" for fault in findings.faults())] or ["fit for training"]:
+            print(line)
+    return 1 if findings.faults() else 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -111,51 +137,31 @@ def build_parser() -> argparse.ArgumentParser:
     shown.add_argument("--output", type=Path, required=True, help="parquet file to write")
     shown.add_argument("--worked", type=float, default=0.5, help="fraction answered step by step (default: 0.5)")
     shown.add_argument("--seed", type=int, default=1, help="chooses these rows (default: 1)")
-    shown.set_defaults(make_rows=demonstration_rows)
+    shown.set_defaults(make_rows=lambda options: demonstration_rows(options.input, options.worked, options.seed))
+
+    paired = commands.add_parser(
+        "pairs",
+        help="chosen and rejected responses to train a reward model on",
+        description="Each row's right response is chosen; the response of another row with another right answer is "
+        "rejected.",
+    )
+    paired.add_argument("--input", type=Path, required=True, help="parquet file of any task with right answers")
+    paired.add_argument("--output", type=Path, required=True, help="parquet file to write")
+    paired.add_argument(
+        "--column", default=DEFAULT_RESPONSE_COLUMN, help="column of the responses (default: the right answers)"
+    )
+    paired.add_argument("--seed", type=int, default=1, help="chooses the rejected responses (default: 1)")
+    paired.set_defaults(make_rows=lambda options: pair_rows(options.input, options.column, options.seed))
+
+    checked = commands.add_parser("check", help="whether files are fit for training; exit status 1 if they are not")
+    checked.add_argument("files", type=Path, nargs="+", metavar="FILE", help="parquet file with verl's columns")
+    checked.add_argument("--tokenizer", help="folder or .model file to measure prompts with")
+    checked.add_argument("--max-prompt-length", type=int, help="in tokens; longer prompts are counted")
+    checked.add_argument("--reward-function", help="path/to/file.py:name (default: the rule of each data_source)")
+    checked.add_argument("--sample", type=int, default=100, help="rows of each source to try the reward on (100)")
+    checked.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
+    checked.set_defaults(make_rows=None)
     return parser
-
-
-def demonstration_rows(options: argparse.Namespace) -> list[Row]:
-    """Return the rows of a chain_sum file with a response each, all of them right.
-
-    Raises:
-        DataError: the file is not one of chain_sum.
-    """
-    if not 0.0 <= options.worked <= 1.0:
-        raise DataError(f"--worked: {options.worked} is not a fraction between 0 and 1")
-    draw = random.Random(options.seed)
-    source = ParquetRows([options.input], ["data_source", "prompt", "reward_model"], ["ability", "extra_info"])
-    rows: list[Row] = []
-    for first, part in source.scan(["data_source", "prompt", "reward_model", "ability", "extra_info"]):
-        for offset, row in enumerate(part):
-            info = parse_extra_info(row.get("extra_info"), source.place(first + offset))
-            try:
-                expression = json.loads(info["entry"])["metadata"]["expression"]
-            except (KeyError, TypeError, json.JSONDecodeError) as error:
-                raise DataError(f"{source.place(first + offset)}: no chain_sum expression in extra_info") from error
-            worked = draw.random() < options.worked
-            rows.append({**row, "response": worked_response(expression) if worked else str(chain_total(expression))})
-    return rows
-
-
-def chain_total(expression: str) -> int:
-    """Return the value of "a + b - c ...": whole numbers with + and - between."""
-    first, *rest = expression.split()
-    total = int(first)
-    for sign, number in zip(rest[::2], rest[1::2], strict=True):
-        total += int(number) if sign == "+" else -int(number)
-    return total
-
-
-def worked_response(expression: str) -> str:
-    """Return the chain worked out from left to right: "<think>4 - 1 = 3; 3 + 7 = 10</think>10"."""
-    first, *rest = expression.split()
-    total, steps = int(first), []
-    for sign, number in zip(rest[::2], rest[1::2], strict=True):
-        step = f"{total} {sign} {number}"
-        total = chain_total(step)
-        steps.append(f"{step} = {total}")
-    return f"<think>{'; '.join(steps)}</think>{total}"
 
 
 def gsm8k_rows(options: argparse.Namespace) -> list[Row]:

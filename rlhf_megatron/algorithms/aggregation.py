@@ -8,16 +8,19 @@ from torch import Tensor
 from rlhf_megatron.data.batch import row_sums
 
 
-def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str) -> Tensor:
+def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
     """response_mask [T] bool, cu_seqlens [R + 1] of a WHOLE minibatch -> weights [T] float64-computed float32.
 
     The loss is sum(weights * per_token_loss), on whatever ranks and in whatever micro-batches the terms are added:
 
     - token_mean: every sampled token counts the same (DAPO, arXiv 2503.14476, eq. 8);
     - sequence_mean_token_mean: each response's mean, then the mean over responses (GRPO, arXiv 2402.03300, eq. 3);
-    - sequence_mean_token_sum: each response's sum, then the mean over responses.
+    - sequence_mean_token_sum: each response's sum, then the mean over responses;
+    - sequence_sum_constant: each response's sum over ``constant``, then the mean over responses (Dr.GRPO, arXiv
+      2503.20783, whose code takes the longest response that may be generated).
 
-    A response without tokens counts as a response with loss 0. Raises ValueError for another name.
+    A response without tokens counts as a response with loss 0. Raises ValueError for another name, and where
+    sequence_sum_constant has no constant above 0.
     """
     rows = max(1, len(cu_seqlens) - 1)
     tokens_of_row = row_sums(response_mask.long(), cu_seqlens).double()
@@ -28,7 +31,13 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str) -
             per_row = 1.0 / (rows * tokens_of_row.clamp(min=1.0))
         case "sequence_mean_token_sum":
             per_row = torch.full_like(tokens_of_row, 1.0 / rows)
+        case "sequence_sum_constant":
+            if not constant or constant < 0:
+                raise ValueError(f"loss_constant={constant}: sequence_sum_constant divides by it; give one above 0")
+            per_row = torch.full_like(tokens_of_row, 1.0 / (rows * constant))
         case _:
-            raise ValueError(f"loss_aggregation {aggregation!r} is not one of token_mean, sequence_mean_token_mean, "
-                             "sequence_mean_token_sum")  # fmt: skip
+            raise ValueError(
+                f"loss_aggregation {aggregation!r} is not one of token_mean, sequence_mean_token_mean, "
+                "sequence_mean_token_sum, sequence_sum_constant"
+            )
     return (per_row.repeat_interleave(cu_seqlens.diff()) * response_mask).float()

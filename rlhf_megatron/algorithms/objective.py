@@ -1,43 +1,73 @@
-"""The objective of a policy update: clipped loss, KL to a reference and entropy bonus, summed with given weights."""
+"""The objective of a policy update: policy loss, KL to a reference and entropy bonus, summed with given weights."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.algorithms.kl import kl_estimate
-from rlhf_megatron.algorithms.policy_loss import clipped_policy_loss
+from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES, Tokens
+from rlhf_megatron.algorithms.selection import SELECTIONS
+from rlhf_megatron.algorithms.value_loss import value_loss
+from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.recipe import AlgorithmSection
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
+def objective_fields(
+    minibatch: RolloutBatch, settings: AlgorithmSection, constant: float | None = None
+) -> dict[str, Tensor]:
+    """What ``policy_objective`` reads of each token [T] of a WHOLE minibatch, before it is cut: what depends on more
+    than a row is decided here. ``constant`` as in ``token_weights``.
+    """
+    weights = token_weights(minibatch.response_mask, minibatch.cu_seqlens, settings.loss_aggregation, constant)
+    if minibatch.correction is not None:
+        weights = weights * minibatch.correction
+    fields = minibatch.fields(weights) | {"row": minibatch.row_of_token}
+    if settings.policy_loss in SELECTIONS:
+        fields["selected"] = SELECTIONS[settings.policy_loss](minibatch, settings)
+    return fields
+
+
 def policy_objective(
-    logprobs: Tensor, entropy: Tensor, fields: dict[str, Tensor], settings: AlgorithmSection
+    logprobs: Tensor,
+    entropy: Tensor,
+    fields: dict[str, Tensor],
+    settings: AlgorithmSection,
+    kl_coef: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """logprobs [n] and entropy [n] of some sampled tokens, and their ``fields`` [n]: old_logprobs, advantages, weights
-    and, where ``settings.kl_coef`` is not 0, reference_logprobs -> (loss, metrics).
+    """logprobs [n] and entropy [n] of the sampled tokens of some rows, and their ``fields`` [n] -> (loss, metrics).
 
     The loss is a sum over these tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy); since weights
-    are normalised over the whole minibatch, sums over its parts add up to its loss. Metrics are (sum, count) pairs.
+    are normalised over the whole minibatch, sums over its parts add up to its loss. ``kl_coef`` (default: the
+    settings') counts where ``settings.kl_placement`` is loss. Metrics are (sum, count) pairs.
     """
-    weights, advantages, old_logprobs = fields["weights"], fields["advantages"], fields["old_logprobs"]
-    policy = clipped_policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        settings.clip_ratio_low,
-        settings.clip_ratio_high,
-        settings.clip_ratio_dual,
-    )
+    old_logprobs = fields["old_logprobs"]
+    tokens = Tokens(logprobs, old_logprobs, fields["advantages"], fields["row"], fields.get("selected"))
+    policy = POLICY_LOSSES[settings.policy_loss](tokens, settings)
     per_token = policy.per_token - settings.entropy_coef * entropy
     count = logprobs.new_tensor(float(logprobs.numel()))
     metrics = {
         "clip_fraction": (policy.clipped.to(logprobs.dtype).sum(), count),
-        "ratio": (policy.ratio.detach().sum(), count),
+        "ratio": (tokens.log_ratio.detach().exp().sum(), count),
         "policy_kl": (kl_estimate(old_logprobs, logprobs.detach(), "k3").sum(), count),
     }
-    if settings.kl_coef:
-        divergence = kl_estimate(logprobs, fields["reference_logprobs"], settings.kl_estimator)
-        per_token = per_token + settings.kl_coef * divergence
+    if "reference_logprobs" in fields:
+        divergence = kl_estimate(logprobs, fields["reference_logprobs"], settings.kl_estimator, settings.kl_gradient)
         metrics["kl"] = (divergence.detach().sum(), count)
-    return (weights * per_token).sum(), metrics
+        if settings.kl_placement == "loss":
+            per_token = per_token + (settings.kl_coef if kl_coef is None else kl_coef) * divergence
+    return (fields["weights"] * per_token).sum(), metrics
+
+
+def value_objective(values: Tensor, fields: dict[str, Tensor], clip: float | None) -> tuple[Tensor, Metrics]:
+    """values [n] of the sampled tokens of some rows, and their ``fields`` [n] -> (loss, metrics).
+
+    The loss is a sum over these tokens of weight * value loss, as in ``policy_objective``; ``clip`` as in
+    ``value_loss``.
+    """
+    result = value_loss(values, fields["values"], fields["returns"], clip)
+    count = values.new_tensor(float(values.numel()))
+    metrics = {"clip_fraction": (result.clipped.to(values.dtype).sum(), count), "value": (values.detach().sum(), count)}
+    return (fields["weights"] * result.per_token).sum(), metrics

@@ -21,7 +21,7 @@ class RolloutBatch:
     cu_seqlens: Tensor  # [R + 1] int64: row r is tokens[cu_seqlens[r] : cu_seqlens[r + 1]]
     response_mask: Tensor  # [T] bool: this token was sampled (or, in supervised training, is to be learnt)
     rollout_logprobs: Tensor  # [T] float32: as the rollout engine reported it
-    rewards: Tensor  # [R] float32
+    rewards: Tensor  # [R] float32; NaN where the row could not be scored and is to be left out
     group_id: Tensor  # [R] int64: responses to the same prompt share it
     row_id: Tensor  # [R] int64: unique in the step, the same in every layout
     weight_version: Tensor  # [R] int64: of the weights that generated the row
@@ -30,11 +30,21 @@ class RolloutBatch:
     old_logprobs: Tensor | None = None  # [T] float32: under the actor before this step's updates
     reference_logprobs: Tensor | None = None  # [T] float32
     advantages: Tensor | None = None  # [T] float32
+    values: Tensor | None = None  # [T] float32: what the critic expected of the row before the token was sampled
+    returns: Tensor | None = None  # [T] float32: what the critic is to expect there
+    penalties: Tensor | None = None  # [T] float32: taken from the reward at each token, such as a KL divergence
+    correction: Tensor | None = None  # [T] float32: factor of the loss weights against mismatch with the rollout
+    baseline_rewards: Tensor | None = None  # [R] float32: of a greedy response to the row's prompt
 
     @property
     def rows(self) -> int:
         """The number of trajectories."""
         return len(self.row_id)
+
+    @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return len(self.group_id.unique())
 
     @property
     def lengths(self) -> Tensor:
@@ -45,6 +55,11 @@ class RolloutBatch:
     def response_lengths(self) -> Tensor:
         """[R] int64: sampled tokens of each row."""
         return row_sums(self.response_mask.long(), self.cu_seqlens)
+
+    @property
+    def row_of_token(self) -> Tensor:
+        """[T] int64: which row each token belongs to, counted from 0."""
+        return torch.arange(self.rows).repeat_interleave(self.lengths)
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The batch of these rows, in this order; ``row_id`` says who is who."""
@@ -67,7 +82,7 @@ class RolloutBatch:
 
     def fields(self, weights: Tensor) -> dict[str, Tensor]:
         """What an objective reads of each token, with the ``weights`` [T] that its loss is summed with."""
-        names = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages")
+        names = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
         present = {name: value for name, value in self._tensors().items() if name in names}
         return present | {"weights": weights}
 
@@ -81,7 +96,18 @@ class RolloutBatch:
 
 
 _TOKEN_FIELDS = frozenset(
-    ["tokens", "response_mask", "rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"]
+    [
+        "tokens",
+        "response_mask",
+        "rollout_logprobs",
+        "old_logprobs",
+        "reference_logprobs",
+        "advantages",
+        "values",
+        "returns",
+        "penalties",
+        "correction",
+    ]
 )
 
 
@@ -90,13 +116,9 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     names = [sorted(batch._tensors()) for batch in batches]
     if any(of_batch != names[0] for of_batch in names):
         raise ValueError(f"batches with different fields: {names}")
-    fields = {
-        name: torch.cat([getattr(batch, name) for batch in batches]) for name in names[0] if name != "cu_seqlens"
-    }
+    fields = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names[0] if name != "cu_seqlens"}
     lengths = torch.cat([batch.lengths for batch in batches])
-    return dataclasses.replace(
-        batches[0], cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), **fields
-    )
+    return dataclasses.replace(batches[0], cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), **fields)
 
 
 def row_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -15,13 +15,23 @@ from torch import Tensor
 from rlhf_megatron.data.batch import RolloutBatch
 
 
-def plan_micro_batches(lengths: Sequence[int], tokens_per_gpu: int, data: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], tokens_per_gpu: int, data: int, rows_together: int = 1
+) -> list[list[list[int]]]:
     """``plan[d][m]``: the rows of micro-batch m on data-parallel rank d; all ranks have the same number of them.
+
+    Each ``rows_together`` rows that follow each other stay in one micro-batch, in their order.
 
     Rows are dealt longest first to the emptiest micro-batch (the greedy rule of multiprocessor scheduling), with the
     fewest micro-batches that keep each within ``tokens_per_gpu``; a row longer than that goes alone. Every row appears
     exactly once; a micro-batch may be empty where there are fewer rows than places.
     """
+    if rows_together > 1:
+        units = [sum(lengths[first : first + rows_together]) for first in range(0, len(lengths), rows_together)]
+        return [
+            [[unit * rows_together + k for unit in micro for k in range(rows_together)] for micro in of_rank]
+            for of_rank in plan_micro_batches(units, tokens_per_gpu, data)
+        ]
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     count = max(1, -(-sum(lengths) // (tokens_per_gpu * data)))
     while True:
@@ -43,16 +53,19 @@ def plan_micro_batches(lengths: Sequence[int], tokens_per_gpu: int, data: int) -
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes: packed rows on the device, and where their sampled tokens are."""
+    """What one forward pass takes: packed rows on the device, and which n of its outputs are read.
+
+    Per token, these are the outputs that predict the sampled tokens; per row, the one at each row's last token.
+    """
 
     tokens: Tensor  # [t] int64, padded at the end to the alignment by a row of its own
     positions: Tensor  # [t] int64: place within the row
     cu_seqlens: Tensor  # [rows + 1] int32
     longest: int
-    predicting: Tensor  # [n] int64: index of the token before each sampled token
-    targets: Tensor  # [n] int64: the sampled tokens
-    fields: dict[str, Tensor]  # per sampled token [n]: advantages, weights and so on
-    batch_positions: Tensor  # [n] int64: where each sampled token stands in the whole batch
+    outputs: Tensor  # [n] int64: index of the token before each sampled token, or of each row's last token
+    targets: Tensor  # [n] int64: the sampled tokens, or the last ones
+    fields: dict[str, Tensor]  # [n] each: advantages, weights and so on
+    places: Tensor  # [n] int64: where each sampled token stands in the whole batch, or which row it is there
 
 
 def make_micro_batch(
@@ -60,11 +73,14 @@ def make_micro_batch(
     rows: Sequence[int],
     fields: dict[str, Tensor],
     *,
+    per_row: bool = False,
+    pad_token_id: int | None = None,
     alignment: int = 1,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Packs ``rows`` of ``batch``; ``fields`` are per-token values [T] of the whole batch, taken at the sampled tokens.
+    """Packs ``rows`` of ``batch``, to be read at the sampled tokens, or ``per_row`` at the last that is no padding.
 
+    ``fields`` are values of the whole batch, per token [T] or ``per_row`` [R], taken where the outputs are read.
     The number of tokens is rounded up to ``alignment`` (sequence parallelism splits it evenly) and is at least that, so
     that an empty micro-batch still has a shape to send through the pipeline.
     """
@@ -74,18 +90,29 @@ def make_micro_batch(
     padding = -len(where) % alignment if len(where) else alignment
     if padding:
         lengths.append(padding)
-    mask = batch.response_mask[where]
     tokens = torch.cat([batch.tokens[where], torch.zeros(padding, dtype=torch.int64)])
-    sampled = mask.nonzero().squeeze(1)
     positions = torch.cat([torch.arange(length) for length in lengths])
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    if per_row:
+        last = [_last_token(batch.tokens[start:stop], pad_token_id) for start, stop in spans]
+        read = torch.tensor(last, dtype=torch.int64) + boundaries[: len(rows)]
+        outputs, places = read, torch.as_tensor(list(rows), dtype=torch.int64)
+    else:
+        read = batch.response_mask[where].nonzero().squeeze(1)
+        outputs, places = read - 1, where[read]
     return MicroBatch(
         tokens=tokens.to(device),
         positions=positions.to(device),
         cu_seqlens=boundaries.to(device),
         longest=max(lengths),
-        predicting=(sampled - 1).to(device),
-        targets=tokens[sampled].to(device),
-        fields={name: values[where[sampled]].to(device) for name, values in fields.items()},
-        batch_positions=where[sampled],
+        outputs=outputs.to(device),
+        targets=tokens[read].to(device),
+        fields={name: values[places].to(device) for name, values in fields.items()},
+        places=places,
     )
+
+
+def _last_token(row: Tensor, pad_token_id: int | None) -> int:
+    """Index of a row's last token, or of the last before closing ones that are the padding token, as some ends are."""
+    kept = (row != pad_token_id).nonzero() if pad_token_id is not None else row.new_zeros(0)
+    return int(kept[-1]) if len(kept) else len(row) - 1

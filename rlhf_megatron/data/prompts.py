@@ -1,21 +1,17 @@
-"""Prompts for training and evaluation: tokenized once when a dataset opens, then drawn in a deterministic order.
+"""Prompts of parquet files: rows checked, put through the chat template, tokenized and measured as they are read.
 
-Here: `Prompt`, `PromptDataset` (over-long filter, tokens) and `PromptStream` (order, epochs, resume). Not here: parquet
-files and columns (rows.py), tokenizers (tokenizer.py), packed batches (batch.py).
+Here: `Prompt`, and `PromptDataset`, which makes rows into prompts. Not here: parquet files and columns (rows.py),
+tokenizers (tokenizer.py), the order of training (order.py), reading ahead (stream.py), what a run opens (opening.py).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import lru_cache
+import enum
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy
-from numpy.typing import NDArray
+from typing import Any, Literal
 
 from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.rows import (
@@ -24,43 +20,38 @@ from rlhf_megatron.data.rows import (
     parse_data_source,
     parse_extra_info,
     parse_ground_truth,
+    parse_margin,
     parse_messages,
     parse_response,
 )
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.recipe import DataSection
 
-__all__ = ["DataError", "Prompt", "PromptDataset", "PromptStream"]
+__all__ = ["DataError", "LeftOut", "Prompt", "PromptDataset", "Responses", "prompt_key"]
 
 DEFAULT_RESPONSE_COLUMN = "reward_model.ground_truth"
-
-
-class DataSettings(Protocol):
-    """What is read of the recipe's data section."""
-
-    @property
-    def max_prompt_length(self) -> int:
-        """Longest prompt in tokens, chat template included."""
-
-    @property
-    def overlong_prompts(self) -> str:
-        """ "drop" or "stop"."""
-
-    @property
-    def response_column(self) -> str | None:
-        """Column of the target text of supervised training; None: reward_model.ground_truth."""
+PAIR_COLUMNS = ("chosen", "rejected")
+MARGIN_COLUMN = "margin"
+READ_ROWS = 256
+Responses = Literal["none", "one", "pair"]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready for generation (or one pair of prompt and response, for supervised training).
+    """One prompt, ready for generation (or with its response or two, for supervised training and reward models).
 
     Attributes:
-        row: index in its PromptDataset.
+        row: its row, numbered from 0 through all files of its PromptDataset.
         data_source: names the reward function.
         token_ids: the conversation in the chat template, up to and with the header of the assistant's turn.
         ground_truth: the right answer as text; "" in supervised data without one.
         extra_info: whatever the row carries for its reward function.
+        messages: the conversation itself.
         response_token_ids: the target text and eos, in supervised training; else None.
+        pair: for a reward model, the whole conversation with the chosen response and that with the rejected one; else
+            None.
+        margin: by how much the chosen response of a pair is to be ahead.
     """
 
     row: int
@@ -68,301 +59,196 @@ class Prompt:
     token_ids: tuple[int, ...]
     ground_truth: str
     extra_info: dict[str, Any]
+    messages: tuple[Message, ...] = ()
     response_token_ids: tuple[int, ...] | None = None
+    pair: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    margin: float = 0.0
 
 
-@dataclass
-class _TokenTable:
-    """Token lists of many rows in one flat int32 array: a list per row would cost ten times the memory."""
+class LeftOut(enum.Enum):
+    """Why a row is no prompt."""
 
-    chunks: list[NDArray[numpy.int32]] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    flat: NDArray[numpy.int32] = field(default_factory=lambda: numpy.zeros(0, numpy.int32))
-    offsets: NDArray[numpy.int64] = field(default_factory=lambda: numpy.zeros(1, numpy.int64))
-
-    def add(self, token_ids: Sequence[int]) -> None:
-        self.chunks.append(numpy.asarray(token_ids, numpy.int32))
-        self.lengths.append(len(token_ids))
-
-    def freeze(self) -> None:
-        self.flat = numpy.concatenate(self.chunks) if self.chunks else self.flat
-        self.offsets = numpy.concatenate([[0], numpy.cumsum(self.lengths, dtype=numpy.int64)])
-        self.chunks = []
-
-    def arrays(self) -> Iterator[NDArray[numpy.int32]]:
-        """The tokens of each row in turn, without a copy."""
-        for start, stop in itertools.pairwise(self.offsets.tolist()):
-            yield self.flat[start:stop]
-
-    def __getitem__(self, index: int) -> tuple[int, ...]:
-        return tuple(self.flat[self.offsets[index] : self.offsets[index + 1]].tolist())
+    LENGTH = "outside the limits of length"
+    OTHER_SIDE = "held out, or not held out, by data.validation_fraction"
 
 
 class PromptDataset:
-    """The usable rows of some parquet files, as `Prompt`.
+    """The rows of some parquet files, as `Prompt` where they can be used.
 
-    Opening reads every row once: it checks the columns, tokenizes, and drops over-long rows, so that bad data stops a
-    run before a GPU-hour is spent and no step waits for a tokenizer. Only tokens stay in memory; answers and extra_info
-    are read from the memory-mapped files when a row is asked for.
-
-    Attributes:
-        dropped: number of rows left out because they are too long.
+    Opening reads only the files' footers. Every row is checked when it is read, so a bad one is told then.
     """
 
     def __init__(
         self,
         files: Sequence[str | Path],
         tokenizer: Tokenizer,
-        data_section: DataSettings,
+        section: DataSection,
         *,
-        with_response: bool = False,
-        max_response_length: int | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        responses: Responses = "none",
+        held_out: bool = False,
     ) -> None:
-        """Open, check and tokenize.
+        """Open the files.
 
         Args:
             files: parquet files with verl's columns (see rows.py).
             tokenizer: from `load_tokenizer`.
-            data_section: the recipe's data section.
-            with_response: tokenize the response column too (supervised training). data_source and reward_model may then
-                be missing from the files.
-            max_response_length: longest response in tokens, eos included; longer rows count as over-long.
-            on_progress: called with (rows done, rows in all) after each chunk.
+            section: the recipe's data section.
+            responses: what to tokenize beside the prompt: "one" is the response column, for supervised training;
+                "pair" the columns chosen and rejected, for a reward model. data_source and reward_model may then be
+                missing from the files.
+            held_out: with data.validation_fraction, read the rows that are held out instead of the others.
 
         Raises:
-            DataError: a file, column or row is bad, a row is over-long with overlong_prompts "stop", or none is left.
+            DataError: a file cannot be read or lacks a column.
         """
         self._tokenizer = tokenizer
-        self._settings = data_section
-        self._response_column = (data_section.response_column or DEFAULT_RESPONSE_COLUMN) if with_response else None
-        self._max_response_length = max_response_length
-        self._rows = ParquetRows(files, *self._columns(files))
-        self.dropped = 0
-        self._kept: list[int] = []
-        self._prompt_tokens = _TokenTable()
-        self._response_tokens = _TokenTable()
-        for first, rows in self._rows.scan(self._scanned_columns()):
-            self._take(first, rows)
-            if on_progress is not None:
-                on_progress(first + len(rows), len(self._rows))
-        if not self._kept:
-            raise DataError(
-                f"{', '.join(str(file) for file in files)}: all {self.dropped} rows are too long; raise "
-                f"data.max_prompt_length (now {data_section.max_prompt_length} tokens)"
-            )
-        self._prompt_tokens.freeze()
-        self._response_tokens.freeze()
+        self._section = section
+        self._supervised = responses != "none"
+        self._paired = responses == "pair"
+        self._held_out = held_out
+        columns = {"none": (), "one": (section.response_column or DEFAULT_RESPONSE_COLUMN,), "pair": PAIR_COLUMNS}
+        self._response_columns: tuple[str, ...] = columns[responses]
+        self.rows = ParquetRows(files, *self._columns(), memory_mb=section.shuffle_window_mb)
 
     def __len__(self) -> int:
-        """Return the number of usable rows."""
-        return len(self._kept)
+        """Return the number of rows, also of those that cannot be used."""
+        return len(self.rows)
 
-    def __getitem__(self, index: int) -> Prompt:
-        """Return one prompt.
+    def read(self, rows: Sequence[int]) -> list[Prompt | LeftOut]:
+        """Return what some rows are, in this order.
 
         Raises:
-            IndexError: the index is not in 0 .. len - 1.
+            DataError: a row is bad, or it is outside the limits of length with overlong_prompts "stop".
         """
-        if not 0 <= index < len(self._kept):
-            raise IndexError(f"prompt {index} of {len(self._kept)}")
-        row = self._kept[index]
-        place = self._rows.place(row)
-        values = self._rows.read(row)
-        supervised = self._response_column is not None
-        return Prompt(
-            row=index,
-            data_source=self._data_source(values, place, supervised),
-            token_ids=self._prompt_tokens[index],
-            ground_truth=self._ground_truth(values, place, supervised),
-            extra_info=parse_extra_info(values.get("extra_info"), place),
-            response_token_ids=self._response_tokens[index] if supervised else None,
-        )
+        return self._prompts(rows, self.rows.take(rows))
 
-    def rows(self, indices: Sequence[int]) -> list[Prompt]:
-        """Return several prompts in the order asked for; each row group is decoded once."""
-        found = {index: self[index] for index in sorted(set(indices))}
-        return [found[index] for index in indices]
+    def read_all(self) -> Iterator[Prompt | LeftOut]:
+        """What all rows are, in the files' order; raises like `read`."""
+        for first, rows in self.rows.scan(chunk=READ_ROWS):
+            yield from self._prompts(range(first, first + len(rows)), rows)
 
-    def place(self, index: int) -> RowPlace:
-        """Return the file of a prompt and its row there, for messages."""
-        return self._rows.place(self._kept[index])
-
-    def lengths(self) -> NDArray[numpy.int64]:
-        """Return the prompts' lengths in tokens, [len]."""
-        return numpy.diff(self._prompt_tokens.offsets)
-
-    def prompts_shared_with(self, other: PromptDataset) -> int:
-        """Return how many of these prompts, compared by their tokens, the other dataset has too."""
-        own = [tokens.tobytes() for tokens in self._prompt_tokens.arrays()]
-        wanted = set(own)
-        shared = {key for tokens in other._prompt_tokens.arrays() if (key := tokens.tobytes()) in wanted}
-        return sum(key in shared for key in own)
+    def read_heads(self, count: int) -> Iterator[Prompt | LeftOut]:
+        """What the first `count` rows of each file are; raises like `read`."""
+        for first, rows in self.rows.heads(count):
+            yield from self._prompts(range(first, first + len(rows)), rows)
 
     def data_sources(self) -> list[str]:
         """Return the distinct data sources of all rows in order of appearance; reads that column of every file."""
-        seen: dict[str, None] = {}
-        for first, rows in self._rows.scan(["data_source"]):
-            for offset, row in enumerate(rows):
-                if row.get("data_source") is not None:
-                    seen.setdefault(parse_data_source(row["data_source"], self._rows.place(first + offset)))
-        return list(seen)
+        values = self.rows.distinct("data_source")
+        named = (parse_data_source(value, self.rows.place(row)) for row, value in values if value is not None)
+        return list(dict.fromkeys(named))
 
-    def _columns(self, files: Sequence[str | Path]) -> tuple[list[str], list[str]]:
+    def none_left(self, rows: int) -> DataError:
+        """The error where none of ``rows`` rows can be used."""
+        files, section = ", ".join(self.rows.files), self._section
+        if section.validation_fraction:
+            side = "" if self._held_out else "not "
+            return DataError(
+                f"{files}: none of {rows} rows is {side}held out and within the limits of length; change "
+                f"data.validation_fraction (now {section.validation_fraction}) or data.max_prompt_length"
+            )
+        what = "outside the limits of length" if section.min_prompt_length or self._supervised else "too long"
+        limit = f"data.max_prompt_length (now {section.max_prompt_length} tokens)"
+        return DataError(f"{files}: all {rows} rows are {what}; raise {limit}")
+
+    def _columns(self) -> tuple[list[str], list[str]]:
         """Return the required and the optional top-level columns."""
         described = ["data_source", "reward_model"]
-        if self._response_column is None:
+        if not self._supervised:
             return ["prompt", *described], ["extra_info"]
-        # A dotted path names a field of a struct, as in extra_info.answer.
-        return ["prompt", self._response_column.split(".")[0]], [*described, "extra_info"]
+        # A dotted path such as extra_info.answer names a field.
+        top = [column.split(".")[0] for column in self._response_columns]
+        required = list(dict.fromkeys(["prompt", *top]))
+        return required, [name for name in (*described, "extra_info", MARGIN_COLUMN) if name not in required]
 
-    def _scanned_columns(self) -> list[str]:
-        columns = ["prompt", "data_source", "reward_model"]
-        if self._response_column is not None:
-            columns.append(self._response_column.split(".")[0])
-        return list(dict.fromkeys(columns))
-
-    def _take(self, first: int, rows: list[dict[str, Any]]) -> None:
-        """Check and tokenize consecutive rows, and keep those that are short enough."""
-        places = [self._rows.place(first + offset) for offset in range(len(rows))]
-        texts, responses = [], []
-        for row, place in zip(rows, places, strict=True):
+    def _prompts(self, numbers: Iterable[int], rows: Sequence[dict[str, Any]]) -> list[Prompt | LeftOut]:
+        """Check and tokenize rows."""
+        found: list[Prompt | LeftOut] = [LeftOut.OTHER_SIDE] * len(rows)
+        own: list[tuple[int, int, RowPlace, list[Message]]] = []  # position, row, place, messages
+        texts: list[str] = []
+        for position, (number, row) in enumerate(zip(numbers, rows, strict=True)):
+            place = self.rows.place(number)
             messages = parse_messages(row.get("prompt"), place)
-            supervised = self._response_column is not None
-            self._data_source(row, place, supervised)
-            self._ground_truth(row, place, supervised)
+            if not self._on_this_side(messages):
+                continue
+            if self._section.system_prompt is not None and all(message["role"] != "system" for message in messages):
+                messages = [{"role": "system", "content": self._section.system_prompt}, *messages]
             try:
                 texts.append(self._tokenizer.render_chat(messages))
             except DataError as error:
                 raise place.error("prompt", str(error)) from error
-            if self._response_column is not None:
-                responses.append(parse_response(row, self._response_column, place))
+            own.append((position, number, place, messages))
         prompt_ids = self._tokenizer.encode_many(texts)
-        response_ids = [
-            [*token_ids, self._tokenizer.eos_token_id] for token_ids in self._tokenizer.encode_many(responses)
-        ]
-        for offset, place in enumerate(places):
-            response = response_ids[offset] if response_ids else None
-            if self._fits(prompt_ids[offset], response, place):
-                self._kept.append(first + offset)
-                self._prompt_tokens.add(prompt_ids[offset])
-                if response is not None:
-                    self._response_tokens.add(response)
+        responses = self._responses([(rows[position], place, messages) for position, _, place, messages in own])
+        for (position, number, place, messages), ids, given in zip(own, prompt_ids, responses, strict=True):
+            prompt = self._prompt(number, rows[position], place, messages, ids, given)
+            found[position] = prompt if self._fits(ids, given, place) else LeftOut.LENGTH
+        return found
 
-    def _fits(self, prompt: list[int], response: list[int] | None, place: RowPlace) -> bool:
-        """Return whether a row is short enough; count it, or stop, if it is not."""
-        limits = [("prompt", len(prompt), "data.max_prompt_length", self._settings.max_prompt_length)]
-        if response is not None and self._max_response_length is not None:
-            column = self._response_column or DEFAULT_RESPONSE_COLUMN
-            limits.append((column, len(response), "the response limit", self._max_response_length))
-        for column, length, name, limit in limits:
-            if length > limit:
-                if self._settings.overlong_prompts == "stop":
+    def _prompt(
+        self,
+        number: int,
+        row: dict[str, Any],
+        place: RowPlace,
+        messages: list[Message],
+        token_ids: list[int],
+        responses: list[list[int]],
+    ) -> Prompt:
+        source, truth = row.get("data_source"), row.get("reward_model")
+        no_truth = truth is None or (isinstance(truth, dict) and truth.get("ground_truth") is None)
+        given = tuple(map(tuple, responses))
+        return Prompt(
+            row=number,
+            data_source="" if self._supervised and source is None else parse_data_source(source, place),
+            token_ids=tuple(token_ids),
+            ground_truth="" if self._supervised and no_truth else parse_ground_truth(truth, place),
+            extra_info=parse_extra_info(row.get("extra_info"), place),
+            messages=tuple(messages),
+            response_token_ids=given[0] if len(given) == 1 else None,
+            pair=(given[0], given[1]) if len(given) == 2 else None,
+            margin=parse_margin(row.get(MARGIN_COLUMN), place),
+        )
+
+    def _responses(self, rows: Sequence[tuple[dict[str, Any], RowPlace, list[Message]]]) -> list[list[list[int]]]:
+        """Return the ids of each row's given responses: none, one, or a pair of whole conversations."""
+        by_column = []
+        for column in self._response_columns:
+            texts = [parse_response(row, column, place) for row, place, _ in rows]
+            if self._paired:
+                by_column.append(self._tokenizer.encode_answered([messages for *_, messages in rows], texts))
+            else:
+                end = self._tokenizer.eos_token_id
+                by_column.append([[*ids, end] for ids in self._tokenizer.encode_many(texts)])
+        return [[ids[index] for ids in by_column] for index in range(len(rows))]
+
+    def _fits(self, prompt: list[int], responses: list[list[int]], place: RowPlace) -> bool:
+        """Return whether a row is within the limits of length; or stop, if it is not and the recipe wants that."""
+        section = self._section
+        checks = [
+            ("prompt", len(prompt), "over data.max_prompt_length", section.max_prompt_length, 1),
+            ("prompt", len(prompt), "under data.min_prompt_length", section.min_prompt_length, -1),
+        ]
+        if section.max_response_length is not None:
+            name, limit = "over data.max_response_length", section.max_response_length
+            lengths = zip(self._response_columns, map(len, responses), strict=True)
+            checks += [(column, length, name, limit, 1) for column, length in lengths]
+        for column, length, name, limit, sign in checks:
+            if (length - limit) * sign > 0:
+                if section.overlong_prompts == "stop":
+                    change = "raise" if sign > 0 else "lower"
                     raise place.error(
-                        column, f"{length} tokens, over {name} = {limit}; raise it, or set data.overlong_prompts: drop"
+                        column, f"{length} tokens, {name} = {limit}; {change} it, or set data.overlong_prompts: drop"
                     )
-                self.dropped += 1
                 return False
         return True
 
-    @staticmethod
-    def _data_source(row: dict[str, Any], place: RowPlace, supervised: bool) -> str:
-        value = row.get("data_source")
-        return "" if supervised and value is None else parse_data_source(value, place)
-
-    @staticmethod
-    def _ground_truth(row: dict[str, Any], place: RowPlace, supervised: bool) -> str:
-        value = row.get("reward_model")
-        missing = value is None or (isinstance(value, dict) and value.get("ground_truth") is None)
-        return "" if supervised and missing else parse_ground_truth(value, place)
+    def _on_this_side(self, messages: Sequence[Message]) -> bool:
+        """Return whether data.validation_fraction gives the row to this dataset."""
+        fraction = self._section.validation_fraction
+        return not fraction or (prompt_key(messages) < fraction * 2.0**64) == self._held_out
 
 
-class PromptStream:
-    """Prompts without end: epoch after epoch, each in its own order, the same on every rank and after every resume.
-
-    The next batch is read from the files by a background thread while the current one is being trained on.
-    """
-
-    def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool = True) -> None:
-        """Start at the first prompt of epoch 0.
-
-        Args:
-            dataset: where prompts come from.
-            seed: of the order; with the epoch it gives the permutation.
-            shuffle: False keeps the files' order in every epoch.
-        """
-        self._dataset = dataset
-        self._seed = seed
-        self._shuffle = shuffle
-        self._position = 0  # prompts handed out since the start; epoch = position // len(dataset)
-        self._order = lru_cache(maxsize=2)(self._permutation)
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-reader")
-        self._ahead: tuple[list[int], Future[list[Prompt]]] | None = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next prompt, from 0."""
-        return self._position // len(self._dataset)
-
-    def next(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts; the last ones of an epoch are followed by the first ones of the next.
-
-        Raises:
-            ValueError: count is not positive.
-        """
-        if count <= 0:
-            raise ValueError(f"cannot draw {count} prompts; ask for one or more")
-        wanted = self._indices(self._position, count)
-        if self._ahead is not None and self._ahead[0] == wanted:
-            prompts = self._ahead[1].result()
-        else:
-            prompts = self._dataset.rows(wanted)
-        self._position += count
-        following = self._indices(self._position, count)
-        self._ahead = (following, self._reader.submit(self._dataset.rows, following))
-        return prompts
-
-    def state(self) -> dict[str, Any]:
-        """Return what `load` needs to go on behind the last prompt that was handed out (plain JSON values)."""
-        return {
-            "position": self._position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "rows": len(self._dataset),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
-
-        Raises:
-            DataError: the state belongs to another order: other data (or another length limit), seed or shuffle.
-        """
-        for name, saved, now in (
-            ("usable rows", state["rows"], len(self._dataset)),
-            ("seed", state["seed"], self._seed),
-            ("data.shuffle", state["shuffle"], self._shuffle),
-        ):
-            if saved != now:
-                raise DataError(
-                    f"resume: the checkpoint was saved with {name} {saved} but this run has {now}; "
-                    "restore the same data, limits and seed, or start a new run"
-                )
-        self._position = int(state["position"])
-        self._ahead = None
-
-    def _indices(self, start: int, count: int) -> list[int]:
-        """Return the dataset indices of `count` prompts from an absolute position on."""
-        size = len(self._dataset)
-        return [int(self._order(position // size)[position % size]) for position in range(start, start + count)]
-
-    def _permutation(self, epoch: int) -> NDArray[numpy.int64]:
-        """Return the order of one epoch, [len].
-
-        Sorted raw bits of PCG64 and not Generator.permutation: NumPy promises the former never to change between
-        versions (NEP 19), and a resume must not depend on the version.
-        """
-        size = len(self._dataset)
-        if not self._shuffle:
-            return numpy.arange(size, dtype=numpy.int64)
-        bits = numpy.random.PCG64(numpy.random.SeedSequence([self._seed, epoch])).random_raw(size)
-        return numpy.argsort(bits, kind="stable").astype(numpy.int64)
+def prompt_key(messages: Sequence[Message]) -> int:
+    """Return a number below 2**64 that is the same for equal prompts, by their roles and contents."""
+    text = "\x1e".join(f"{message['role']}\x1f{message['content']}" for message in messages)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

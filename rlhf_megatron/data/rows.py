@@ -1,6 +1,7 @@
 """Rows of parquet files with verl's columns: memory-mapped, found by row group, checked one by one.
 
-Here: files, row groups and the meaning of columns. Not here: tokens, lengths and the order of training (prompts.py).
+Here: files, row groups and the meaning of columns. Not here: tokens and lengths (prompts.py) and the order of training
+(order.py).
 
 Columns: data_source (text), prompt (list of {role, content}), ability (not read), reward_model ({style, ground_truth}),
 extra_info (any struct, optional).
@@ -8,7 +9,9 @@ extra_info (any struct, optional).
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -17,13 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
+from numpy.typing import NDArray
 
 from rlhf_megatron.data.errors import DataError
 
-# Decoded row groups that stay in memory. A batch reads its rows sorted by row group, so few are needed.
-CACHED_ROW_GROUPS = 8
+# Row groups of a file that follow each other are decoded together up to this size, and up to this part of the memory:
+# many small ones cost more time.
+BLOCK_BYTES = 8 * 2**20
+BLOCKS_IN_MEMORY = 16
+DEFAULT_MEMORY_MB = 128
 
 
 @dataclass(frozen=True)
@@ -38,20 +47,50 @@ class RowPlace:
         return DataError(f"{self.file}, row {self.row}, column {column}: {problem}")
 
 
-class ParquetRows:
-    """Random access to the rows of several parquet files, without reading more than the row groups that are asked for.
+@dataclass(frozen=True)
+class Block:
+    """Row groups that are decoded together.
 
-    Only the named columns are decoded, so images or other payload beside them cost nothing. Safe to share between
-    threads.
+    Attributes:
+        file: index of their file.
+        row_groups: their numbers within it.
+        first: their first row, numbered through all files.
+        rows: how many they hold.
+        size: bytes of the columns that are read, uncompressed, by the file's footer.
     """
 
-    def __init__(self, files: Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    file: int
+    row_groups: range
+    first: int
+    rows: int
+    size: int
+
+
+class ParquetRows:
+    """Random access to the rows of several parquet files; opening reads nothing but their footers.
+
+    Only the named columns are decoded, so images or other payload beside them cost nothing. Decoded blocks stay in
+    memory as long as there is room. Safe to share between threads.
+
+    Attributes:
+        blocks: what is decoded at once, in the order of the rows.
+        digest: of all footers, which tell sizes and extremes of every column: other data has another one.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        required: Sequence[str],
+        optional: Sequence[str] = (),
+        memory_mb: int = DEFAULT_MEMORY_MB,
+    ) -> None:
         """Map the files and read their footers.
 
         Args:
             files: parquet files; rows are numbered through all of them in this order.
             required: top-level columns that every file must have.
             optional: top-level columns that are read where they exist.
+            memory_mb: how much of the decoded blocks is kept, at least one block; counted like `Block.size`.
 
         Raises:
             DataError: no file, a file that cannot be read, no rows, or a missing column.
@@ -61,20 +100,29 @@ class ParquetRows:
         self._files: list[pyarrow.parquet.ParquetFile] = []
         self._names: list[str] = []
         self._columns: list[list[str]] = []
-        self._group_owner: list[tuple[int, int]] = []  # (file, row group) of each row group of all files
-        self._group_starts: list[int] = []  # first row of each row group, numbered through all files
         self._file_starts: list[int] = []
         self._length = 0
+        self.blocks: list[Block] = []
+        self._memory = memory_mb * 2**20
+        digest = hashlib.blake2b(digest_size=16)
         for file in files:
-            self._add_file(Path(file), required, optional)
+            digest.update(self._add_file(Path(file), required, optional))
+        self.digest = digest.hexdigest()
         if self._length == 0:
             raise DataError(f"{', '.join(self._names)}: no rows; check the step that wrote the data")
+        self._block_starts = numpy.array([block.first for block in self.blocks], numpy.int64)
         self._cache: OrderedDict[int, pyarrow.Table] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cached_bytes = 0
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         """Return the number of rows of all files."""
         return self._length
+
+    @property
+    def files(self) -> list[str]:
+        """The files' names."""
+        return self._names
 
     def place(self, row: int) -> RowPlace:
         """Return file and row within it, for a row numbered through all files."""
@@ -83,29 +131,98 @@ class ParquetRows:
 
     def read(self, row: int) -> dict[str, Any]:
         """Return one row as plain Python values, by column name."""
-        group = bisect_right(self._group_starts, row) - 1
-        table = self._group(group)
-        rows: list[dict[str, Any]] = table.slice(row - self._group_starts[group], 1).to_pylist()
-        return rows[0]
+        return self.take([row])[0]
 
-    def scan(self, columns: Sequence[str], chunk: int = 1024) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield (first row, rows) of at most `chunk` rows at a time in file order, with only these columns decoded."""
-        for group, (file, row_group) in enumerate(self._group_owner):
-            wanted = [name for name in columns if name in self._columns[file]]
-            with self._lock:
-                table = self._files[file].read_row_group(row_group, columns=wanted, use_threads=False)
+    def take(self, rows: Sequence[int] | NDArray[numpy.int64]) -> list[dict[str, Any]]:
+        """Return rows, in this order, as plain Python values by column name; each block is decoded once."""
+        wanted = numpy.asarray(rows, numpy.int64)
+        owners = self.block_of(wanted)
+        found: list[dict[str, Any]] = [{}] * len(wanted)
+        for index in numpy.unique(owners).tolist():
+            where = numpy.flatnonzero(owners == index)
+            part = self._block(index).take(pyarrow.array(wanted[where] - self.blocks[index].first))
+            for position, row in zip(where.tolist(), part.to_pylist(), strict=True):
+                found[position] = row
+        return found
+
+    def block_of(self, rows: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+        """Return the index of the block that each row lies in."""
+        return numpy.searchsorted(self._block_starts, rows, side="right") - 1
+
+    def scan(
+        self, columns: Sequence[str] | None = None, chunk: int = 1024
+    ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Yield (first row, rows) of at most `chunk` rows at a time in file order; `columns` default to all named."""
+        for block in self.blocks:
+            names = self._columns[block.file]
+            table = self._decode(block, names if columns is None else [name for name in columns if name in names])
             for start in range(0, table.num_rows, chunk):
-                yield self._group_starts[group] + start, table.slice(start, chunk).to_pylist()
+                yield block.first + start, table.slice(start, chunk).to_pylist()
 
-    def _add_file(self, path: Path, required: Sequence[str], optional: Sequence[str]) -> None:
+    def heads(self, count: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Yield (first row, rows) of the first `count` rows of each file, without decoding what is behind them."""
+        for file, first in enumerate(self._file_starts):
+            with self._lock:
+                batches = self._files[file].iter_batches(count, columns=self._columns[file], use_threads=False)
+                rows: list[dict[str, Any]] = []
+                while len(rows) < count and (batch := next(batches, None)) is not None:  # one for each row group
+                    rows += batch.to_pylist()
+            yield first, rows[:count]
+
+    def distinct(self, column: str) -> Iterator[tuple[int, Any]]:
+        """Yield (a row of its block, value) of the different values of a top-level column in each block."""
+        for block in self.blocks:
+            if column in self._columns[block.file]:
+                values = self._decode(block, [column])[column]
+                yield from ((block.first, value) for value in values.unique().to_pylist())
+
+    def numbers(self, column: str) -> NDArray[numpy.float64]:
+        """Return a column of numbers, or a field of a struct (a dotted path), of all rows.
+
+        Raises:
+            DataError: a file has no such column, it holds no numbers, or a row has none or no finite one.
+        """
+        parts = [self._numbers_of(block, column) for block in self.blocks]
+        values = numpy.concatenate(parts)
+        bad = numpy.flatnonzero(~numpy.isfinite(values))
+        if len(bad):
+            raise self.place(int(bad[0])).error(
+                column, f"no finite number, and {len(bad)} rows in all have none; write one, or remove them"
+            )
+        return values
+
+    def _numbers_of(self, block: Block, column: str) -> NDArray[numpy.float64]:
+        where = f"{self._names[block.file]}, column {column}"
         try:
-            file = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(path), "r"))
+            values: Any = self._decode(block, [column])
+            top, *inner = [column] if column in values.column_names else column.split(".")
+            values = values[top]
+            for name in inner:
+                values = pyarrow.compute.struct_field(values, name)
+        except (KeyError, pyarrow.ArrowException) as error:
+            names = ", ".join(self._files[block.file].schema_arrow.names)
+            raise DataError(f"{where}: missing; the file has {names}") from error
+        kind = values.type
+        if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind) or pyarrow.types.is_decimal(kind)):
+            raise DataError(f"{where}: {kind} instead of numbers; name a column of numbers")
+        floats: NDArray[numpy.float64] = values.cast(pyarrow.float64()).to_numpy()  # null becomes NaN
+        return floats
+
+    def _add_file(self, path: Path, required: Sequence[str], optional: Sequence[str]) -> bytes:
+        """Open one more file; returns its footer."""
+        try:
+            source = pyarrow.memory_map(str(path), "r")
+            metadata = pyarrow.parquet.read_metadata(str(path))
+            names = list(metadata.schema.to_arrow_schema().names)
+            # As a dictionary, a name that all rows repeat takes four bytes in each.
+            leaves = (metadata.schema.column(index).path for index in range(len(metadata.schema)))
+            repeated = [path for path in leaves if path == "data_source"]
+            file = pyarrow.parquet.ParquetFile(source, metadata=metadata, read_dictionary=repeated)
         except FileNotFoundError as error:
             raise DataError(f"{path}: there is no such file; make it with tools/prepare_data.py") from error
         except (OSError, pyarrow.ArrowException) as error:
             detail = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"{path}: not a readable parquet file ({detail})") from error
-        names = list(file.schema_arrow.names)
         for column in required:
             if column not in names:
                 raise DataError(
@@ -114,32 +231,58 @@ class ParquetRows:
                 )
         self._columns.append([name for name in (*required, *optional) if name in names])
         self._file_starts.append(self._length)
-        for row_group in range(file.num_row_groups):
-            self._group_owner.append((len(self._files), row_group))
-            self._group_starts.append(self._length)
-            self._length += file.metadata.row_group(row_group).num_rows
+        self._add_blocks(file)
         self._files.append(file)
         self._names.append(str(path))
+        ending = 8  # the footer's length in four bytes, and the format's name
+        source.seek(source.size() - ending)
+        length = int.from_bytes(source.read(4), "little")
+        source.seek(source.size() - ending - length)
+        footer: bytes = source.read(length)
+        return footer
 
-    def _group(self, group: int) -> pyarrow.Table:
-        """Return a decoded row group from the cache or the file."""
+    def _add_blocks(self, file: pyarrow.parquet.ParquetFile) -> None:
+        """Number the rows of one more file, and put its row groups together."""
+        enough = min(BLOCK_BYTES, self._memory // BLOCKS_IN_MEMORY)
+        start, rows, size = 0, 0, 0
+        for row_group in range(file.num_row_groups):
+            metadata = file.metadata.row_group(row_group)
+            chunks = [metadata.column(index) for index in range(metadata.num_columns)]
+            rows += metadata.num_rows
+            size += sum(
+                chunk.total_uncompressed_size
+                for chunk in chunks
+                if chunk.path_in_schema.split(".")[0] in self._columns[-1]
+            )
+            if size >= enough or row_group == file.num_row_groups - 1:
+                self.blocks.append(Block(len(self._files), range(start, row_group + 1), self._length, rows, size))
+                self._length += rows
+                start, rows, size = row_group + 1, 0, 0
+
+    def _block(self, index: int) -> pyarrow.Table:
+        """Return a decoded block from memory or the file; the ones that were not used for longest make room."""
         with self._lock:
-            if group in self._cache:
-                self._cache.move_to_end(group)
-                return self._cache[group]
-            file, row_group = self._group_owner[group]
-            table = self._files[file].read_row_group(row_group, columns=self._columns[file], use_threads=False)
-            self._cache[group] = table
-            if len(self._cache) > CACHED_ROW_GROUPS:
-                self._cache.popitem(last=False)
-            return table
+            if index in self._cache:
+                self._cache.move_to_end(index)
+                return self._cache[index]
+            block = self.blocks[index]
+            while self._cache and self._cached_bytes + block.size > self._memory:
+                self._cached_bytes -= self.blocks[self._cache.popitem(last=False)[0]].size
+            self._cache[index] = self._decode(block, self._columns[block.file])
+            self._cached_bytes += block.size
+            return self._cache[index]
+
+    def _decode(self, block: Block, columns: Sequence[str]) -> pyarrow.Table:
+        with self._lock:
+            file = self._files[block.file]
+            return file.read_row_groups(list(block.row_groups), columns=list(columns), use_threads=False)
 
 
 def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
     """Return a row's prompt as messages with `role` and `content`; fields that are null are left out.
 
     Raises:
-        DataError: the prompt is empty, or not a list of {role, content} with text in both.
+        DataError: the prompt is empty, ends with an answer, or is no list of {role, content} with text in both.
     """
     if value is None or (isinstance(value, (list, str)) and not value):
         raise place.error("prompt", "empty; give at least one message, or remove the row")
@@ -160,6 +303,8 @@ def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
                     "write plain text messages",
                 )
         messages.append({key: item for key, item in message.items() if item is not None})
+    if messages[-1]["role"] == "assistant":
+        raise place.error("prompt", "the last message is the assistant's; its turn must come next, so take that out")
     if not any(message["content"].strip() for message in messages):
         raise place.error("prompt", "every message is empty; give a question, or remove the row")
     return messages
@@ -205,6 +350,19 @@ def parse_extra_info(value: Any, place: RowPlace) -> dict[str, Any]:
     return value
 
 
+def parse_margin(value: Any, place: RowPlace) -> float:
+    """Return a pair's margin: by how much the chosen response is to be ahead; null or no column is 0.
+
+    Raises:
+        DataError: it is no finite number.
+    """
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise place.error("margin", f"{value!r} instead of a finite number; write a number or null")
+    return float(value)
+
+
 def parse_response(row: dict[str, Any], column: str, place: RowPlace) -> str:
     """Return the target text of a supervised row.
 
@@ -222,6 +380,8 @@ def parse_response(row: dict[str, Any], column: str, place: RowPlace) -> str:
             value = value.get(part) if isinstance(value, dict) else None
     if not isinstance(value, str) or not value.strip():
         raise place.error(
-            column, f"{value!r} instead of a response text; set data.response_column to the column that holds the text"
+            column,
+            f"{value!r} instead of a response text; write one (for sft, data.response_column names the column that "
+            "holds the text)",
         )
     return value

@@ -70,6 +70,18 @@ class Tokenizer(ABC):
         """
         return self.encode(self.render_chat(messages))
 
+    def encode_answered(self, conversations: Sequence[Sequence[Message]], answers: Sequence[str]) -> list[list[int]]:
+        """Return the ids of conversations, each with the assistant's answer as its last turn, closed by the template.
+
+        Raises:
+            DataError: see `render_chat`.
+        """
+        texts = [
+            self.render_chat([*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+            for messages, answer in zip(conversations, answers, strict=True)
+        ]
+        return self.encode_many(texts)
+
     def _turn_end_token(self) -> int | None:
         """Return the control token that the chat template puts behind an assistant's turn, if there is one."""
         conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN_PROBE}]
@@ -93,7 +105,13 @@ class Tokenizer(ABC):
 class HuggingFaceTokenizer(Tokenizer):
     """A folder that transformers' AutoTokenizer can read (tokenizer.json, tokenizer_config.json, ...)."""
 
-    def __init__(self, folder: Path, trust_remote_code: bool, chat_template: str | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        trust_remote_code: bool,
+        chat_template: str | None,
+        chat_template_kwargs: Mapping[str, Any],
+    ) -> None:
         """Load from the folder, never from the network.
 
         Raises:
@@ -102,6 +120,7 @@ class HuggingFaceTokenizer(Tokenizer):
         from transformers import AutoTokenizer
 
         self.path = str(folder)
+        self._template_kwargs = dict(chat_template_kwargs)
         try:
             self._inner: Any = AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, local_files_only=True
@@ -147,7 +166,10 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(_no_template(self.path))
         try:
             rendered = self._inner.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_kwargs,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"the chat template refuses these messages: {_first_line(error)}") from error
@@ -161,7 +183,7 @@ class HuggingFaceTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A bare sentencepiece `.model` file; it carries no chat template, so chats need data.chat_template."""
 
-    def __init__(self, model_file: Path, chat_template: str | None) -> None:
+    def __init__(self, model_file: Path, chat_template: str | None, chat_template_kwargs: Mapping[str, Any]) -> None:
         """Load the file.
 
         Raises:
@@ -170,6 +192,7 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         self.path = str(model_file)
+        self._template_kwargs = dict(chat_template_kwargs)
         try:
             self._inner: Any = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
         except (OSError, RuntimeError) as error:
@@ -232,6 +255,7 @@ class SentencePieceTokenizer(Tokenizer):
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._inner.id_to_piece(self._inner.bos_id()) if self._inner.bos_id() >= 0 else "",
                 eos_token=self._inner.id_to_piece(self.eos_token_id),
+                **self._template_kwargs,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"the chat template refuses these messages: {_first_line(error)}") from error
@@ -242,7 +266,12 @@ class SentencePieceTokenizer(Tokenizer):
         return bool(self._inner.is_control(token_id))
 
 
-def load_tokenizer(path: str | Path, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Tokenizer:
     """Load a tokenizer from a Hugging Face folder, a sentencepiece `.model` file, or a folder with only the latter.
 
     Args:
@@ -250,16 +279,18 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, chat_templ
             looked up: every rank would ask the network for them.
         trust_remote_code: run Python code that comes with the folder.
         chat_template: path of a Jinja file that replaces the tokenizer's own template (recipe: data.chat_template).
+        chat_template_kwargs: names that the template reads (recipe: data.chat_template_kwargs).
 
     Raises:
         DataError: there is nothing to load at the path, or it cannot be loaded.
     """
     location = Path(path)
     template = None if chat_template is None else _read_template(Path(chat_template))
+    names = chat_template_kwargs or {}
     if location.is_file():
         if location.suffix != ".model":
             raise DataError(f"tokenizer: {location} is a file but not a sentencepiece .model; name its folder instead")
-        return SentencePieceTokenizer(location, template)
+        return SentencePieceTokenizer(location, template, names)
     if not location.is_dir():
         raise DataError(
             f"tokenizer: there is no {location}; set model.tokenizer (or model.path) to a local folder with "
@@ -268,7 +299,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, chat_templ
     model_file = location / "tokenizer.model"
     described = any((location / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if model_file.is_file() and not described:
-        return SentencePieceTokenizer(model_file, template)
+        return SentencePieceTokenizer(model_file, template, names)
     # Without any, transformers makes an empty tokenizer of the model's config.json, and says nothing.
     vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
     if not trust_remote_code and not any(next(location.glob(name), None) for name in vocabularies):
@@ -276,7 +307,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, chat_templ
             f"tokenizer: {location} cannot be loaded: it has no tokenizer.json (nor {', '.join(vocabularies[1:])}); "
             "copy the tokenizer's files there, or set model.tokenizer to the folder that has them"
         )
-    return HuggingFaceTokenizer(location, trust_remote_code, template)
+    return HuggingFaceTokenizer(location, trust_remote_code, template, names)
 
 
 def _read_template(path: Path) -> str:

@@ -2,13 +2,16 @@
 
 Saving takes a copy on the host and returns; a thread of each rank writes it while training goes on. At the end of a
 later step, when every rank's file is on disk, the checkpoint becomes visible. A run that is killed in between has the
-one before.
+one before. A run that is asked to stop ends here too, after a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import signal
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +27,7 @@ from rlhf_megatron.runtime.checkpoint import (
     CheckpointError,
     Manifest,
     TensorFile,
+    Worth,
     WrittenFile,
     damage,
     discard,
@@ -37,8 +41,11 @@ from rlhf_megatron.runtime.checkpoint import (
     step_of,
     write_tensors,
 )
+from rlhf_megatron.runtime.recovery import RecoveryLog, launch_of
+from rlhf_megatron.runtime.signals import job_end, stop_signals
 
 Tell = Callable[[str], None]
+_TIME_IS_UP = 1  # no signal that is noted has this number
 
 
 class Part(Protocol):
@@ -51,6 +58,14 @@ class Part(Protocol):
         """Goes on where ``state`` was taken."""
 
 
+class RunStopped(Exception):
+    """The run has saved after ``step`` and is to end now, on every rank; it goes on when it is started again."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(f"stopped after step {step}: {why}")
+        self.step, self.why = step, why
+
+
 @dataclasses.dataclass(frozen=True)
 class _Save:
     """One checkpoint on its way to the disk."""
@@ -58,18 +73,22 @@ class _Save:
     folder: Path
     file: Future[WrittenFile]
     state: dict[str, Any]
+    worth: Worth | None
 
 
 def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
     """The checkpoint to go on from: the newest sound one, a given one, or None; the same on every rank, collective.
 
     ``resume``: "auto" (the newest in ``folder`` that is whole; damaged ones are told and passed over), "none", or the
-    path of one. Raises CheckpointError where the given one is damaged, or all are.
+    path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
+    Raises CheckpointError where the given one is damaged, or all are.
     """
-    if resume == "none":
+    saved = _first_ranks(found(folder) if resume == "auto" else _saved_by_this_launch(folder))
+    if resume == "none" and not saved:
         return None
-    candidates = found(folder) if resume == "auto" else [Path(resume)]
-    for candidate in _first_ranks(candidates):
+    resume = "auto" if saved else resume
+    candidates = saved if resume == "auto" else [Path(resume)]
+    for candidate in candidates:
         problem = _agreed_damage(candidate)
         if problem is None:
             return candidate
@@ -95,6 +114,10 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: _Save | None = None
         self._rank = dist.get_rank()
+        self._recovery = RecoveryLog(folder.parent)
+        self._limit = _TimeLimit(section.save_before_seconds, job_end(os.environ))
+        if section.save_before_seconds and self._limit.end is None:
+            tell("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
 
     def restore(self, checkpoint: Path) -> int:
         """Brings roles and parts to where ``checkpoint`` was saved; returns its step."""
@@ -111,18 +134,43 @@ class Checkpoints:
                 prefix = "random/"
                 own = files[self._rank]
                 restore_random_state({name: own.tensor(prefix + name) for name in own.about["random"]})
-        return step_of(checkpoint)
+        step = step_of(checkpoint)
+        if self._rank == 0:
+            self._recovery.append("resume", step, f"from {checkpoint}")
+        return step
 
-    def after(self, step: int, last: bool) -> None:
-        """Saves after ``step`` if it is due, and publishes what has been written meanwhile; waits for it at the end."""
-        self._finish(wait=last)
+    def after(self, step: int, last: bool, skipped: bool, worth: float | None) -> None:
+        """Saves after ``step`` if it is due, and publishes what has been written meanwhile.
+
+        A step that was ``skipped`` is not saved while others follow: a rollback goes to where steps still succeeded.
+        ``worth``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
+
+        Raises RunStopped, once a checkpoint is published, where a rank has been asked to stop or the job is about to
+        end; not after the last step, which ends the run anyway.
+        """
+        unwritten = self._pending is not None and not self._pending.file.done()
+        flags = torch.tensor([int(unwritten), 0 if last else self._reason_to_stop()])
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        still_writing, reason = flags.tolist()
         interval = self._section.save_interval
-        if interval and (step % interval == 0 or last):
-            self._finish(wait=True)  # one at a time
-            self._begin(step)
-            self._finish(wait=last)
+        due = bool(reason or (interval and (last or (step % interval == 0 and not skipped))))
+        if due or last or not still_writing:
+            self._publish_pending()  # one at a time
+        if due:
+            self._begin(step, worth)
+        if reason or last:
+            self._publish_pending()
+        if reason:
+            why = self._limit.text() if reason == _TIME_IS_UP else f"{signal.Signals(reason).name} came"
+            if self._rank == 0:
+                self._recovery.append("stop", step, why)
+            raise RunStopped(step, why)
 
-    def _begin(self, step: int) -> None:
+    def _reason_to_stop(self) -> int:
+        """Why this rank would stop now: the number of a signal, _TIME_IS_UP, or 0."""
+        return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
+
+    def _begin(self, step: int, worth: float | None) -> None:
         folder = self._folder / f"step-{step}"
         if self._rank == 0:
             discard(folder)  # what a killed run may have left half-written
@@ -140,20 +188,16 @@ class Checkpoints:
         roles = {name: role_state(role) for name, role in self._roles.items()}
         about = {"pieces": pieces, "random": sorted(random)}
         file = self._writer.submit(write_tensors, folder, f"rank-{self._rank:05d}.safetensors", tensors, about)
-        self._pending = _Save(folder, file, {"step": step, "roles": roles, "parts": plain})
+        best = self._section.keep_best
+        value = Worth(best.metric, best.mode, worth) if best and worth is not None else None
+        state = {"step": step, "launch": launch_of(os.environ), "roles": roles, "parts": plain}
+        self._pending = _Save(folder, file, state, value)
 
-    def _finish(self, wait: bool) -> None:
-        """Publishes the pending checkpoint if every rank has written its file; with ``wait``, once they have."""
-        save = self._pending
+    def _publish_pending(self) -> None:
+        """Makes the pending checkpoint visible, if there is one, once every rank has written its file."""
+        save, self._pending = self._pending, None
         if save is None:
             return
-        if wait:
-            save.file.exception()
-        ready = torch.tensor([int(save.file.done())])
-        dist.all_reduce(ready, dist.ReduceOp.MIN)
-        if not ready:
-            return
-        self._pending = None
         error = save.file.exception()
         written: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(written, str(error) if error else save.file.result())
@@ -166,12 +210,44 @@ class Checkpoints:
         """A checkpoint that cannot be written costs no run: it is told, and the one before stays the newest."""
         try:
             if not failures:
-                publish(save.folder, files, save.state, self._section.keep_last_k)
+                publish(save.folder, files, save.state, self._section.keep_last_k, save.worth)
                 return
         except OSError as error:
             failures = [str(error)]
         discard(save.folder)
         self._tell(f"warning: {save.folder.name} was not saved ({'; '.join(failures)}); training goes on without it")
+
+
+class _TimeLimit:
+    """Whether another step fits before the end of the job, less the time to save and leave."""
+
+    def __init__(self, save_before_seconds: float, end: float | None) -> None:
+        self.end = end if save_before_seconds else None
+        self._save_before_seconds = save_before_seconds
+        self._step_began, self._longest_step = time.time(), 0.0
+
+    def is_reached_in_the_next_step(self) -> bool:
+        """Call it at the end of each step."""
+        now = time.time()
+        self._longest_step = max(self._longest_step, now - self._step_began)
+        self._step_began = now
+        return self.end is not None and now + self._longest_step > self.end - self._save_before_seconds
+
+    def text(self) -> str:
+        """Why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""
+        return f"the next step would end less than {self._save_before_seconds:g} s before the job does"
+
+
+def _saved_by_this_launch(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder`` of this launch's attempts so far, the newest step first; on rank 0."""
+    if dist.get_rank():
+        return []
+    own = []
+    for checkpoint in found(folder):
+        with contextlib.suppress(CheckpointError):
+            if read_manifest(checkpoint).state.get("launch") == launch_of(os.environ):
+                own.append(checkpoint)
+    return own
 
 
 def _first_ranks(paths: list[Path]) -> list[Path]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.batch import RolloutBatch, concatenate
-from rlhf_megatron.loops.rollouts import Rollouts
+from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.loops.rollouts import Rolled, Rollouts
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.rollout.engine import Sampling
 
 
 class Collector:
@@ -26,35 +30,36 @@ class Collector:
         """(the step's batch in whole groups, metrics of all that was generated, its tokens); collective.
 
         The batch has ``batch.prompts_per_step`` groups; with dynamic sampling it may have fewer, or none, where
-        ``filter_groups.max_num_gen_batches`` is reached. Raises UserError there if the recipe says stop.
+        ``filter_groups.max_num_gen_batches`` is reached. Raises UserError there if the recipe says stop. Rows that
+        could not be scored are left out.
         """
         recipe = self._session.recipe
         settings, wanted = recipe.algorithm.filter_groups, recipe.batch.prompts_per_step
         kept = [self._surplus] if self._surplus else []
-        carried = self._groups(kept)
+        carried = _groups(kept)
         generated: list[RolloutBatch] = []
-        while self._groups(kept) < wanted:
-            if settings.enable and settings.max_num_gen_batches and len(generated) == settings.max_num_gen_batches:
-                if settings.when_exhausted == "stop":
-                    raise UserError(self._exhausted(step, self._groups(kept)))
-                break
+        rolled: list[Rolled] = []
+        rounds = settings.max_num_gen_batches if settings.enable else 1  # 0: as many as it takes
+        while _groups(kept) < wanted and not (rounds and len(generated) == rounds):
             count = settings.prompts_per_round or wanted if settings.enable else wanted
-            batch = self._one_round(step, count, sum(part.rows for part in generated))
+            batch = self._one_round(step, count, sum(part.rows for part in generated), rolled)
             generated.append(batch)
-            kept.append(self._informative(batch) if settings.enable else batch)
-        batch, surplus = self._cut(kept, wanted)
+            kept.append(self._usable(batch))
+        if settings.enable and settings.when_exhausted == "stop" and _groups(kept) < wanted:
+            raise UserError(self._exhausted(step, _groups(kept)))
+        batch, surplus = _cut(kept, wanted)
         self._surplus = surplus if settings.keep_surplus and surplus.rows else None
-        metrics = self._metrics(generated) | self._rollouts.scoring_metrics()
+        metrics = self._metrics(generated) | self._rollouts.scoring_metrics(rolled)
         if settings.enable:
-            informative = sum(self._groups([part]) for part in kept) - carried
+            informative = _groups(kept) - carried
             metrics |= {
                 "rollout/rounds": float(len(generated)),
                 "rollout/groups_carried_over": float(carried),
-                "rollout/groups_dropped": float(self._groups(generated) - informative),
-                "rollout/groups_surplus": float(self._groups([surplus])),
-                "rollout/groups": float(self._groups([batch])),
+                "rollout/groups_dropped": float(_groups(generated) - informative),
+                "rollout/groups_surplus": float(_groups([surplus])),
+                "rollout/groups": float(_groups([batch])),
             }
-        return batch, metrics, sum(len(part.tokens) for part in generated)
+        return batch, metrics, sum(each.tokens for each in rolled)
 
     def state(self) -> dict[str, Any]:
         """The groups that wait for the next step, for a checkpoint."""
@@ -67,39 +72,50 @@ class Collector:
         """Goes on where ``state`` was taken."""
         self._surplus = RolloutBatch(**state) if state else None
 
-    def _one_round(self, step: int, prompts: int, first_row: int) -> RolloutBatch:
-        """``prompts`` more groups, scored, the same on every rank."""
+    def _one_round(self, step: int, prompts: int, first_row: int, rolled: list[Rolled]) -> RolloutBatch:
+        """``prompts`` more groups, scored, the same on every rank; ``rolled`` gets what was generated for them."""
+        recipe, rollouts = self._session.recipe, self._rollouts
+        drawn = self._session.train.next(prompts)
+        batch = self._answers(drawn, recipe.batch.responses_per_prompt, rollouts.sampling, step, first_row, rolled)
+        if recipe.algorithm.advantage == "remax":
+            greedy = dataclasses.replace(rollouts.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+            baseline = self._answers(drawn, 1, greedy, step, 0, rolled)
+            batch = batch.with_fields(baseline_rewards=baseline.rewards[batch.group_id])
+        return batch
+
+    def _answers(
+        self,
+        prompts: Sequence[Prompt],
+        responses: int,
+        sampling: Sampling,
+        step: int,
+        first_row: int,
+        rolled: list[Rolled],
+    ) -> RolloutBatch:
+        """``responses`` to each prompt with their rewards, less the overlong penalty."""
         session, rollouts = self._session, self._rollouts
-        recipe = session.recipe
-        drawn = session.train.next(prompts)
         with session.phase("generate"):
-            rolled = rollouts.generate(
-                drawn, recipe.batch.responses_per_prompt, rollouts.sampling, step, first_row=first_row
-            )
+            rolled.append(rollouts.generate(prompts, responses, sampling, step, first_row=first_row))
         with session.phase("score"):
-            batch = rolled.gather(rollouts.score(rolled))
-        buffer = recipe.algorithm.overlong_buffer
-        if buffer.enable and recipe.rollout:
-            limit = recipe.rollout.max_response_length
+            batch = rollouts.gather(rolled[-1])
+        buffer = session.recipe.algorithm.overlong_buffer
+        if buffer.enable and session.recipe.rollout:
+            limit = session.recipe.rollout.max_response_length
             penalty = overlong_penalty(batch.response_lengths, limit, buffer.len, buffer.penalty_factor)
             batch = batch.with_fields(scores=batch.rewards, rewards=batch.rewards + penalty)
         return batch
 
-    def _informative(self, batch: RolloutBatch) -> RolloutBatch:
-        by_reward = self._session.recipe.algorithm.filter_groups.metric == "reward"
-        values = batch.rewards if by_reward or batch.scores is None else batch.scores
-        return batch.select(informative_rows(values, batch.group_id).nonzero().squeeze(1).tolist())
-
-    def _cut(self, parts: list[RolloutBatch], groups: int) -> tuple[RolloutBatch, RolloutBatch]:
-        """The first ``groups`` groups of all parts, numbered anew, and the rest."""
-        whole, responses = concatenate(parts), self._session.recipe.batch.responses_per_prompt
-        rows = torch.arange(whole.rows)
-        whole = whole.with_fields(row_id=rows, group_id=rows // responses)
-        end = min(groups * responses, whole.rows)
-        return whole.select(range(end)), whole.select(range(end, whole.rows))
-
-    def _groups(self, parts: list[RolloutBatch]) -> int:
-        return sum(part.rows for part in parts) // self._session.recipe.batch.responses_per_prompt
+    def _usable(self, batch: RolloutBatch) -> RolloutBatch:
+        """The rows that could be scored, and with dynamic sampling of these the groups that teach something."""
+        known = batch.rewards.isfinite()
+        if batch.baseline_rewards is not None:
+            known &= batch.baseline_rewards.isfinite()
+        batch = _rows(batch, known)
+        settings = self._session.recipe.algorithm.filter_groups
+        if not settings.enable:
+            return batch
+        values = batch.rewards if settings.metric == "reward" or batch.scores is None else batch.scores
+        return _rows(batch, informative_rows(values, batch.group_id))
 
     def _exhausted(self, step: int, groups: int) -> str:
         recipe = self._session.recipe
@@ -113,21 +129,51 @@ class Collector:
         """What all generated trajectories look like, also those that are not trained on."""
         if not generated:
             return {}
-        batch, session = concatenate(generated), self._session
+        batch, session = _joined(generated), self._session
         lengths = batch.response_lengths.double()
-        groups = batch.rewards.view(-1, session.recipe.batch.responses_per_prompt)
         metrics = {
             "rollout/throughput_tokens_per_sec": float(lengths.sum()) / max(session.seconds("generate"), 1e-9),
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/response_length_max": float(lengths.max()),
             "rollout/truncated_fraction": float(batch.truncated.double().mean()),
             "rollout/weight_version": float(batch.weight_version.double().mean()),
-            "reward/mean": float(batch.rewards.mean()),
-            "reward/std": float(batch.rewards.std(unbiased=False)),
-            "reward/informative_group_fraction": float((groups.amax(1) > groups.amin(1)).double().mean()),
             "reward/latency_ms": session.seconds("score") * 1000.0,
         }
-        if batch.scores is not None:
-            metrics["reward/score_mean"] = float(batch.scores.mean())
-            metrics["reward/overlong_penalty_mean"] = float((batch.rewards - batch.scores).mean())
+        scored = _rows(batch, batch.rewards.isfinite())
+        if not scored.rows:
+            return metrics
+        teaching = _rows(scored, informative_rows(scored.rewards, scored.group_id))
+        metrics |= {
+            "reward/mean": float(scored.rewards.mean()),
+            "reward/std": float(scored.rewards.std(unbiased=False)),
+            "reward/informative_group_fraction": teaching.groups / batch.groups,
+        }
+        if scored.scores is not None:
+            metrics["reward/score_mean"] = float(scored.scores.mean())
+            metrics["reward/overlong_penalty_mean"] = float((scored.rewards - scored.scores).mean())
         return metrics
+
+
+def _rows(batch: RolloutBatch, chosen: Tensor) -> RolloutBatch:
+    return batch.select(chosen.nonzero().squeeze(1).tolist())
+
+
+def _groups(parts: Sequence[RolloutBatch]) -> int:
+    return sum(part.groups for part in parts)
+
+
+def _joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+    """The rows of all parts with their groups, numbered anew from 0 in their order."""
+    groups, number = [], 0
+    for part in parts:
+        ids = part.group_id.unique_consecutive(return_inverse=True)[1] + number
+        groups.append(ids)
+        number += part.groups
+    whole = concatenate(parts)
+    return whole.with_fields(row_id=torch.arange(whole.rows), group_id=torch.cat(groups))
+
+
+def _cut(parts: Sequence[RolloutBatch], groups: int) -> tuple[RolloutBatch, RolloutBatch]:
+    """The first ``groups`` groups of all parts, numbered anew, and the rest."""
+    whole = _joined(parts)
+    return _rows(whole, whole.group_id < groups), _rows(whole, whole.group_id >= groups)

@@ -1,7 +1,7 @@
 """Reinforcement learning: the whole loop, from prompts to a better model, in one place.
 
-Each step: generate -> score -> old and reference logprobs -> advantages -> update -> regather -> log -> evaluate ->
-save.
+Each step: generate -> score -> old and reference logprobs, values -> advantages -> update -> regather -> log ->
+evaluate -> save.
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import fmean
 
-import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
 
-from rlhf_megatron.algorithms.advantage import ADVANTAGES
+from rlhf_megatron.algorithms.advantage import estimate_advantages
 from rlhf_megatron.algorithms.aggregation import token_weights
-from rlhf_megatron.algorithms.metrics import mismatch_metrics
-from rlhf_megatron.algorithms.objective import policy_objective
+from rlhf_megatron.algorithms.correction import with_correction
+from rlhf_megatron.algorithms.kl import KLController, with_kl_penalties
+from rlhf_megatron.algorithms.metrics import explained_variance, mismatch_metrics
+from rlhf_megatron.algorithms.objective import objective_fields, policy_objective, value_objective
 from rlhf_megatron.data.batch import RolloutBatch
-from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.loops.collection import Collector
+from rlhf_megatron.loops.evaluation import NO_STEP, gather_tables, metrics_of, sample_table
 from rlhf_megatron.loops.history import History
-from rlhf_megatron.loops.rollouts import Rollouts, gather_scores
+from rlhf_megatron.loops.rollouts import Rollouts
 from rlhf_megatron.loops.session import Session
+from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.roles.role import Role
 
 
@@ -34,36 +39,38 @@ def run_rl(session: Session) -> dict[str, float]:
     reference = (
         session.make_role("reference", recipe.reference) if recipe.reference and recipe.algorithm.kl_coef else None
     )
+    section = recipe.critic
+    critic = session.make_role("critic", section, section.optimizer, session.updates, "scalar") if section else None
     rollouts = Rollouts(session)
     collector = Collector(session, rollouts)
     history = History()
+    controller = KLController(recipe.algorithm)
     session.at_end(rollouts.close)
     checkpoints = session.checkpoints(
-        {"actor": actor}, {"data": session.train, "rollouts": rollouts, "collector": collector, "history": history}
+        {"actor": actor} | ({"critic": critic} if critic else {}),
+        {"data": session.train, "rollouts": rollouts, "collector": collector, "history": history, "kl": controller},
     )
     rollouts.refresh()
-    if recipe.evaluation.at_start and session.first_step == 1:
-        evaluate(session, rollouts, 0, history)
-
-    for step in range(session.first_step, recipe.steps + 1):
-        session.begin_step()
+    for step in session.steps(checkpoints, functools.partial(evaluate, session, rollouts, history)):
         batch, metrics, tokens = collector.collect(step)  # generate and score, with dynamic sampling in rounds
         rollouts.engine.sleep()
         if batch.rows:  # with dynamic sampling there may be nothing to learn
             with session.phase("logprobs"):
                 batch, compared = with_logprobs(batch, actor, reference, recipe.algorithm.old_logprobs)
-            batch = with_advantages(batch, session)
-            with session.phase("update"):
-                metrics |= compared | update(session, batch)
+            if critic:
+                with session.phase("values"):
+                    batch = batch.with_fields(values=critic.values(batch))
+            batch = with_advantages(batch, session, controller)
+            metrics |= compared
+            if critic:
+                with session.phase("update_critic"):
+                    metrics |= update_critic(session, critic, batch)
+            if section is None or step > section.warmup_steps:
+                with session.phase("update"):
+                    metrics |= update(session, batch, controller)
         with session.phase("regather"):
             rollouts.refresh()
         session.end_step(step, metrics, tokens)
-        interval = recipe.evaluation.interval
-        if (interval and step % interval == 0) or (step == recipe.steps and recipe.evaluation.at_end):
-            evaluate(session, rollouts, step, history)
-        checkpoints.after(step, last=step == recipe.steps)
-        if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and step < recipe.steps:
-            session.export(step)
     return history.summary()
 
 
@@ -82,63 +89,97 @@ def with_logprobs(
     return batch.with_fields(old_logprobs=old_logprobs, reference_logprobs=reference_logprobs), metrics
 
 
-def with_advantages(batch: RolloutBatch, session: Session) -> RolloutBatch:
-    """Adds each row's advantage, on all of its sampled tokens."""
-    algorithm = session.recipe.algorithm
-    per_row = ADVANTAGES[algorithm.advantage](batch.rewards, batch.group_id, algorithm.normalize_by_std)
-    return batch.with_fields(advantages=batch.spread(per_row))
+def with_advantages(batch: RolloutBatch, session: Session, controller: KLController) -> RolloutBatch:
+    """Adds the advantage of each sampled token, after the KL's penalty where the recipe puts it in the reward."""
+    settings = session.recipe.algorithm
+    if settings.kl_placement == "reward" and batch.reference_logprobs is not None:
+        batch = with_kl_penalties(batch, settings, controller.coefficient)
+    return estimate_advantages(batch, settings)
 
 
-def update(session: Session, batch: RolloutBatch) -> dict[str, float]:
-    """All optimizer steps on one batch, in minibatches of whole groups; the means of their metrics."""
+def update(session: Session, batch: RolloutBatch, controller: KLController) -> dict[str, float]:
+    """All of the actor's optimizer steps on one batch; the means of their metrics."""
     recipe, settings = session.recipe, session.recipe.algorithm
-    responses = recipe.batch.responses_per_prompt
-    prompts = batch.rows // responses  # fewer than asked for where dynamic sampling found no more
-    size = recipe.batch.minibatch_prompts or recipe.batch.prompts_per_step
-    objective = functools.partial(policy_objective, settings=settings)
+    assert recipe.rollout is not None
+    constant = settings.loss_constant or recipe.rollout.max_response_length
+    objective = functools.partial(policy_objective, settings=settings, kl_coef=controller.coefficient)
+    batch, metrics = with_correction(batch, settings.rollout_correction)
 
+    def learn(minibatch: RolloutBatch) -> dict[str, float]:
+        return session.actor.update(minibatch, objective_fields(minibatch, settings, constant), objective)
+
+    metrics |= {f"train/{name}": value for name, value in in_minibatches(session, batch, learn).items()}
+    if "train/kl" in metrics:
+        metrics["train/kl_coef"] = controller.coefficient
+        controller.observe(metrics["train/kl"], batch.rows)
+    return metrics
+
+
+def update_critic(session: Session, critic: Role, batch: RolloutBatch) -> dict[str, float]:
+    """All of the critic's optimizer steps on one batch, in the minibatches of the actor; the means of their metrics."""
+    section = session.recipe.critic
+    assert section is not None and batch.values is not None and batch.returns is not None
+    objective = functools.partial(value_objective, clip=section.value_clip)
+
+    def learn(minibatch: RolloutBatch) -> dict[str, float]:
+        weights = token_weights(minibatch.response_mask, minibatch.cu_seqlens, "token_mean")
+        return critic.update(minibatch, minibatch.fields(weights), objective)
+
+    metrics = {f"critic/{name}": value for name, value in in_minibatches(session, batch, learn).items()}
+    expected, came = batch.values[batch.response_mask], batch.returns[batch.response_mask]
+    return metrics | {"critic/explained_variance": explained_variance(expected, came)}
+
+
+def in_minibatches(
+    session: Session, batch: RolloutBatch, learn: Callable[[RolloutBatch], dict[str, float]]
+) -> dict[str, float]:
+    """``learn`` on each minibatch of whole groups, epoch after epoch; the means of what it returns."""
+    sizes = session.recipe.batch
+    size = sizes.minibatch_prompts or sizes.prompts_per_step
     collected = defaultdict(list)
-    for _ in range(recipe.batch.epochs_per_step):
-        for first in range(0, prompts, size):
-            minibatch = batch.select(range(first * responses, min(first + size, prompts) * responses))
-            weights = token_weights(minibatch.response_mask, minibatch.cu_seqlens, settings.loss_aggregation)
-            for name, value in session.actor.update(minibatch, minibatch.fields(weights), objective).items():
-                collected[f"train/{name}"].append(value)
+    for _ in range(sizes.epochs_per_step):
+        for first in range(0, batch.groups, size):
+            chosen = (batch.group_id >= first) & (batch.group_id < first + size)
+            for name, value in learn(batch.select(chosen.nonzero().squeeze(1).tolist())).items():
+                collected[name].append(value)
     return {name: fmean(values) for name, values in collected.items()}
 
 
-def evaluate(session: Session, rollouts: Rollouts, step: int, history: History) -> None:
-    """Logs held-out accuracy per data source, over all replicas; saves some answers as samples/step-N.parquet."""
-    recipe, dataset = session.recipe, session.validation
-    if dataset is None:
+def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) -> None:
+    """Logs what the answers to held-out prompts are worth, per data source and over all replicas.
+
+    The first answers go to samples/step-N.parquet, for people to read.
+    """
+    recipe, prompts = session.recipe, session.validation
+    if prompts is None:
         return
     settings = recipe.evaluation
-    count = min(len(dataset), settings.max_prompts or len(dataset))
-    prompts = [dataset[index] for index in range(count)]
-    samples = settings.samples_per_prompt
-    sampling = dataclasses.replace(rollouts.sampling, temperature=settings.temperature, top_p=1.0, top_k=-1)
-    rolled = rollouts.generate(prompts, samples, sampling, -1)  # the same seeds every time
-    rewards = rollouts.score(rolled)
-    scores = gather_scores(rolled, rewards)
-    by_source = defaultdict(list)
-    for row, score in scores.items():
-        by_source[prompts[row // samples].data_source].append(score)
-    if session.rank == 0:
-        save_samples(session, step, rolled.prompts, rollouts.texts(rolled), rewards)
-    metrics = {f"eval/{source}/accuracy": fmean(values) for source, values in sorted(by_source.items())}
+    sampling = dataclasses.replace(rollouts.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=-1)
+    rolled = rollouts.generate(prompts, settings.samples_per_prompt, sampling, NO_STEP)  # the same seeds every time
+    rollouts.gather(rolled)
+    table = gather_tables(
+        sample_table(
+            rolled.prompts, rolled.completions, rolled.scores(), recipe.reward_names, session.tokenizer, recipe
+        )
+    )
+    metrics: dict[str, float] = {}
+    if table is not None:  # rank 0
+        accuracy = f"mean@{settings.samples_per_prompt}"
+        for source, named in metrics_of(table, recipe.seed).items():
+            metrics |= {f"eval/{source}/{name}": estimate.value for name, estimate in named.items() if name != accuracy}
+            metrics |= {
+                f"eval/{source}/accuracy": named[accuracy].value,
+                f"eval/{source}/accuracy_low": named[accuracy].low,
+                f"eval/{source}/accuracy_high": named[accuracy].high,
+            }
+        pq.write_table(table.slice(0, recipe.monitor.sample_rows), session.run.sample_file(step))
     session.log(step, metrics)
-    history.add(step, fmean(metrics.values()))
+    told = [value for name, value in metrics.items() if name.endswith(f"/{told_of(recipe)}")]
+    mean = torch.tensor([fmean(told) if told else 0.0], dtype=torch.float64)
+    dist.broadcast(mean, 0)
+    history.add(step, float(mean))
 
 
-def save_samples(
-    session: Session, step: int, prompts: list[Prompt], responses: list[str], rewards: list[float]
-) -> None:
-    """Writes the first answers of an evaluation for people to read."""
-    shown = slice(session.recipe.monitor.sample_rows)
-    columns = {
-        "prompt": [session.tokenizer.decode(prompt.token_ids) for prompt in prompts[shown]],
-        "response": responses[shown],
-        "ground_truth": [prompt.ground_truth for prompt in prompts[shown]],
-        "reward": list(rewards[shown]),
-    }
-    pq.write_table(pa.table(columns), session.run.sample_file(step))
+def told_of(recipe: Recipe) -> str:
+    """Which number of an evaluation a run is told by: to a reward model alone, no answer is right or wrong."""
+    return "score" if recipe.reward.rule == "none" else "accuracy"

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.models.weight_map import rollout_blocks
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.transport import PointToPoint
-from rlhf_megatron.rewards.score import ScoreItem, Scorer
-from rlhf_megatron.rollout.engine import Completion, Request, Sampling
+from rlhf_megatron.rewards.score import Score, Scorer, reward_metrics, reward_totals
+from rlhf_megatron.rollout.engine import Completion, Request, Sampling, request_seed
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
-from rlhf_megatron.topology.exchange import gather_batches, gather_tensors, sum_over_ranks
+from rlhf_megatron.topology.exchange import gather_batches, sum_over_ranks
 
 Progress = Callable[[int, int], None]
-
-
-def request_seed(seed: int, step: int, row: int) -> int:
-    """The sampling seed of one trajectory: the same in every layout, unrelated between rows and steps."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
 class Rollouts:
@@ -44,9 +38,9 @@ class Rollouts:
         self._leads = session.rank % self._tensor == 0
         self._scorer = Scorer(recipe.reward) if self._leads else None
         if self._scorer:
-            self._scorer.check_sources(session.training.data_sources())
-        self._unscored = [0, 0]
-        self._tokenizer: Tokenizer = session.tokenizer
+            self._scorer.check_sources(session.train.data_sources())
+        judge = recipe.reward_model
+        self._reward_model = session.make_reward_model(judge) if judge else None
         self.version = 0
         self.sampling = Sampling(
             section.temperature,
@@ -55,9 +49,10 @@ class Rollouts:
             section.max_response_length,
             session.tokenizer.stop_token_ids,
         )
-        self.engine = VllmEngine(
-            recipe.model.path, section, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed
-        )
+        with session.phase("engine"):
+            self.engine = VllmEngine(
+                recipe.model.path, section, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed
+            )
         actor, architecture = session.actor, session.architecture
         copies = plan_regather(
             {rank: actor.blocks(position) for position, rank in enumerate(actor.ranks)},
@@ -78,7 +73,7 @@ class Rollouts:
     def generate(
         self, prompts: Sequence[Prompt], responses_per_prompt: int, sampling: Sampling, step: int, first_row: int = 0
     ) -> Rolled:
-        """This replica's share of ``prompts``, each answered ``responses_per_prompt`` times.
+        """This replica's share of ``prompts``, each answered ``responses_per_prompt`` times, and being scored.
 
         ``first_row``: how many rows this step has generated before, so that no sampling seed comes twice.
         """
@@ -92,36 +87,34 @@ class Rollouts:
             Request(row, prompts[row // responses_per_prompt].token_ids, seed)
             for row, seed in zip(rows, seeds, strict=True)
         ]
+        scoring = GroupScoring(self._scorer, prompts, responses_per_prompt, self._session.tokenizer)
         completions = self.engine.generate(
-            requests, sampling, lambda done, total: self._session.progress("generate", done, total)
+            requests,
+            sampling,
+            lambda done, total: self._session.progress("generate", done, total),
+            scoring.take,
         )
-        own = completions if self._leads else []
-        return Rolled(own, [prompts[c.row_id // responses_per_prompt] for c in own], responses_per_prompt)
+        return Rolled(completions if self._leads else [], prompts, responses_per_prompt, scoring)
 
-    def score(self, rolled: Rolled) -> list[float]:
-        """The rewards of this replica's rows, on the rank that leads it."""
-        if self._scorer is None:
-            return []
-        return self._scorer.score(
-            [
-                ScoreItem(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, completion.row_id)
-                for prompt, completion, text in zip(
-                    rolled.prompts, rolled.completions, self.texts(rolled), strict=True
-                )
-            ]
-        )
+    def gather(self, rolled: Rolled) -> RolloutBatch:
+        """All replicas' rows as one batch on every rank with their rewards, the reward model's included; collective.
 
-    def scoring_metrics(self) -> dict[str, float]:
-        """How many samples since the last call got 0 because their scorer ran out of time or failed; collective."""
-        counts = [self._scorer.timeouts, self._scorer.failures] if self._scorer else [0, 0]
-        new = [count - before for count, before in zip(counts, self._unscored, strict=True)]
-        self._unscored = counts
-        timeouts, failures = sum_over_ranks(new)
-        return {"reward/timeouts": timeouts, "reward/failures": failures}
+        Waits for the last score. A reward is NaN where the row is to be left out of the loss.
+        """
+        batch = rolled.gather()
+        section = self._session.recipe.reward_model
+        if self._reward_model is None or section is None:
+            return batch
+        conversations = [rolled.asked[group].messages for group in batch.group_id.tolist()]
+        of_model = self._reward_model.scores(batch, conversations)
+        rolled.add(of_model, section.weight)
+        return batch.with_fields(rewards=batch.rewards + section.weight * of_model)
 
-    def texts(self, rolled: Rolled) -> list[str]:
-        """The responses in words, without special tokens."""
-        return [self._tokenizer.decode(completion.token_ids) for completion in rolled.completions]
+    def scoring_metrics(self, rolled: Sequence[Rolled]) -> dict[str, float]:
+        """What became of the samples of these calls, and the mean of each part of the reward; collective."""
+        scores = [score for each in rolled for score in each.scores()]
+        totals = reward_totals(scores, self._session.recipe.reward_names)
+        return reward_metrics(dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True)))
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, taken after the step's weights were brought in."""
@@ -139,13 +132,41 @@ class Rollouts:
 
 
 class Rolled:
-    """What one replica generated, before it is brought together with the others."""
+    """What one replica generated, before it is brought together with the others.
 
-    def __init__(self, completions: list[Completion], prompts: list[Prompt], responses_per_prompt: int) -> None:
-        self.completions, self.prompts, self._responses_per_prompt = completions, prompts, responses_per_prompt
+    Attributes:
+        asked: the prompts of all replicas.
+        completions: this replica's, on the rank that leads it.
+        prompts: of each completion.
+        tokens: of all replicas, prompts and responses, once they are gathered.
+    """
 
-    def gather(self, rewards: Sequence[float]) -> RolloutBatch:
-        """All replicas' rows as one batch on every rank, with their rewards; collective."""
+    def __init__(
+        self, completions: list[Completion], asked: Sequence[Prompt], responses_per_prompt: int, scoring: GroupScoring
+    ) -> None:
+        self.asked, self.completions = asked, completions
+        self.prompts = [asked[completion.row_id // responses_per_prompt] for completion in completions]
+        self._responses_per_prompt, self._scoring = responses_per_prompt, scoring
+        self._scores: list[Score] | None = None
+        self.tokens = 0
+
+    def scores(self) -> list[Score]:
+        """What each completion is worth; waits for the last one, the first time."""
+        if self._scores is None:
+            found = self._scoring.results()
+            self._scores = [found[completion.row_id] for completion in self.completions]
+        return self._scores
+
+    def add(self, of_rows: Tensor, weight: float) -> None:
+        """Counts one more part of the reward, [R] over the rows of all replicas."""
+        self._scores = [
+            dataclasses.replace(score, value=score.value + weight * part, parts=(*score.parts, part))
+            for score, completion in zip(self.scores(), self.completions, strict=True)
+            for part in [float(of_rows[completion.row_id])]
+        ]
+
+    def gather(self) -> RolloutBatch:
+        """All replicas' rows as one batch on every rank, in the order of their ids; collective."""
         completions = self.completions
         batch = batch_from_rows(
             [prompt.token_ids for prompt in self.prompts],
@@ -155,14 +176,8 @@ class Rolled:
             row_id=[completion.row_id for completion in completions],
             weight_version=[completion.weight_version for completion in completions],
             truncated=[completion.finish_reason == "length" for completion in completions],
-            rewards=rewards,
+            rewards=[score.value for score in self.scores()],
         )
-        return gather_batches(batch)
-
-
-def gather_scores(rolled: Rolled, rewards: Sequence[float]) -> dict[int, float]:
-    """Row id -> reward over all replicas, on every rank; collective."""
-    rows = torch.tensor([completion.row_id for completion in rolled.completions], dtype=torch.int64)
-    gathered_rows = torch.cat(gather_tensors(rows)).tolist()
-    gathered = torch.cat(gather_tensors(torch.tensor(list(rewards), dtype=torch.float64))).tolist()
-    return dict(zip(gathered_rows, gathered, strict=True))
+        batch = gather_batches(batch)
+        self.tokens = len(batch.tokens)
+        return batch

@@ -2,41 +2,125 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
+from rlhf_megatron.loops.skipped_steps import TooManySkippedSteps
+from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, check_architecture, check_world
-from rlhf_megatron.topology.world import join_world, leave_world
+from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
+from rlhf_megatron.runtime.health import HealthStop
+from rlhf_megatron.runtime.recovery import RecoveryLog, RepeatedFault
+from rlhf_megatron.runtime.signals import stop_status
+from rlhf_megatron.runtime.watchdog import watchdog
+from rlhf_megatron.topology.world import first_to_say, join_world, leave_world
+
+# Each part of a preflight that runs before training has so long.
+PREFLIGHT_SECONDS = 120.0
 
 
-def run(recipe: Recipe, resume: str = "auto") -> None:
+def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
     """Trains by ``recipe``; every process of torchrun calls it. ``resume``: auto, none, or a checkpoint's path.
 
-    Raises UserError for input that is not right.
+    With ``check_first`` a preflight comes before anything is made; where it fails the process ends with status 1.
+
+    Returns the exit status: 0, or ``stop_status`` for a run that was asked to stop and is to go on later. Raises
+    UserError for input that is not right.
     """
-    join_world()
+    # Where a hang is noticed, that comes first: it tells more.
+    join_world(max(30.0, recipe.retry.hang_seconds / 60 + 5))
     import torch.distributed as dist
 
     from rlhf_megatron.models.architecture import read_config
-    from rlhf_megatron.topology import megatron_groups
 
+    if check_first:
+        from rlhf_megatron.loops.preflight import preflight
+
+        if not preflight(recipe, PREFLIGHT_SECONDS):
+            os._exit(1)  # a thread may hang in a collective
     check_world(recipe, dist.get_world_size())
     check_architecture(recipe, read_config(recipe.model.path))
+    folder = RunFolder(recipe.run_root, recipe.name)
+    recovery = RecoveryLog(folder.path)
+    recipe, skips = _begin(recipe, folder, recovery)
+    try:
+        status = _train(recipe, resume, recovery, skips)
+    except HealthStop as stop:
+        if dist.get_rank() == 0:
+            recovery.append("health_stop", None, str(stop))
+        raise
+    except Exception as error:
+        if first_to_say("fault"):  # other ranks' errors come of the first one
+            said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".splitlines()[0]
+            recovery.append("fault", None, said[:200], phase=watchdog.phase, **_kind(error))
+        raise
+    leave_world()
+    return status
+
+
+def _begin(recipe: Recipe, folder: RunFolder, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dict[str, Any]]]:
+    """Notes the attempt on rank 0; the recipe with the budgets to go on with, and ``Adaptation.skips``.
+
+    Raises RepeatedFault on all ranks where the attempt should not be.
+    """
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    decided: list[Any] = [None]
+    if rank == 0:
+        folder.prepare(resume=True)
+        adaptation, reduced = adapt(recipe, recovery.of_this_launch())
+        refusal = recovery.begin(recipe.retry.max_repeats, reduced)
+        decided = [(refusal, adaptation, recovery.starts())]
+    dist.broadcast_object_list(decided, src=0)
+    refusal, adaptation, starts = decided[0]
+    if refusal:
+        raise RepeatedFault(refusal)
+    watchdog.watch(folder.path, starts, rank, dist.get_world_size(), recipe.retry)
+    return with_budgets(recipe, adaptation.budgets), adaptation.skips
+
+
+def _kind(error: Exception) -> dict[str, Any]:
+    """What the next attempt is to know of a fault beside its text."""
+    if isinstance(error, TooManySkippedSteps):
+        return error.details
+    return {"kind": "out_of_memory"} if is_out_of_memory(error) else {}
+
+
+def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, skips: dict[int, dict[str, Any]]) -> int:
+    from rlhf_megatron.topology import megatron_groups
+
     megatron_groups.install()
     # Imported now, since Megatron must be mended for the machine before its models and optimizers are imported.
-    from rlhf_megatron.loops.rl import run_rl
+    from rlhf_megatron.loops.checkpoints import RunStopped
+    from rlhf_megatron.loops.reward_modeling import run_reward_modeling
+    from rlhf_megatron.loops.rl import run_rl, told_of
     from rlhf_megatron.loops.session import Session
     from rlhf_megatron.loops.sft import run_sft
 
-    session = Session(recipe, resume)
+    train, what = {
+        "rl": (run_rl, f"held-out {told_of(recipe)}"),
+        "sft": (run_sft, "held-out loss"),
+        "reward_modeling": (run_reward_modeling, "held-out accuracy"),
+    }[recipe.loop]
+    session = Session(recipe, resume, skips)
     try:
-        result = run_rl(session) if recipe.loop == "rl" else run_sft(session)
+        result = train(session)
+    except RunStopped as stop:
+        session.say(f"{stop}; the same command goes on from there")
+        if session.rank == 0:
+            recovery.ask_for_requeue(stop.step, stop.why)
+        session.close()
+        return stop_status(os.environ)
     except BaseException:
         session.abandon()
         raise
     folder = session.export(recipe.steps) if recipe.checkpoint.export_at_end else None
     session.close()
     if session.rank == 0:
-        what = "held-out accuracy" if recipe.loop == "rl" else "held-out loss"
+        recovery.append("done", recipe.steps, "all steps are done")
         if result:
             print(f"{what} {result['first']:.2f} -> {result['last']:.2f}")
         if folder:
             print(f"model: {folder}\nrun:   {session.run.path}")
-    leave_world()
+    return 0

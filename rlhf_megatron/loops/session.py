@@ -7,32 +7,43 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.data.prompts import PromptDataset, PromptStream
+from rlhf_megatron.data.opening import open_data
+from rlhf_megatron.data.prompts import Responses
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.loops.checkpoints import Checkpoints, Part, choose_checkpoint
 from rlhf_megatron.loops.layouts import make_layout
-from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.loops.skipped_steps import SkippedSteps
+from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
 from rlhf_megatron.monitor.console import Console
 from rlhf_megatron.monitor.environment import environment_report
 from rlhf_megatron.monitor.metrics import MetricsLogger
-from rlhf_megatron.monitor.plots import plot_run
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import OptimizerSection, Recipe, RoleSection, resolved_yaml
+from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, resolved_yaml
 from rlhf_megatron.regather.export import export_weights
+from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.roles.role import Role
+from rlhf_megatron.runtime import faults
+from rlhf_megatron.runtime.checkpoint import forget_best
+from rlhf_megatron.runtime.health import Health
+from rlhf_megatron.runtime.watchdog import watchdog
 
 
 class Session:
     """One rank's view of a run. Making it is collective; ``close`` ends the reporting."""
 
-    def __init__(self, recipe: Recipe, resume: str = "auto") -> None:
-        """Builds what all loops need; ``resume`` as in ``choose_checkpoint``.
+    def __init__(
+        self, recipe: Recipe, resume: str = "auto", skips: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Builds what all loops need; ``resume`` as in ``choose_checkpoint``, ``skips`` as in ``Adaptation``.
 
         Raises UserError for input that the recipe names and that is not right.
         """
@@ -41,24 +52,32 @@ class Session:
         self.run = RunFolder(recipe.run_root, recipe.name)
         self.architecture = read_architecture(recipe.model.path)
         self.tokenizer = load_tokenizer(
-            recipe.model.tokenizer or recipe.model.path, recipe.model.trust_remote_code, recipe.data.chat_template
+            recipe.model.tokenizer or recipe.model.path,
+            recipe.model.trust_remote_code,
+            recipe.data.chat_template,
+            recipe.data.chat_template_kwargs,
         )
-        self.training = self._open(recipe.data.train_files)
-        self.train = PromptStream(self.training, recipe.seed, recipe.data.shuffle)
-        self.validation = self._open(recipe.data.validation_files) if recipe.data.validation_files else None
+        responses: dict[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
+        data = open_data(
+            recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
+        )
+        self.train, self.validation = data.train, data.validation
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        updates = recipe.steps * recipe.batch.epochs_per_step * recipe.batch.minibatches_per_step
-        self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, updates)
+        self._roles: list[Role] = []
+        self.updates = recipe.steps * recipe.batch.epochs_per_step * recipe.batch.minibatches_per_step
+        head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
+        self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, self.updates, head)
         found_out: list[str] = []
         self._resume_from = choose_checkpoint(self.run.checkpoints, resume, found_out.append)
         self.report = Report(self.run, recipe, self._resume_from is not None) if self.rank == 0 else None
-        for line in found_out:
+        for line in (*found_out, *data.notes):
             self.say(line)
-        if self.report:
-            self._tell_about_data()
+        self.health = Health(recipe.health, recipe.name, self.say)
         self.first_step = 1
         self._seconds: dict[str, float] = {}
         self._endings: list[Callable[[], None]] = []
+        self._skips, self._skipped = skips or {}, SkippedSteps(recipe.retry.max_skipped_steps)
+        self._worth: dict[int, float] = {}  # on rank 0: what keep_best compares, by step
         self._step_started = time.perf_counter()
 
     def checkpoints(self, roles: Mapping[str, Role], parts: Mapping[str, Part]) -> Checkpoints:
@@ -67,36 +86,29 @@ class Session:
         if self._resume_from is not None:
             self.first_step = checkpoints.restore(self._resume_from) + 1
             self.say(f"going on from {self._resume_from}, after step {self.first_step - 1}")
+        elif self.rank == 0:
+            forget_best(self.run.checkpoints)
         return checkpoints
 
-    def _open(self, files: list[str]) -> PromptDataset:
-        return PromptDataset(files, self.tokenizer, self.recipe.data, with_response=self.recipe.loop == "sft")
-
-    def _tell_about_data(self) -> None:
-        """Says what is left out of the data, and whether held-out prompts are trained on."""
-        limit = self.recipe.data.max_prompt_length
-        for name, dataset in (("training", self.training), ("validation", self.validation)):
-            if dataset is not None and dataset.dropped:
-                total = len(dataset) + dataset.dropped
-                self.say(
-                    f"{dataset.dropped} of {total} {name} rows are left out: "
-                    f"longer than data.max_prompt_length={limit} tokens"
-                )
-        shared = self.validation.prompts_shared_with(self.training) if self.validation else 0
-        if self.validation and shared:
-            self.say(
-                f"warning: {shared} of {len(self.validation)} validation prompts are also in data.train_files; "
-                "take them out there, or the evaluation says nothing about new prompts"
-            )
-
     def make_role(
-        self, name: str, section: RoleSection, optimizer: OptimizerSection | None = None, updates: int = 1
+        self,
+        name: str,
+        section: RoleSection,
+        optimizer: OptimizerSection | None = None,
+        updates: int = 1,
+        head: Head = "language",
     ) -> Role:
-        """A role on all ranks, with the recipe's weights; frozen without ``optimizer``."""
+        """A role on all ranks in its own layout, with the weights of its path or the recipe's.
+
+        It is frozen without ``optimizer``. A scalar ``head`` is drawn from the recipe's seed where a role that learns
+        starts from a language model.
+        """
         recipe = self.recipe
+        path = getattr(section, "path", None) or recipe.model.path
+        architecture = (self.architecture if path == recipe.model.path else read_architecture(path)).with_head(head)
         role = Role(
             name,
-            self.architecture,
+            architecture,
             make_layout(section.layout or recipe.actor.layout, self.world),
             range(self.world),
             section,
@@ -106,30 +118,71 @@ class Session:
             optimizer=optimizer,
             training_steps=updates,
         )
+        self._roles.append(role)
         if recipe.model.random_weights:
-            role.load(RandomWeights(self.architecture, recipe.seed, torch.device(self.device)))
+            role.load(RandomWeights(architecture, recipe.seed, torch.device(self.device)))
         else:
-            with CheckpointFiles(getattr(section, "path", None) or recipe.model.path, self.architecture) as files:
+            with CheckpointFiles(path, architecture, recipe.seed if optimizer else None) as files:
                 role.load(files)
         return role
+
+    def make_reward_model(self, section: RewardModelSection) -> RewardModel:
+        """The recipe's reward model on all ranks, which scores what the actor's tokenizer wrote."""
+        tokenizer = load_tokenizer(
+            section.tokenizer or section.path, self.recipe.model.trust_remote_code, section.chat_template
+        )
+        return RewardModel(self.make_role("reward_model", section, head="scalar"), tokenizer, self.tokenizer)
+
+    def steps(self, checkpoints: Checkpoints, evaluate: Callable[[int], None]) -> Iterator[int]:
+        """The steps that are left, with what stands around each: evaluations, checkpoints and exports where due."""
+        recipe = self.recipe
+        if recipe.evaluation.at_start and self.first_step == 1:
+            with self.phase("evaluate"):
+                evaluate(0)
+        for step in range(self.first_step, recipe.steps + 1):
+            self.begin_step(step)
+            yield step
+            last, interval = step == recipe.steps, recipe.evaluation.interval
+            if (interval and step % interval == 0) or (last and recipe.evaluation.at_end):
+                with self.phase("evaluate"):
+                    evaluate(step)
+                self._miss_best_metric(step)
+            with self.phase("save"):
+                if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and not last:
+                    self.export(step)
+                checkpoints.after(step, last, self._skipped.are_going_on, self._worth.get(step))
+
+    def _miss_best_metric(self, step: int) -> None:
+        """Tells where checkpoint.keep_best names no metric of the evaluations; they are rank 0's."""
+        best = self.recipe.checkpoint.keep_best
+        if best and step not in self._worth:
+            self.say(f"warning: checkpoint.keep_best: no metric {best.metric} came with the evaluation of step {step}")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of the step as ``time/NAME`` and shows it; times of the same name add up."""
         started = time.perf_counter()
         self.progress(name)
+        faults.at(name, watchdog.step)
         yield
+        watchdog.beat()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def progress(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Shows how far a phase has come, on the rank that reports."""
+        """Tells the watchdog, and shows on the rank that reports, how far a phase has come."""
+        watchdog.beat(name)
         if self.report:
             self.report.console.phase(name, done, total)
 
-    def begin_step(self) -> None:
-        """Starts the clocks of a step."""
+    def begin_step(self, step: int) -> None:
+        """Starts the clocks of a step, behind the data that an attempt before has failed on."""
+        watchdog.beat("step", step)
+        faults.at("step", step)
+        if step in self._skips:
+            self.train.load({**self.train.state(), **self._skips[step]})
+            self.say(f"step {step} passes over the data of steps whose gradients were not finite")
         self._seconds.clear()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -140,7 +193,10 @@ class Session:
         return self._seconds.get(phase, 0.0)
 
     def end_step(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
-        """Logs a step with its phase times, ``tokens`` (of all ranks, prompt and response) and memory."""
+        """Logs a step with its phase times, ``tokens`` (of all ranks, prompt and response) and memory.
+
+        Raises TooManySkippedSteps on all ranks where retry.max_skipped_steps is reached.
+        """
         elapsed = time.perf_counter() - self._step_started
         timed = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         speed = {
@@ -149,12 +205,30 @@ class Session:
         }
         if torch.cuda.is_available():
             timed["memory/actor_gpu_mem_mb"] = torch.cuda.max_memory_allocated() / 2**20
-        self.log(step, {**metrics, **timed, **speed})
+        self.log(step, {**metrics, **timed, **speed, **self.train.metrics()})
+        for role in self._roles:
+            if role.bad_gradients:
+                self.say(f"step {step}: {role.name}: gradient not finite: {role.bad_gradients}")
+                role.bad_gradients = ""
+        self._skipped.after(step, metrics, self._data_position)
+
+    def _data_position(self) -> dict[str, Any]:
+        """Where the data stand, without the description of their order."""
+        return {name: value for name, value in self.train.state().items() if name != "order"}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds numbers to a step's record."""
+        """Adds numbers to a step's record, and acts on the health rules that they break; collective.
+
+        Raises HealthStop on all ranks where a rule stops the run.
+        """
+        watchdog.beat()
         if self.report:
             self.report.step(step, metrics)
+        best = self.recipe.checkpoint.keep_best
+        compared = [value for name, value in metrics.items() if best and fnmatchcase(name, best.metric)]
+        if compared:
+            self._worth[step] = fmean(compared)
+        self.health.after(step, metrics)
 
     def say(self, text: str) -> None:
         """One line for the person who watches."""
@@ -167,7 +241,8 @@ class Session:
         sources = {rank: self.actor.blocks(position) for position, rank in enumerate(self.actor.ranks)}
         dtype: torch.dtype = getattr(torch, self.recipe.model.dtype)
         companions = Path(self.recipe.model.path)
-        export_weights(folder, companions, self.architecture, sources, self.actor.parameters(), dtype, self.device)
+        architecture = self.actor.architecture
+        export_weights(folder, companions, architecture, sources, self.actor.parameters(), dtype, self.device)
         return folder
 
     def at_end(self, action: Callable[[], None]) -> None:
@@ -176,11 +251,13 @@ class Session:
 
     def abandon(self) -> None:
         """Gives the terminal back as the run fails on this rank; the process is to end now."""
+        self.health.close()
         if self.report:
             self.report.console.close()
 
     def close(self) -> None:
         """Draws the run and ends what the session holds; collective. Ranks can exchange nothing after it."""
+        self.health.close()
         if self.report:
             self.report.close()
         dist.barrier()  # an engine that ends may take torch.distributed with it
@@ -210,4 +287,6 @@ class Report:
         self.console.close()
         self._logger.close()
         if self._recipe.monitor.plots and self._run.metrics.stat().st_size:
+            from rlhf_megatron.monitor.plots import plot_run  # matplotlib takes a second to import
+
             plot_run(self._run.metrics, self._run.plot_file("run"))

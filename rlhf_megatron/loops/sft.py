@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,22 +21,12 @@ def run_sft(session: Session) -> dict[str, float]:
     recipe = session.recipe
     history = History()
     checkpoints = session.checkpoints({"actor": session.actor}, {"data": session.train, "history": history})
-    if recipe.evaluation.at_start and session.first_step == 1:
-        evaluate(session, 0, history)
-    for step in range(session.first_step, recipe.steps + 1):
-        session.begin_step()
+    for step in session.steps(checkpoints, functools.partial(evaluate, session, history)):
         batch = batch_of(session.train.next(recipe.batch.prompts_per_step))
         weights = token_weights(batch.response_mask, batch.cu_seqlens, recipe.algorithm.loss_aggregation)
         with session.phase("update"):
             metrics = session.actor.update(batch, {"weights": weights}, negative_log_likelihood)
         session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens))
-        interval = recipe.evaluation.interval
-        due = (interval and step % interval == 0) or (step == recipe.steps and recipe.evaluation.at_end)
-        if due:
-            evaluate(session, step, history)
-        checkpoints.after(step, last=step == recipe.steps)
-        if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and step < recipe.steps:
-            session.export(step)
     return history.summary()
 
 
@@ -57,13 +48,11 @@ def batch_of(prompts: Sequence[Prompt]) -> RolloutBatch:
     return batch_from_rows([prompt.token_ids for prompt in prompts], responses)
 
 
-def evaluate(session: Session, step: int, history: History) -> None:
+def evaluate(session: Session, history: History, step: int) -> None:
     """Logs the mean loss per token on held-out rows as ``eval/loss``; nothing where there are none."""
-    dataset = session.validation
-    if dataset is None:
+    if session.validation is None:
         return
-    count = min(len(dataset), session.recipe.evaluation.max_prompts or len(dataset))
-    batch = batch_of([dataset[index] for index in range(count)])
+    batch = batch_of(session.validation)
     loss = -float(session.actor.logprobs(batch).logprobs[batch.response_mask].mean())
     session.log(step, {"eval/loss": loss})
     history.add(step, loss)

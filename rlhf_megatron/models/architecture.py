@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.topology.layout import Layout
@@ -17,6 +17,7 @@ from rlhf_megatron.topology.layout import Layout
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+Head = Literal["language", "scalar"]
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it too, so that equal layouts have equal shards
 
 
@@ -26,23 +27,27 @@ class ModelError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the decoder layers of one Hugging Face ``model_type`` have."""
+    """What the decoder layers of one Hugging Face ``model_type`` have, and what transformers' classes begin with."""
 
+    classes: str
     query_key_norm: bool = False
     qkv_bias: bool = False
 
 
 _FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(query_key_norm=True),
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral"),
+    "qwen2": Family("Qwen2", qkv_bias=True),
+    "qwen3": Family("Qwen3", query_key_norm=True),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The shape of a dense decoder-only transformer, in the field's terms."""
+    """The shape of a dense decoder-only transformer, in the field's terms.
+
+    ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
+    """
 
     family: str
     layers: int
@@ -60,6 +65,12 @@ class Architecture:
     query_key_norm: bool
     qkv_bias: bool
     end_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    head: Head = "language"
+
+    def with_head(self, head: Head) -> Architecture:
+        """The same decoder under another head."""
+        return dataclasses.replace(self, head=head)
 
     def padded_vocabulary(self, tensor: int) -> int:
         """Rows of the embedding over all ranks: a multiple of 64 that ``tensor`` divides."""
@@ -79,6 +90,16 @@ class Architecture:
         if self.feed_forward % layout.tensor:
             raise ModelError(f"layout.tensor={layout.tensor} does not divide intermediate_size {self.feed_forward}")
         layout.stage_layers(self.layers)
+
+
+def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A Hugging Face ``config`` as that of the same decoder with a scalar head: sequence classification, one label."""
+    return config | {
+        "architectures": [f"{_FAMILIES[config['model_type']].classes}ForSequenceClassification"],
+        "num_labels": 1,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
 
 
 def _unsupported(path: Path, field: str, value: object, supported: str) -> ModelError:
@@ -157,6 +178,7 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             query_key_norm=family.query_key_norm,
             qkv_bias=family.qkv_bias,
+            pad_token_id=config.get("pad_token_id"),
             end_token_ids=tuple(end) if isinstance(end, list) else () if end is None else (end,),
         )
     except KeyError as error:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rlhf_megatron.models import rotary
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.attention import PackedAttention
+from rlhf_megatron.models.heads import ScalarHead
 from rlhf_megatron.models.weight_map import Implementation
 
 
@@ -69,7 +70,7 @@ def build_model(
             max_sequence_length=architecture.max_positions,
             pre_process=groups.pp.rank() == 0,
             post_process=groups.pp.rank() == groups.pp.size() - 1,
-            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            share_embeddings_and_output_weights=architecture.tied_embeddings and architecture.head == "language",
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
             rope_scaling=architecture.rope_scaling_factor is not None,
@@ -77,6 +78,8 @@ def build_model(
             parallel_output=True,
             pg_collection=groups,
         )
+    if architecture.head == "scalar" and model.post_process:
+        model.output_layer = ScalarHead(config, groups.tp)
     device = torch.device("cuda", cuda_devices[0]) if cuda_devices else torch.device("cpu")
     model = model.to(device)
     return model.to(config.params_dtype) if config.params_dtype != torch.float32 else model

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_megatron.models.architecture import Architecture, ModelError, read_config
-from rlhf_megatron.models.weight_map import Block, Region, tensor_shapes
+from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
+from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
+from rlhf_megatron.runtime.watchdog import watchdog
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -40,14 +41,21 @@ class WeightSource(Protocol):
 class CheckpointFiles:
     """The safetensors files of one Hugging Face folder, opened lazily; a context manager."""
 
-    def __init__(self, folder: str | Path, architecture: Architecture) -> None:
-        """Finds every tensor of ``architecture``; raises ModelError naming what is missing or has another shape."""
+    def __init__(self, folder: str | Path, architecture: Architecture, new_head_seed: int | None = None) -> None:
+        """Finds every tensor of ``architecture``; raises ModelError naming what is missing or has another shape.
+
+        With ``new_head_seed`` a scalar head that the folder lacks, since it holds a language model, is drawn from it.
+        """
         self.folder = Path(folder)
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         self._file_of = self._locate()
         self._shapes = tensor_shapes(architecture)
-        missing = [name for name in self._shapes if name not in self._file_of]
+        self._new_head: RandomWeights | None = None
+        if new_head_seed is not None and SCORE in self._shapes and SCORE not in self._file_of:
+            self._new_head = RandomWeights(architecture, new_head_seed, torch.device("cpu"))
+        drawn = {SCORE} if self._new_head else set()
+        missing = [name for name in self._shapes if name not in self._file_of and name not in drawn]
         if missing:
             raise ModelError(
                 f"{self.folder}: {len(missing)} of {len(self._shapes)} tensors are missing, the first is {missing[0]}"
@@ -76,6 +84,8 @@ class CheckpointFiles:
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """``tensor[region]`` on the CPU in the file's dtype; only these bytes are read."""
+        if tensor == SCORE and self._new_head:
+            return self._new_head.read(tensor, region)
         path = self._file_of[tensor]
         piece = self._reader(path).get_slice(tensor)
         if tuple(piece.get_shape()) != self._shapes[tensor]:
@@ -95,7 +105,10 @@ class CheckpointFiles:
 
 
 class RandomWeights:
-    """Weights drawn from a seed, the same whatever the layout: norms 1, biases 0, the rest N(0, 0.02)."""
+    """Weights drawn from a seed, the same whatever the layout: norms 1, biases 0, the rest N(0, 0.02).
+
+    A scalar head has the standard deviation 1 / (hidden + 1), so that the first values are near 0.
+    """
 
     def __init__(self, architecture: Architecture, seed: int, device: torch.device) -> None:
         self._shapes, self._seed, self._device = tensor_shapes(architecture), seed, device
@@ -110,7 +123,8 @@ class RandomWeights:
         else:
             digest = hashlib.sha256(f"{self._seed}/{tensor}".encode()).digest()
             generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
-            whole = torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
+            deviation = 1.0 / (shape[1] + 1) if tensor == SCORE else 0.02
+            whole = torch.randn(shape, generator=generator, device=self._device).mul_(deviation)
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
 
@@ -127,6 +141,7 @@ def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: 
     for parameter in parameters.values():
         parameter.zero_()
     for block in blocks:
+        watchdog.beat()  # a large model takes its time
         window(parameters[block.parameter], block.offset, block.region).copy_(source.read(block.tensor, block.region))
 
 
@@ -143,11 +158,14 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     shard_bytes: int = 4 << 30,
+    *,
+    head: Head = "language",
 ) -> None:
     """Writes ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
 
-    ``companions`` is the folder that the config and tokenizer come from; the config's dtype becomes ``dtype``. The
-    folder appears whole: it is written under another name and renamed, and an older one is replaced.
+    ``companions`` is the folder that the config and tokenizer come from; the config's dtype becomes ``dtype``, and with
+    a scalar ``head`` it becomes that of a sequence classification. The folder appears whole: it is written under
+    another name and renamed, and an older one is replaced.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -188,6 +206,8 @@ def write_checkpoint(
             shutil.copy(file, partial / file.name)
     config = read_config(companions) | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)  # its name before transformers 5
+    if head == "scalar":
+        config = classifier_config(config)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

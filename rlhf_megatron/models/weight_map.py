@@ -42,6 +42,8 @@ class _Slot:
     parameter: str
 
 
+SCORE = "score.weight"  # the scalar head, as in Hugging Face's sequence classification
+
 # Megatron's names, which differ where Transformer Engine fuses a norm with the linear layer after it.
 _MEGATRON_NORMS: dict[Implementation, tuple[str, str]] = {
     "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
@@ -70,7 +72,9 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         shapes[layer + "mlp.up_proj.weight"] = (a.feed_forward, a.hidden)
         shapes[layer + "mlp.down_proj.weight"] = (a.hidden, a.feed_forward)
     shapes["model.norm.weight"] = (a.hidden,)
-    if not a.tied_embeddings:
+    if a.head == "scalar":
+        shapes[SCORE] = (1, a.hidden)
+    elif not a.tied_embeddings:
         shapes["lm_head.weight"] = (a.vocabulary, a.hidden)
     return shapes
 
@@ -171,7 +175,9 @@ def megatron_blocks(
         slots.extend(_layer_slots(a, f"model.layers.{index}.", names))
     if place.pipeline == layout.pipeline - 1:
         slots.append(_Slot("model.norm.weight", "whole", "decoder.final_layernorm.weight"))
-        if not a.tied_embeddings:
+        if a.head == "scalar":
+            slots.append(_Slot(SCORE, "whole", "output_layer.weight"))
+        elif not a.tied_embeddings:
             slots.append(_Slot("lm_head.weight", "vocabulary", "output_layer.weight"))
         elif layout.pipeline > 1:  # the last stage has a copy of its own; its gradients are added to the first's
             slots.append(_Slot("model.embed_tokens.weight", "vocabulary", "output_layer.weight"))
@@ -179,7 +185,7 @@ def megatron_blocks(
 
 
 def rollout_blocks(architecture: Architecture, tensor: int, tensor_rank: int) -> list[Block]:
-    """What tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica holds."""
+    """What tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica holds, always with a language head."""
     a = architecture
     slots = [_Slot("model.embed_tokens.weight", "vocabulary", "model.embed_tokens.weight")]
     for index in range(a.layers):

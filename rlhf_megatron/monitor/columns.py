@@ -116,7 +116,14 @@ SFT_COLUMNS = (
     Column("tokens/s", 8, metric("perf/tokens_per_sec", "perf/tokens_per_gpu_per_sec"), short, "yellow"),
     Column("step s", 6, step_seconds, seconds, _TIME_STYLE),
 )
-COLUMNS = {"rl": RL_COLUMNS, "sft": SFT_COLUMNS}
+PAIR_COLUMNS = (
+    SFT_COLUMNS[0],
+    Column("right", 6, metric("train/accuracy"), percent, "green"),
+    Column("held out", 8, metric("eval/accuracy"), percent, "bold cyan"),
+    Column("margin", 7, metric("train/margin"), small),
+    *SFT_COLUMNS[2:],
+)
+COLUMNS = {"rl": RL_COLUMNS, "sft": SFT_COLUMNS, "reward_modeling": PAIR_COLUMNS}
 # The curve under the table: what a user looks at first.
-HEADLINE = {"rl": metric("reward/mean"), "sft": metric("train/loss")}
-HEADLINE_NAME = {"rl": "reward", "sft": "loss"}
+HEADLINE = {"rl": metric("reward/mean"), "sft": metric("train/loss"), "reward_modeling": metric("train/loss")}
+HEADLINE_NAME = {"rl": "reward", "sft": "loss", "reward_modeling": "loss"}

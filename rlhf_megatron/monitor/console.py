@@ -43,7 +43,7 @@ class Console:
     def __init__(
         self, loop: str, total_steps: int | None = None, title: str = "", stream: TextIO | None = None
     ) -> None:
-        """`loop` is "rl" or "sft"; `stream` is stdout unless given (its isatty() decides between table and lines)."""
+        """`loop` is the recipe's; `stream` is stdout unless given (its isatty() decides between table and lines)."""
         self._columns: tuple[Column, ...] = COLUMNS[loop]
         self._headline, self._headline_name = HEADLINE[loop], HEADLINE_NAME[loop]
         self._total_steps = total_steps

@@ -60,13 +60,21 @@ SFT_PANELS = (
     Panel("Learning rate", "per step", "train/learning_rate", "#9333ea", smoothed=False),
     Panel("Throughput", "tokens per GPU and second", "perf/tokens_per_gpu_per_sec", "#ca8a04"),
 )
+PAIR_PANELS = (
+    Panel("Loss", "nats per pair", "train/loss", "#059669"),
+    Panel("Held-out loss", "nats per pair", "eval/loss", "#2563eb"),
+    Panel("Accuracy", "share of pairs in the right order", "train/accuracy", "#9333ea", as_percent=True),
+    Panel("Held-out accuracy", "share of pairs in the right order", "eval/accuracy", "#db2777", as_percent=True),
+    Panel("Margin", "score of the chosen minus the rejected, mean", "train/margin", "#0891b2"),
+    Panel("Gradient norm", "before clipping", "train/grad_norm", "#ea580c", may_be_logarithmic=True),
+)
 
 
 def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
     """Draw the curves of a run into one PNG; `title` is the run folder's name unless given.
 
     A run with rewards gets reward, held-out accuracy, response length, entropy, KL, mismatch and the seconds of each
-    phase; any other run gets the panels of supervised training. Panels without a finite value are left out.
+    phase; a run with pairs or of supervised training gets the panels of its kind. Those without a value are left out.
     Raises MonitorError if the file is missing, a line of it is broken, or nothing in it can be drawn.
     """
     series = _read(metrics_path)
@@ -104,7 +112,9 @@ def _read(path: Path) -> Series:
 
 
 def _panels_for(series: Series) -> tuple[Panel, ...]:
-    return RL_PANELS if "reward/mean" in series else SFT_PANELS
+    if "reward/mean" in series:
+        return RL_PANELS
+    return PAIR_PANELS if "train/margin" in series else SFT_PANELS
 
 
 def _save(figure: Figure, out_png: Path) -> None:

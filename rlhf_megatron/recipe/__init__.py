@@ -6,22 +6,35 @@ from rlhf_megatron.recipe.data import DataSection
 from rlhf_megatron.recipe.dry_run import dry_run
 from rlhf_megatron.recipe.errors import RecipeError, UserError
 from rlhf_megatron.recipe.load import known_keys, load_recipe, make_recipe, resolved_yaml
-from rlhf_megatron.recipe.operations import MonitorSection, RewardSection
+from rlhf_megatron.recipe.operations import MonitorSection
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.roles import ActorSection, LayoutSection, OptimizerSection, RoleSection
+from rlhf_megatron.recipe.reward import RewardPartSection, RewardSection, RewardServiceSection, RewardSource
+from rlhf_megatron.recipe.roles import (
+    ActorSection,
+    CriticSection,
+    LayoutSection,
+    OptimizerSection,
+    RewardModelSection,
+    RoleSection,
+)
 from rlhf_megatron.recipe.rollout import RolloutSection
 from rlhf_megatron.recipe.unsupported import unsupported
 
 __all__ = [
     "ActorSection",
     "AlgorithmSection",
+    "CriticSection",
     "DataSection",
     "LayoutSection",
     "MonitorSection",
     "OptimizerSection",
     "Recipe",
     "RecipeError",
+    "RewardPartSection",
+    "RewardModelSection",
     "RewardSection",
+    "RewardServiceSection",
+    "RewardSource",
     "RoleSection",
     "RolloutSection",
     "UserError",

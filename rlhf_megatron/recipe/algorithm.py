@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.section import Section
+
+AdvantageName = Literal[
+    "grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "pass_at_k",
+    "gae",
+]
+PolicyLossName = Literal[
+    "clip", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "reinforce"
+]
+ADVANTAGE_NAMES: tuple[str, ...] = get_args(AdvantageName)
+POLICY_LOSS_NAMES: tuple[str, ...] = get_args(PolicyLossName)
+# Those that say nothing about a response that is alone with its prompt.
+COMPARING_ADVANTAGES = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
+_CAN_CLIP_TWICE = ("clip", "gspo", "clip_cov")
+_MAY_DIVIDE_BY_STD = ("grpo", "gpg", "pass_at_k")
 
 
 class FilterGroupsSection(Section):
@@ -41,33 +62,125 @@ class RolloutCorrectionSection(Section):
     """Importance weights against the difference between the rollout's logprobs and the trainer's."""
 
     type: Literal["none", "tis", "mis"] = "none"
-    """none; tis: truncated weights; mis: tokens beyond the threshold are masked."""
+    """none; tis: weights are truncated at the threshold; mis: what is beyond the thresholds gets weight 0."""
+    level: Literal["token", "sequence"] = "token"
+    """Whose ratio the weight is: the token's, or the product of those of the whole response."""
     threshold: float = Field(default=2.0, gt=0)
     """Largest weight."""
+    threshold_low: float = Field(default=0.0, ge=0)
+    """With mis: smallest weight."""
+    reject_threshold: float | None = Field(default=None, gt=1)
+    """Leave out responses whose ratio per token (geometric mean) is above this or below 1 / this, such as 1.01."""
+    veto_threshold: float | None = Field(default=None, gt=0, lt=1)
+    """Leave out responses with a token whose ratio is below this, such as 0.0001."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is asked for."""
+        return self.type != "none" or self.reject_threshold is not None or self.veto_threshold is not None
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> RolloutCorrectionSection:
+        if self.threshold_low and self.type != "mis":
+            raise ValueError(
+                f"threshold_low={self.threshold_low} is for type mis; the type is {self.type}, leave it out"
+            )
+        if self.threshold_low >= self.threshold:
+            raise ValueError(f"threshold_low={self.threshold_low} must be below threshold={self.threshold}")
+        return self
+
+
+class KLControllerSection(Section):
+    """How the KL coefficient changes during the run."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed: kl_coef throughout; adaptive: it rises and falls to keep the divergence near the target."""
+    target: float | None = Field(default=None, gt=0)
+    """The divergence to keep, in nats per token; needed by adaptive."""
+    horizon: int = Field(default=10000, gt=0)
+    """Responses over which the coefficient can change by about a fifth."""
+
+    @model_validator(mode="after")
+    def _target_is_given(self) -> KLControllerSection:
+        if (self.type == "adaptive") != (self.target is not None):
+            raise ValueError(f"target={self.target}: type adaptive needs one, and type fixed has none")
+        return self
+
+
+class SapoSection(Section):
+    """The gates of policy_loss sapo: the higher the temperature, the sooner a token stops counting."""
+
+    temperature_positive: float = Field(default=1.0, gt=0)
+    """Where the advantage is above 0."""
+    temperature_negative: float = Field(default=1.05, gt=0)
+    """Where it is not."""
+
+
+class CovarianceSection(Section):
+    """Tokens whose advantage and logprob go together, for policy_loss clip_cov and kl_cov."""
+
+    fraction: float = Field(default=0.0002, gt=0, le=1)
+    """Share of a minibatch's sampled tokens to treat otherwise; at least one token."""
+    low: float = 1.0
+    """clip_cov: smallest covariance of these tokens."""
+    high: float = 5.0
+    """clip_cov: largest covariance of these tokens."""
+    kl_coef: float = Field(default=1.0, ge=0)
+    """kl_cov: weight of their divergence from the old policy."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> CovarianceSection:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low} must be below high={self.high}")
+        return self
 
 
 class AlgorithmSection(Section):
     """The objective of reinforcement learning, and the aggregation of token losses."""
 
-    advantage: str = "grpo"
-    """Estimator of advantages: grpo (also Dr.GRPO), or rloo."""
-    normalize_by_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards (GRPO); false: Dr.GRPO."""
+    advantage: AdvantageName = "grpo"
+    """Estimator of advantages; docs/algorithms.md explains each. Dr.GRPO is grpo without normalize_by_std."""
+    normalize_by_std: bool | None = None
+    """Divide a group's advantages by the standard deviation of its rewards; default: true for grpo, false for others.
+    Only grpo, gpg and pass_at_k can."""
+    pass_k: int | None = Field(default=None, ge=2)
+    """pass_at_k: responses of which the best counts; default: batch.responses_per_prompt."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """gae and reinforce_plus_plus: discount per token."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """gae: 1 trusts rewards only, 0 the next value only."""
+    whiten_advantages: bool = True
+    """gae: give advantages mean 0 and standard deviation 1 over the step's sampled tokens."""
+    policy_loss: PolicyLossName = "clip"
+    """Loss of a token; docs/algorithms.md explains each."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
-    """The policy ratio is clipped below 1 - this."""
+    """The policy ratio is clipped below 1 - this. gspo: the sequence's ratio; gmpo: minus this is the bound of the
+    ratio's logarithm; dppo: the divergence where A < 0."""
     clip_ratio_high: float = Field(default=0.2, gt=0)
-    """The policy ratio is clipped above 1 + this."""
+    """The policy ratio is clipped above 1 + this. gspo, gmpo, dppo: as clip_ratio_low."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
-    """Dual clip: bound on the ratio where the advantage is negative."""
+    """Dual clip: bound on the ratio where the advantage is negative; for clip, gspo and clip_cov."""
+    sapo: SapoSection = SapoSection()
+    """Gates of policy_loss sapo."""
+    covariance: CovarianceSection = CovarianceSection()
+    """Selection of policy_loss clip_cov and kl_cov."""
     loss_aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_constant"
     ] = "token_mean"
     """How token losses become one number, always over the whole minibatch: token_mean (DAPO), or the mean over
     responses of each one's mean (GRPO), sum, or sum over a constant (Dr.GRPO)."""
+    loss_constant: float | None = Field(default=None, gt=0)
+    """sequence_sum_constant: the constant, in tokens; default: rollout.max_response_length."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the reference in the loss; 0: no reference model is made."""
+    """Weight of the KL divergence from the reference; 0: no reference model is made."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """loss: a term of the loss; reward: taken from the reward, at each token where the advantage is per token."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence."""
+    """Estimator of that divergence; k1 is usual in the reward."""
+    kl_gradient: Literal["k1", "k2", "k3"] | None = None
+    """In the loss: take the gradient of this estimator instead; k2's is that of the divergence itself."""
+    kl_controller: KLControllerSection = KLControllerSection()
+    """How kl_coef changes."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
@@ -78,3 +191,34 @@ class AlgorithmSection(Section):
     """Length penalty."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     """Correction of train-rollout mismatch."""
+
+    @property
+    def divides_by_std(self) -> bool:
+        """Whether advantages are divided by the group's standard deviation."""
+        return self.advantage == "grpo" if self.normalize_by_std is None else self.normalize_by_std
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> AlgorithmSection:
+        if self.divides_by_std and self.advantage not in _MAY_DIVIDE_BY_STD:
+            raise ValueError(f"normalize_by_std must be false: advantage {self.advantage} does not divide by it")
+        if self.pass_k is not None and self.advantage != "pass_at_k":
+            raise ValueError(f"pass_k={self.pass_k} is for advantage pass_at_k; it is {self.advantage}, leave it out")
+        if self.loss_constant is not None and self.loss_aggregation != "sequence_sum_constant":
+            raise ValueError(
+                f"loss_constant={self.loss_constant} is for loss_aggregation sequence_sum_constant; it is "
+                f"{self.loss_aggregation}, leave it out"
+            )
+        if self.clip_ratio_dual is not None and self.policy_loss not in _CAN_CLIP_TWICE:
+            raise ValueError(
+                f"clip_ratio_dual={self.clip_ratio_dual}: policy_loss {self.policy_loss} has no such bound"
+            )
+        if self.kl_gradient is not None and self.kl_placement == "reward":
+            raise ValueError(f"kl_gradient={self.kl_gradient}: a KL in the reward has no gradient; leave it out")
+        if self.kl_controller.type == "adaptive" and not self.kl_coef:
+            raise ValueError("kl_controller.type=adaptive needs a kl_coef above 0 to start from")
+        if self.rollout_correction.is_used and self.old_logprobs == "rollout":
+            raise ValueError(
+                "rollout_correction compares the trainer's logprobs with the rollout's: set old_logprobs to recompute, "
+                "or leave it out, since with rollout the ratio itself is against the rollout"
+            )
+        return self

@@ -11,7 +11,7 @@ class BatchSection(Section):
     """Sizes of one step, over all GPUs together."""
 
     prompts_per_step: int = Field(gt=0)
-    """Prompts in one step (for sft: rows)."""
+    """Prompts in one step (for sft: rows; for reward_modeling: pairs)."""
     responses_per_prompt: int = Field(default=1, gt=0)
     """Responses sampled for each prompt: the group size of GRPO."""
     minibatch_prompts: int | None = Field(default=None, gt=0)

@@ -6,9 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.recipe.model_shape import role_config
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
 from rlhf_megatron.recipe.rollout import RolloutLayoutSection
+
+_KEY_VALUE_HEADS = "key-value heads (num_key_value_heads)"
 
 
 def roles_of(recipe: Recipe) -> dict[str, RoleSection]:
@@ -70,27 +73,21 @@ def _check_fill(where: str, parts: dict[str, int | None], world_size: int) -> No
 
 def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
     """Raises RecipeError where the model of a Hugging Face ``config`` cannot be cut as the layouts ask."""
-    heads = _number(config, "num_attention_heads")
-    key_value_heads = int(config.get("num_key_value_heads") or heads)
-    feed_forward, layers = _number(config, "intermediate_size"), _number(config, "num_hidden_layers")
-    counts = {
-        "attention heads (num_attention_heads)": heads,
-        "key-value heads (num_key_value_heads)": key_value_heads,
-        "columns of the feed-forward layers (intermediate_size)": feed_forward,
-    }
     for name, section in roles_of(recipe).items():
-        layout = layout_of(recipe, section)
-        for what, count in counts.items():
+        layout, own = layout_of(recipe, section), role_config(recipe, section, config)
+        for what, count in _cut_by_tensor(own).items():
             _check_divides(f"{name}.layout.tensor={layout.tensor}", layout.tensor, what, count)
         try:
-            stage_layers(layout, layers)
+            stage_layers(layout, _number(own, "num_hidden_layers"))
         except RecipeError as error:
             raise RecipeError(f"{name}.{error}") from None
     if recipe.loop == "rl" and recipe.rollout is not None:
         tensor = recipe.rollout.layout.tensor
         where = f"rollout.layout.tensor={tensor}"
-        _check_divides(where, tensor, "attention heads (num_attention_heads)", heads)
-        _check_divides(where, tensor, "columns of the feed-forward layers (intermediate_size)", feed_forward)
+        counts = _cut_by_tensor(config)
+        key_value_heads = counts.pop(_KEY_VALUE_HEADS)
+        for what, count in counts.items():
+            _check_divides(where, tensor, what, count)
         if key_value_heads % tensor and tensor % key_value_heads:  # vLLM repeats heads where there are too few
             raise RecipeError(
                 f"{where} neither divides the model's {key_value_heads} key-value heads nor is a multiple; change it"
@@ -102,6 +99,16 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
                 f"{recipe.data.max_prompt_length} = {longest} is beyond the model's {limit} positions "
                 "(max_position_embeddings); lower one"
             )
+
+
+def _cut_by_tensor(config: dict[str, Any]) -> dict[str, int]:
+    """What tensor parallelism divides, by the name that a user reads."""
+    heads = _number(config, "num_attention_heads")
+    return {
+        "attention heads (num_attention_heads)": heads,
+        _KEY_VALUE_HEADS: int(config.get("num_key_value_heads") or heads),
+        "columns of the feed-forward layers (intermediate_size)": _number(config, "intermediate_size"),
+    }
 
 
 def _check_divides(where: str, tensor: int, what: str, count: int) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rlhf_megatron.recipe.checks import check_architecture, check_world, layout_of, roles_of, stage_layers
-from rlhf_megatron.recipe.estimate import Estimate, StageMemory, estimate, has_reference, micro_batch_tokens
+from rlhf_megatron.recipe.estimate import (
+    Estimate,
+    StageMemory,
+    estimate,
+    is_made,
+    micro_batch_tokens,
+    role_shape,
+    rows_per_response,
+)
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_of
 from rlhf_megatron.recipe.recipe import Recipe
@@ -49,10 +57,12 @@ def _model_line(recipe: Recipe, shape: ModelShape) -> str:
 
 def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterator[str]:
     for name, section in roles_of(recipe).items():
-        if name == "reference" and not has_reference(recipe):
-            yield "reference: not made, since algorithm.kl_coef is 0"
+        if not is_made(recipe, name):
+            why = "algorithm.kl_coef is 0" if recipe.loop == "rl" else f"loop {recipe.loop} needs none"
+            yield f"{name}: not made, since {why}"
             continue
-        yield from _role_lines(name, section, layout_of(recipe, section), shape, world_size)
+        own = role_shape(recipe, name, section, shape)
+        yield from _role_lines(name, section, layout_of(recipe, section), own, world_size)
     if recipe.loop == "rl" and recipe.rollout is not None:
         tensor = recipe.rollout.layout.tensor
         replicas = world_size // tensor
@@ -111,8 +121,9 @@ def _batch_lines(recipe: Recipe, world_size: int, memory: Estimate) -> Iterator[
             replicas = memory.rollout.replicas
             yield f"rollout: {_mean(rows, replicas)} rows for each of {_count(replicas, 'replica')}"
     else:
-        yield f"{rows} rows"
-    per_update = (batch.minibatch_prompts or batch.prompts_per_step) * batch.responses_per_prompt
+        yield f"{rows} rows" if rows_per_response(recipe) == 1 else f"{rows} pairs"
+    per_update = batch.minibatch_prompts or batch.prompts_per_step
+    per_update *= batch.responses_per_prompt * rows_per_response(recipe)
     yield (
         f"update: {_count(updates, 'optimizer step')} of {per_update} rows, {_mean(per_update, data)} per "
         f"data-parallel rank, in micro-batches of up to {micro_batch_tokens(recipe, recipe.actor):,} tokens"
@@ -166,7 +177,7 @@ def _advice(recipe: Recipe, phase: str) -> str:
     if phase == "generate":
         return "lower rollout.gpu_memory_utilization, or raise actor.layout.tensor or pipeline"
     if phase == "logprobs":
-        return "lower logprob_tokens_per_gpu of actor and reference"
+        return "lower logprob_tokens_per_gpu of each role"
     if recipe.actor.recompute.granularity != "full":
         return "lower actor.tokens_per_gpu, or set actor.recompute.granularity to full"
     return "lower actor.tokens_per_gpu, or raise actor.layout.tensor or pipeline"

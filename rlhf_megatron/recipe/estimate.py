@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhf_megatron.recipe.checks import layout_of, stage_layers
-from rlhf_megatron.recipe.model_shape import ModelShape
+from rlhf_megatron.recipe.checks import layout_of, roles_of, stage_layers
+from rlhf_megatron.recipe.model_shape import ModelShape, role_config, shape_of
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import RoleSection
 
@@ -68,38 +68,60 @@ class Estimate:
 
 def estimate(recipe: Recipe, shape: ModelShape, world_size: int) -> Estimate:
     """The memory of ``recipe`` on ``world_size`` GPUs, whose layouts have been checked."""
-    roles = {"actor": _role_memory(recipe, recipe.actor, shape, world_size, trained=True)}
-    if has_reference(recipe) and recipe.reference is not None:
-        roles["reference"] = _role_memory(recipe, recipe.reference, shape, world_size, trained=False)
+    roles = {
+        name: _role_memory(recipe, section, role_shape(recipe, name, section, shape), world_size)
+        for name, section in roles_of(recipe).items()
+        if is_made(recipe, name)
+    }
     rollout = _rollout_memory(recipe, shape, world_size) if recipe.loop == "rl" else None
     return Estimate(roles, rollout, _phases(recipe, roles, rollout))
 
 
-def _phases(
-    recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: RolloutMemory | None
-) -> dict[str, float]:
+def _phases(recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: RolloutMemory | None) -> dict[str, float]:
     """What the fullest GPU needs in each phase. With two layouts, their fullest stages are taken to meet on one GPU."""
-    actor, reference = roles["actor"], roles.get("reference", [])
-    beside = RESERVED_GB + max((stage.resident for stage in reference), default=0.0)
+    fullest = {name: max(stage.resident for stage in stages) for name, stages in roles.items()}
+    resident = RESERVED_GB + sum(fullest.values())
+    update = max(
+        resident - fullest[name] + max(stage.resident + stage.activations + stage.logits for stage in stages)
+        for name, stages in roles.items()
+    )
     if rollout is None or recipe.rollout is None:
-        return {"update": beside + max(stage.peak for stage in actor)}
+        return {"update": update}
     asleep = SLEEPING_GB if recipe.rollout.sleep else rollout.share
-    resident = beside + max(stage.resident for stage in actor)
-    forward = max((stage.logprobs for stage in actor + reference), default=0.0)
+    forward = max(stage.logprobs for stages in roles.values() for stage in stages)
     return {
         "generate": resident + rollout.share + STAGING_GB,
         "logprobs": resident + asleep + forward,
-        "update": beside + asleep + max(stage.resident + stage.activations + stage.logits for stage in actor),
+        "update": update + asleep,
     }
 
 
-def has_reference(recipe: Recipe) -> bool:
-    """Whether the run makes a reference model."""
-    return recipe.loop == "rl" and recipe.reference is not None and recipe.algorithm.kl_coef != 0.0
+def is_made(recipe: Recipe, name: str) -> bool:
+    """Whether the run makes the role of this name, which has a section."""
+    if name == "reference":
+        return recipe.loop == "rl" and recipe.algorithm.kl_coef != 0.0
+    return name == "actor" or recipe.loop == "rl"
+
+
+def role_shape(recipe: Recipe, name: str, section: RoleSection, shape: ModelShape) -> ModelShape:
+    """The sizes of a role's model, given those of the recipe's: of its own folder where it is here, with its head."""
+    own = shape_of(config) if (config := role_config(recipe, section, {})) else shape
+    scalar = name in ("critic", "reward_model") or recipe.loop == "reward_modeling"
+    return dataclasses.replace(own, scalar_head=scalar)
+
+
+def checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Size of one checkpoint: weights and both of Adam's moments, in float32, of every role that learns."""
+    learning = {
+        name: section
+        for name, section in roles_of(recipe).items()
+        if is_made(recipe, name) and getattr(section, "optimizer", None) is not None
+    }
+    return sum(12.0 * role_shape(recipe, name, section, shape).parameters for name, section in learning.items())
 
 
 def longest_row(recipe: Recipe) -> int:
-    """Most tokens of one row. In sft responses have no limit of their own; they are taken to be as long as prompts."""
+    """Most tokens of one row. Responses that are given have no limit; they are taken to be as long as prompts."""
     response = recipe.rollout.max_response_length if recipe.loop == "rl" and recipe.rollout else None
     return recipe.data.max_prompt_length + (response or recipe.data.max_prompt_length)
 
@@ -110,11 +132,9 @@ def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = T
     return max(budget, longest_row(recipe))
 
 
-def _role_memory(
-    recipe: Recipe, section: RoleSection, shape: ModelShape, world_size: int, *, trained: bool
-) -> list[StageMemory]:
+def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, world_size: int) -> list[StageMemory]:
     """Every pipeline stage of a role."""
-    layout = layout_of(recipe, section)
+    layout, learning = layout_of(recipe, section), getattr(section, "optimizer", None)
     stages = stage_layers(layout, shape.layers)
     data = world_size // layout.model_gpus
     size = _ELEMENT_BYTES[recipe.model.dtype]
@@ -126,15 +146,15 @@ def _role_memory(
         count = shape.rank_parameters(layout.tensor, stages, stage)
         last = stage == layout.pipeline - 1
         gradients = optimizer = activations = logits = 0.0
-        if trained:
+        if learning is not None:
             # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
             gradients, moments = 4.0 * count, (8.0 if size == 4 else 12.0) * count
-            optimizer = moments / (data * layout.context if recipe.actor.optimizer.distributed else 1)
+            optimizer = moments / (data * layout.context if learning.distributed else 1)
             # 1F1B: stage s holds the activations of up to (stages - s) micro-batches.
             in_flight = min(layout.pipeline - stage, _most_micro_batches(recipe, tokens, data))
             activations = _stage_activations(section, shape, stages[stage], tokens, layout.tensor, size, in_flight)
             activations /= layout.context
-        if trained and last:
+        if learning is not None and last:
             logits = _logit_bytes(shape, tokens // layout.context, layout.tensor, size, gradients=True)
         forward = _logit_bytes(shape, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
         parts = (size * count, gradients, optimizer, activations, logits, max(forward, forward_layer))
@@ -146,7 +166,12 @@ def _most_micro_batches(recipe: Recipe, tokens: int, data: int) -> int:
     """Micro-batches of one data-parallel rank in one optimizer step, if every row were as long as it may be."""
     prompts = recipe.batch.minibatch_prompts or recipe.batch.prompts_per_step
     rows = -(-prompts * recipe.batch.responses_per_prompt // data)
-    return max(1, -(-rows * longest_row(recipe) // tokens))
+    return max(1, -(-rows * rows_per_response(recipe) * longest_row(recipe) // tokens))
+
+
+def rows_per_response(recipe: Recipe) -> int:
+    """Rows through the model for each response asked for: a pair has two."""
+    return 2 if recipe.loop == "reward_modeling" else 1
 
 
 def _layer_activations(shape: ModelShape, tensor: int, sequence_parallel: bool, size: int) -> float:
@@ -176,6 +201,8 @@ def _stage_activations(
 
 def _logit_bytes(shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool) -> float:
     """Logits, the rows of them that predict sampled tokens, both gradients; and a chunk's softmax in float32."""
+    if shape.scalar_head:
+        return 0.0
     columns, copies = shape.padded_vocabulary(tensor) // tensor, 4 if gradients else 2
     return float(columns * (copies * size * tokens + 3 * 4 * min(tokens, _LOGIT_CHUNK_TOKENS)))
 

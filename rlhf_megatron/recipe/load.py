@@ -150,8 +150,9 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str)
             yield f"unknown key {prefix}{key}{_suggestion(f'{prefix}{key}', prefix, section)}"
             continue
         inner = section_of(section.model_fields[key].annotation)
-        if inner is not None and isinstance(value, dict):
-            yield from _unknown_keys(value, inner, f"{prefix}{key}.")
+        for part in value if isinstance(value, list) else [value]:
+            if inner is not None and isinstance(part, dict):
+                yield from _unknown_keys(part, inner, f"{prefix}{key}.")
 
 
 def _suggestion(full_key: str, prefix: str, section: type[BaseModel]) -> str:
@@ -175,7 +176,7 @@ def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class in ``X`` or ``X | None``."""
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+    """The section class in ``X``, ``X | None`` or ``list[X]``."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, list):
         return next((found for arg in typing.get_args(annotation) if (found := section_of(arg))), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

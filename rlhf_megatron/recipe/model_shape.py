@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_megatron.recipe.errors import RecipeError
 from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import RoleSection
 
 _VOCABULARY_MULTIPLE = 64  # as in models.architecture: vLLM pads to it too
 
@@ -30,6 +31,7 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     query_key_norm: bool
+    scalar_head: bool = False
 
     @property
     def query(self) -> int:
@@ -44,8 +46,9 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, without padding, as its model card counts them."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
-        return embeddings + self.layers * self.layer_parameters() + self.hidden
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied_embeddings or self.scalar_head else 2)
+        head = self.hidden if self.scalar_head else 0
+        return embeddings + self.layers * self.layer_parameters() + self.hidden + head
 
     def layer_parameters(self, tensor: int = 1) -> int:
         """Parameters of one decoder layer on one of ``tensor`` ranks; too few key-value heads are repeated (vLLM)."""
@@ -71,10 +74,11 @@ class ModelShape:
         """Parameters that one rank of a pipeline ``stage`` holds, where stage s has ``stage_layers[s]`` layers."""
         first, last = stage == 0, stage == len(stage_layers) - 1
         count = stage_layers[stage] * self.layer_parameters(tensor)
-        embeddings = int(first) + int(last)
+        embeddings = int(first) + int(last and not self.scalar_head)
         if self.tied_embeddings and first and last:
             embeddings = 1
-        return count + embeddings * self.embedding_parameters(tensor) + (self.hidden if last else 0)
+        norm_and_head = self.hidden * (2 if self.scalar_head else 1) if last else 0
+        return count + embeddings * self.embedding_parameters(tensor) + norm_and_head
 
 
 def planning_config(recipe: Recipe) -> dict[str, Any]:
@@ -86,6 +90,18 @@ def planning_config(recipe: Recipe) -> dict[str, Any]:
         raise RecipeError(
             f"model.path: there is no {tried}; download the model, or set model.config to a folder with its config.json"
         )
+    return _read(path)
+
+
+def role_config(recipe: Recipe, section: RoleSection, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the role's own folder if it names one that is here; else ``config``, the model's."""
+    own = getattr(section, "path", None)
+    if own in (None, recipe.model.path) or not (Path(own) / "config.json").is_file():
+        return config
+    return _read(Path(own) / "config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -1,24 +1,12 @@
-"""The sections around training: `reward`, `evaluation`, `checkpoint`, `monitor` and `cluster`."""
+"""The sections around training: `evaluation`, `checkpoint`, `monitor` and `cluster`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.section import Section
-
-
-class RewardSection(Section):
-    """Where rewards come from."""
-
-    function: str | None = None
-    """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info); default: by
-    data_source."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
-    """Most time for one sample where the reward runs in a worker process."""
-    workers: int = Field(default=2, gt=0)
-    """Worker processes per rollout replica."""
 
 
 class EvaluationSection(Section):
@@ -34,8 +22,30 @@ class EvaluationSection(Section):
     """Responses per prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling."""
+    correct_from: float = 1.0
+    """A response is right if its score (that of the first of reward.parts) is at least this."""
     max_prompts: int | None = Field(default=None, gt=0)
     """Use only the first so many rows."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluationSection:
+        if self.samples_per_prompt > 1 and not self.temperature:
+            raise ValueError(
+                f"samples_per_prompt={self.samples_per_prompt} at temperature 0 would be the same response each time; "
+                "set evaluation.temperature"
+            )
+        return self
+
+
+class KeepBestSection(Section):
+    """By what checkpoints are compared."""
+
+    metric: str = "eval/*/accuracy"
+    """Name of a metric of the evaluations, or a pattern; the mean of all that fit counts."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more or less of it is better."""
 
 
 class CheckpointSection(Section):
@@ -45,6 +55,11 @@ class CheckpointSection(Section):
     """Steps between resumable checkpoints; 0: none."""
     keep_last_k: int = Field(default=2, gt=0)
     """Checkpoints to keep."""
+    keep_best: KeepBestSection | None = None
+    """Keep also the best one of those whose step was evaluated; the file checkpoints/best names it."""
+    save_before_seconds: float = Field(default=0.0, ge=0)
+    """Save and stop where the next step would end later than so many seconds before the job does, by Slurm's limit or
+    the environment's RLHF_MEGATRON_DEADLINE; 0: never."""
     export_interval: int = Field(default=0, ge=0)
     """Steps between exports in Hugging Face format; 0: none in between."""
     export_at_end: bool = True

@@ -6,20 +6,22 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.algorithm import AlgorithmSection
+from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, AlgorithmSection
 from rlhf_megatron.recipe.batch import BatchSection
 from rlhf_megatron.recipe.data import DataSection
+from rlhf_megatron.recipe.health import HealthSection
 from rlhf_megatron.recipe.model import ModelSection
 from rlhf_megatron.recipe.operations import (
     CheckpointSection,
     ClusterSection,
     EvaluationSection,
     MonitorSection,
-    RewardSection,
 )
-from rlhf_megatron.recipe.roles import ActorSection, FrozenRoleSection
+from rlhf_megatron.recipe.reward import RewardSection
+from rlhf_megatron.recipe.roles import ActorSection, CriticSection, FrozenRoleSection, RewardModelSection
 from rlhf_megatron.recipe.rollout import RolloutSection
 from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.slurm import RetrySection, SlurmSection
 
 
 class Recipe(Section):
@@ -27,8 +29,9 @@ class Recipe(Section):
 
     name: str
     """Name of the run; its files go to run_root/name."""
-    loop: Literal["rl", "sft"]
-    """rl: reinforcement learning; sft: supervised fine-tuning."""
+    loop: Literal["rl", "sft", "reward_modeling"]
+    """rl: reinforcement learning; sft: supervised fine-tuning; reward_modeling: a reward model from pairs of
+    responses."""
     steps: int = Field(gt=0)
     """Steps of the loop: each takes batch.prompts_per_step prompts."""
     seed: int = 1
@@ -42,12 +45,12 @@ class Recipe(Section):
     batch: BatchSection
     """Sizes of a step."""
     actor: ActorSection
-    """The model that is trained."""
+    """The model that is trained; for reward_modeling: with a scalar head."""
     reference: FrozenRoleSection | None = None
     """The frozen model that kl_coef compares with."""
-    critic: FrozenRoleSection | None = None
+    critic: CriticSection | None = None
     """The value model of PPO."""
-    reward_model: FrozenRoleSection | None = None
+    reward_model: RewardModelSection | None = None
     """A model that gives rewards."""
     rollout: RolloutSection | None = None
     """How responses are generated; needed by rl."""
@@ -61,23 +64,49 @@ class Recipe(Section):
     """Saving."""
     monitor: MonitorSection = MonitorSection()
     """Recording."""
+    health: HealthSection = HealthSection()
+    """What is watched while the run goes on."""
     cluster: ClusterSection = ClusterSection()
     """The machines."""
+    retry: RetrySection = RetrySection()
+    """What happens after a fault."""
+    slurm: SlurmSection = SlurmSection()
+    """The job."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        if self.evaluation.interval and not self.data.validation_files:
+        if self.evaluation.interval and not self.data.evaluates:
             raise ValueError(
-                f"evaluation.interval={self.evaluation.interval} needs data.validation_files; name some, or set it to 0"
+                f"evaluation.interval={self.evaluation.interval} needs data.validation_files or "
+                "data.validation_fraction; give one, or set it to 0"
             )
-        if self.loop == "sft" and self.batch.responses_per_prompt != 1:
+        if self.checkpoint.keep_best and not (self.checkpoint.save_interval and self.data.evaluates):
             raise ValueError(
-                f"batch.responses_per_prompt={self.batch.responses_per_prompt}: sft learns one response per row; "
+                "checkpoint.keep_best compares checkpoints by their evaluations; give checkpoint.save_interval, and "
+                "data.validation_files or data.validation_fraction, or leave it out"
+            )
+        if self.loop == "rl" and self.data.max_response_length is not None:
+            raise ValueError(
+                f"data.max_response_length={self.data.max_response_length}: rl learns no given responses; set "
+                "rollout.max_response_length"
+            )
+        if self.loop != "rl" and self.batch.responses_per_prompt != 1:
+            learns = "one response" if self.loop == "sft" else "one pair"
+            raise ValueError(
+                f"batch.responses_per_prompt={self.batch.responses_per_prompt}: {self.loop} learns {learns} per row; "
                 "leave it out"
             )
         if self.loop == "rl":
             self._check_rl()
         return self
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Names of the parts of a reward in the run, the reward model's the last; none where there is one part."""
+        if self.reward_model is None:
+            return self.reward.part_names
+        own = [] if self.reward.rule == "none" else self.reward.part_names or ["rule"]
+        return [*own, "reward_model"]
 
     def _check_rl(self) -> None:
         algorithm, group = self.algorithm, self.batch.responses_per_prompt
@@ -85,13 +114,21 @@ class Recipe(Section):
             raise ValueError("rollout: loop rl needs this section; see recipes/tiny_grpo.yaml")
         if algorithm.kl_coef and self.reference is None:
             raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the section reference; add it, or use 0")
-        if algorithm.advantage in ("grpo", "rloo") and group < 2:
+        if algorithm.advantage in COMPARING_ADVANTAGES and group < 2:
             raise ValueError(
                 f"batch.responses_per_prompt={group} must be at least 2: {algorithm.advantage} compares the responses "
                 "to one prompt"
             )
-        if algorithm.advantage == "rloo" and algorithm.normalize_by_std:
-            raise ValueError("algorithm.normalize_by_std must be false: advantage rloo does not divide by it")
+        if algorithm.pass_k is not None and algorithm.pass_k > group:
+            raise ValueError(f"algorithm.pass_k={algorithm.pass_k} is above batch.responses_per_prompt={group}")
+        if algorithm.advantage == "gae" and self.critic is None:
+            raise ValueError("algorithm.advantage=gae needs the section critic, whose values it takes")
+        if algorithm.advantage != "gae" and self.critic is not None:
+            raise ValueError(
+                f"critic: algorithm.advantage={algorithm.advantage} reads no values; leave it out, or use gae"
+            )
+        if self.reward.rule == "none" and self.reward_model is None:
+            raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")
         buffer, longest = algorithm.overlong_buffer, self.rollout.max_response_length
         if buffer.enable and not 0 < buffer.len <= longest:
             raise ValueError(

@@ -138,3 +138,31 @@ class FrozenRoleSection(RoleSection):
 
     path: str | None = None
     """Folder of its weights; default: model.path."""
+
+
+class CriticSection(RoleSection):
+    """The value model: a decoder with a scalar head, which learns beside the actor."""
+
+    path: str | None = None
+    """Folder that it starts from: a reward model, or a language model that gets a new head; default: model.path. It
+    must share the actor's tokenizer."""
+    optimizer: OptimizerSection
+    """How it learns."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start of the run in which the critic alone learns."""
+    value_clip: float | None = Field(default=0.5, gt=0)
+    """How far a value may move from what it was before the step and still be pulled further; null: without bound."""
+
+
+class RewardModelSection(RoleSection):
+    """A frozen sequence classification model with one label, whose scores are rewards."""
+
+    weight: float = 1.0
+    """Factor of its score, to which the reward of the section reward is added (rule none: nothing)."""
+    path: str
+    """Folder of its weights and tokenizer, such as an export of loop reward_modeling."""
+    tokenizer: str | None = None
+    """Folder of its tokenizer, or a sentencepiece .model file; default: path. If it differs from the actor's, responses
+    are decoded and encoded again."""
+    chat_template: str | None = None
+    """A jinja file that replaces the tokenizer's chat template, as data.chat_template does for the actor's."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.roles import FrozenRoleSection, RoleSection
+from rlhf_megatron.recipe.roles import RoleSection
 
 
 class Limit(NamedTuple):
@@ -27,12 +27,8 @@ def _each_role(key: str, asked: Callable[[RoleSection], bool], advice: str) -> I
 
         return asked_by
 
-    for name in ("actor", "reference"):
+    for name in ("actor", "reference", "critic", "reward_model"):
         yield Limit(f"{name}.{key}", asked_of(name), advice)
-
-
-def _another_layout(section: FrozenRoleSection | None, recipe: Recipe) -> bool:
-    return section is not None and section.layout is not None and section.layout != recipe.actor.layout
 
 
 _ALWAYS: tuple[Limit, ...] = (
@@ -57,31 +53,9 @@ _ALWAYS: tuple[Limit, ...] = (
     *_each_role("offload.parameters", lambda s: s.offload.parameters, "no offloading yet; use false"),
     *_each_role("offload.gradients", lambda s: s.offload.gradients, "no offloading yet; use false"),
     *_each_role("offload.optimizer", lambda s: s.offload.optimizer, "no offloading yet; use false"),
-    Limit(
-        "algorithm.loss_aggregation",
-        lambda r: r.algorithm.loss_aggregation == "sequence_sum_constant",
-        "not there yet; use sequence_mean_token_sum, which differs by a constant factor",
-    ),
 )
 
 _RL: tuple[Limit, ...] = (
-    Limit("critic", lambda r: r.critic is not None, "there is no value model yet; use advantage grpo or rloo"),
-    Limit("reward_model", lambda r: r.reward_model is not None, "no reward models yet; use a rule or reward.function"),
-    Limit(
-        "reference.layout",
-        lambda r: _another_layout(r.reference, r),
-        "the reference shares the actor's layout so far; leave it out",
-    ),
-    Limit(
-        "algorithm.advantage",
-        lambda r: r.algorithm.advantage not in ("grpo", "rloo"),
-        "there is no estimator of this name; use grpo or rloo",
-    ),
-    Limit(
-        "algorithm.rollout_correction.type",
-        lambda r: r.algorithm.rollout_correction.type != "none",
-        "mismatch is measured but not corrected yet; use none",
-    ),
     Limit(
         "rollout.ranks",
         lambda r: r.rollout is not None and r.rollout.ranks != "all",
@@ -94,17 +68,22 @@ _RL: tuple[Limit, ...] = (
     ),
 )
 
-_SFT: tuple[Limit, ...] = (
+_SUPERVISED: tuple[Limit, ...] = (
+    Limit(
+        "algorithm.loss_aggregation",
+        lambda r: r.algorithm.loss_aggregation == "sequence_sum_constant",
+        "this loop has no longest response; use sequence_mean_token_sum, which differs by a constant factor",
+    ),
     Limit(
         "batch.minibatch_prompts",
         lambda r: r.batch.minibatches_per_step > 1,
-        "sft takes one optimizer step per step; lower batch.prompts_per_step instead",
+        "this loop takes one optimizer step per step; lower batch.prompts_per_step instead",
     ),
-    Limit("batch.epochs_per_step", lambda r: r.batch.epochs_per_step > 1, "sft goes on through the data; use 1"),
+    Limit("batch.epochs_per_step", lambda r: r.batch.epochs_per_step > 1, "this loop goes on through the data; use 1"),
 )
 
 
 def unsupported(recipe: Recipe) -> list[str]:
     """One line for each key that asks for what this version cannot do: "key: why; what to do"."""
-    limits = _ALWAYS + (_RL if recipe.loop == "rl" else _SFT)
+    limits = _ALWAYS + (_RL if recipe.loop == "rl" else _SUPERVISED)
     return [f"{limit.key}: {limit.advice}" for limit in limits if limit.asked(recipe)]

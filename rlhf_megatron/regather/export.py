@@ -42,7 +42,7 @@ def export_weights(
         for pair in _gather(blocks, sources, parameters, writer, dtype, device, PointToPoint())
     )
     if dist.get_rank() == writer:
-        write_checkpoint(folder, companions, tensors, dtype)
+        write_checkpoint(folder, companions, tensors, dtype, head=architecture.head)
     else:
         for _ in tensors:
             pass

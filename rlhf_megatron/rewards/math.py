@@ -1,4 +1,4 @@
-r"""Mathematics: the last \boxed{...} (or the last "Answer:" line) of a response against the ground truth.
+r"""Mathematics: the last \boxed{...} (or the last "Answer:" line) of a response against the ground truth; DAPO's rule.
 
 Equal text is settled at once; the rest is compared by math-verify (SymPy), which hostile text such as 9^9^9^9 can hang:
 `verify` is therefore only called in a worker process (worker.py) that is killed at a time limit.
@@ -37,18 +37,55 @@ def last_boxed(text: str) -> str | None:
 def extract_answer(text: str) -> str | None:
     r"""Return a response's final answer: its last \boxed{}, else what stands behind its last "Answer:" on that line."""
     boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed
+    return answer_line(text) if boxed is None else boxed
+
+
+def answer_line(text: str) -> str | None:
+    """Return what stands behind the last "Answer:" of a text on that line, without asterisks around it, or None."""
     lines = _ANSWER_LINE.findall(text)
     return lines[-1].strip().strip("*").strip() if lines else None
 
 
+def dapo_answer(text: str) -> str | None:
+    r"""Return the answer that DAPO's prompt asks for, the last line "Answer: ...", in a form to be compared, or None.
+
+    Dollars, a box, \text{} and thousands commas go; a whole number loses leading zeros, as in AIME's 042.
+    """
+    line = answer_line(text)
+    return None if not line else _dapo_form(line)
+
+
+def dapo_score(solution: str, ground_truth: str) -> float:
+    """Return 1.0 if the last "Answer:" line equals the ground truth as text or as a whole number, else 0.0.
+
+    The rule for DAPO's data (arXiv 2503.14476), whose answers are all integers; no computer algebra. The paper pays 1
+    and -1: that is twice this and a shift, which advantages relative to a group do not see.
+    """
+    answer = dapo_answer(solution)
+    return 1.0 if answer and answer == _dapo_form(ground_truth) else 0.0
+
+
+def _dapo_form(answer: str) -> str:
+    form = normalize(_bare_truth(answer))
+    digits = re.fullmatch(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", form)
+    if digits is None or len(form) > LONGEST_PARSED:
+        return form
+    sign = "-" if digits.group(1) == "-" else ""
+    number = digits.group(2).replace(",", "").lstrip("0")
+    return sign + number if number else "0"
+
+
 def normalize(answer: str) -> str:
     r"""Return an answer without what carries no meaning in LaTeX: spaces, $, \left, \text{}, a final dot."""
-    answer = _TEXT_COMMAND.sub(r"\1", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    answer = plain_text(answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     for dropped in _DROPPED:
         answer = answer.replace(dropped, "")
     return answer.rstrip(".")
+
+
+def plain_text(latex: str) -> str:
+    r"""Return LaTeX with \text{...}, \mathrm{...} and \mbox{...} replaced by what is in them."""
+    return _TEXT_COMMAND.sub(r"\1", latex)
 
 
 def quick_score(solution: str, ground_truth: str) -> float | None:

@@ -1,169 +1,178 @@
-"""Scores of responses, by data source: which rule judges a sample, and what a sample is worth whose scoring failed.
+"""Rewards of responses: the weighted sum of what the recipe's judges say, and what a sample is worth that they cannot
+score.
 
-Here: the choice of the rule and the errors. Not here: the rules (gsm8k.py, math.py, reasoning_gym.py, user_function.py)
-and the processes (pool.py, worker.py). Rewards are numbers on the host; advantages are made of them in algorithms/.
+Not here: how a judge finds its score (judges.py, service.py) and the rules (rules.py). Rewards are numbers on the host;
+advantages are made of them in algorithms/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
 
-from rlhf_megatron.rewards import gsm8k, math, reasoning_gym, worker
+from rlhf_megatron.recipe import RewardPartSection, RewardSection, RewardSource
+from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.errors import RewardError
-from rlhf_megatron.rewards.pool import DIED, TIMED_OUT, Outcome, WorkerPool
+from rlhf_megatron.rewards.judges import FunctionJudge, Judge, RuleJudge
+from rlhf_megatron.rewards.pool import DIED, Outcome, WorkerPool
+from rlhf_megatron.rewards.rules import ScoreItem, rule_of
+from rlhf_megatron.rewards.service import ServiceJudge
 from rlhf_megatron.rewards.user_function import RewardFunction
 
-__all__ = ["RewardError", "RewardFunction", "ScoreItem", "Scorer", "rule_of"]
-
-GSM8K = "gsm8k"
-GSM8K_SOURCES = ("openai/gsm8k", "gsm8k")
-# Sources of verl's default_compute_score and of the usual test sets, compared in lower case.
-MATH_SOURCES = (
-    "math",
-    "math_dapo",
-    "math_dapo_reasoning",
-    "math500",
-    "math-500",
-    "lighteval/math",
-    "digitallearninggmbh/math-lighteval",
-    "huggingfaceh4/math-500",
-    "hendrycks/competition_math",
-    "dapo-math-17k",
-    "olympiadbench",
-    "minerva_math",
-)
-# ... and these, with or without an owner before the slash.
-MATH_PREFIXES = ("aime", "amc", "numina_", "hmmt")
+__all__ = [
+    "Pending",
+    "RewardError",
+    "RewardFunction",
+    "Score",
+    "ScoreItem",
+    "Scorer",
+    "reward_metrics",
+    "reward_totals",
+    "rule_of",
+]
 
 # SymPy on hostile text takes all memory that it gets long before the time limit.
 MEMORY_LIMIT_BYTES = 4 * 2**30
-# A user's function that has timed out this often and never once returned does not work.
-HOPELESS_TIMEOUTS = 8
-
-
-class RewardSettings(Protocol):
-    """What is read of the recipe's reward section."""
-
-    @property
-    def function(self) -> str | None:
-        """None: chosen by data_source; else "path.py:function"."""
-
-    @property
-    def timeout_seconds(self) -> float:
-        """Time limit of one sample."""
-
-    @property
-    def workers(self) -> int:
-        """Worker processes of this rank."""
+# A function or service that has failed this often and never once given a score does not work.
+HOPELESS_FAILURES = 8
 
 
 @dataclass(frozen=True)
-class ScoreItem:
-    """One response to be scored.
+class Score:
+    """What one response is worth.
 
     Attributes:
-        data_source: chooses the rule.
-        solution: the response as text, without control tokens.
-        ground_truth: the right answer, from the prompt.
-        extra_info: whatever the prompt's row carries.
-        row_id: names the sample in errors.
+        value: the reward, the weighted sum of the parts; NaN for a sample that must be left out of the loss.
+        parts: each part's own score, before its weight, in the recipe's order (one where there is a single reward);
+            NaN where it failed and the sample is left out.
+        timed_out: a part ran out of time.
+        failed: a part could not be scored for another reason.
     """
 
-    data_source: str
-    solution: str
-    ground_truth: str
-    extra_info: dict[str, Any]
-    row_id: int
+    value: float
+    parts: tuple[float, ...]
+    timed_out: bool = False
+    failed: bool = False
 
 
-def rule_of(data_source: str) -> str | None:
-    """Return the rule for a data source: "gsm8k", "math" or "reasoning_gym"; None where there is none."""
-    name = data_source.lower()
-    if name in GSM8K_SOURCES:
-        return GSM8K
-    if data_source.startswith(reasoning_gym.PREFIX) and reasoning_gym.task_of(data_source):
-        return worker.REASONING_GYM
-    if name in MATH_SOURCES or name.rpartition("/")[2].startswith(MATH_PREFIXES):
-        return worker.MATH
-    return None
+class _Part:
+    """One judge with its weight, and how it has done so far."""
+
+    def __init__(self, judge: Judge, weight: float) -> None:
+        self.judge, self.weight = judge, weight
+        self.returned = self.failures = 0
+
+
+class Pending:
+    """Samples that are being scored."""
+
+    def __init__(self, scorer: Scorer, items: Sequence[ScoreItem], futures: list[list[Future[Outcome]]]) -> None:
+        """`futures` by part, then by item."""
+        self._scorer, self._items, self._futures = scorer, items, futures
+
+    def done(self) -> bool:
+        """Return whether `result` would return at once."""
+        return all(future.done() for future in itertools.chain(*self._futures))
+
+    def result(self) -> list[Score]:
+        """Wait, and return one score for each item in their order.
+
+        Raises:
+            RewardError: see `Scorer.score`. The samples that are left are given up.
+        """
+        try:
+            return [
+                self._scorer.settle(item, [futures[place].result() for futures in self._futures])
+                for place, item in enumerate(self._items)
+            ]
+        except BaseException:
+            for future in itertools.chain(*self._futures):
+                future.cancel()
+            raise
 
 
 class Scorer:
-    """Scores batches of responses, for one rank. A context manager; its processes also end with the rank.
+    """Scores responses, for one rank. A context manager; its processes and threads also end with the rank.
 
-    A built-in rule costs a sample that cannot be judged in time (or in memory) its reward, 0.0, and nothing else. A
-    user's function that raises stops the run, because its rewards would be wrong; if it is late, that sample gets 0.0.
+    A sample that a built-in rule cannot judge in time (or in memory) is worth 0.0, since its own text is to blame. What
+    a function or service that fails costs is the recipe's choice: reward.on_failure.
 
     Attributes:
-        timeouts: samples so far that got 0.0 at the time limit.
-        failures: samples so far that got 0.0 because a built-in rule failed on their text, or its process was killed.
+        timeouts: samples so far that ran out of time.
+        failures: samples so far that could not be scored for other reasons.
     """
 
-    def __init__(self, reward_section: RewardSettings) -> None:
-        """Make the scorer, and load the user's function if there is one.
+    def __init__(self, section: RewardSection) -> None:
+        """Make the scorer; functions are loaded.
 
         Raises:
-            RewardError: the function cannot be loaded.
+            RewardError: a function cannot be loaded, or a service's authentication is missing.
         """
-        self._function = reward_section.function
-        self._timeout_seconds = reward_section.timeout_seconds
-        self._pool = WorkerPool(
-            reward_section.workers,
-            reward_section.timeout_seconds,
-            memory_limit_bytes=0 if self._function else MEMORY_LIMIT_BYTES,
-        )
+        self._section = section
+        self._pools: list[WorkerPool] = []
+        self._resources = contextlib.ExitStack()
+        self._rules = self._pool(MEMORY_LIMIT_BYTES)
+        self._parts: list[_Part] = []
         self.timeouts = 0
         self.failures = 0
-        self._returned = 0
-        if self._function:
-            [outcome] = self._pool.run([self._job(worker.USER_FUNCTION, None)])
-            if outcome.state != worker.DONE:
-                reason = outcome.message or "loading it took too long"
-                self.close()
-                raise RewardError(f"reward.function: {reason}")
+        try:
+            sources: Sequence[RewardSource] = section.parts or ([] if section.rule == "none" else [section])
+            for source in sources:
+                weight = source.weight if isinstance(source, RewardPartSection) else 1.0
+                self._parts.append(_Part(self._judge(source), weight))
+        except BaseException:
+            self.close()
+            raise
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
         """Check that every data source can be scored; for the start of a run, before anything is generated.
 
         Raises:
-            RewardError: there is neither a rule for a data source nor a function.
+            RewardError: there is neither a rule for a data source nor a function or service.
         """
-        if self._function:
-            return
-        for data_source in data_sources:
-            if rule_of(data_source) is None:
-                raise RewardError(_unknown_source(data_source))
+        names = list(data_sources)
+        for part in self._parts:
+            part.judge.check_sources(names)
 
-    def score(self, items: Sequence[ScoreItem]) -> list[float]:
-        """Return one reward per item, in the same order.
+    def submit(self, items: Sequence[ScoreItem]) -> Pending:
+        """Begin to score samples and return at once; workers and services go on while the caller does other things.
 
         Raises:
-            RewardError: an unknown data source, a ground truth that its rule cannot read, or a user's function that
-                raised or returned no number; the message names the sample.
+            RewardError: an unknown data source.
         """
-        self.check_sources(dict.fromkeys(item.data_source for item in items))
-        scores = [0.0] * len(items)
-        places: list[int] = []
-        jobs: list[dict[str, Any]] = []
-        for place, item in enumerate(items):
-            rule = worker.USER_FUNCTION if self._function else str(rule_of(item.data_source))
-            quick = self._quick_score(rule, item)
-            if quick is None:
-                places.append(place)
-                jobs.append(self._job(rule, item))
-            else:
-                scores[place] = quick
-        outcomes = self._pool.run(jobs, lambda index, outcome: self._judge(items[places[index]], outcome))
-        for place, outcome in zip(places, outcomes, strict=True):
-            scores[place] = outcome.score
-        return scores
+        return Pending(self, items, [part.judge.submit(items) for part in self._parts])
+
+    def score(self, items: Sequence[ScoreItem]) -> list[float]:
+        """Return one reward per item, in the same order; NaN for one that must be left out of the loss.
+
+        Raises:
+            RewardError: an unknown data source, a ground truth that its rule cannot read, a function or service that
+                failed where the recipe says stop, or one that has never worked; the message names the sample.
+        """
+        return [score.value for score in self.submit(items).result()]
+
+    def settle(self, item: ScoreItem, outcomes: Sequence[Outcome]) -> Score:
+        """Return the score of one sample from the outcome of each part, or raise where the run must stop."""
+        parts = tuple(self._value(part, item, outcome) for part, outcome in zip(self._parts, outcomes, strict=True))
+        value = sum((part.weight * score for part, score in zip(self._parts, parts, strict=True)), 0.0)
+        timed_out = any(outcome.state == worker.TIMED_OUT for outcome in outcomes)
+        failed = any(outcome.state not in (worker.DONE, worker.TIMED_OUT) for outcome in outcomes)
+        self.timeouts += timed_out
+        self.failures += failed
+        return Score(value, parts, timed_out, failed)
 
     def close(self) -> None:
-        """End the worker processes."""
-        self._pool.close()
+        """End the worker processes and threads; samples that are left become failures."""
+        self._resources.close()
+
+    def process_ids(self) -> list[int]:
+        """Return the ids of the worker processes that are running."""
+        return [process_id for pool in self._pools for process_id in pool.process_ids()]
 
     def __enter__(self) -> Scorer:
         return self
@@ -173,58 +182,78 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _job(self, rule: str, item: ScoreItem | None) -> dict[str, Any]:
-        """Return what worker.py is told; without an item, it only loads the function."""
-        if item is None:
-            return {"kind": rule, "function": self._function, "load_only": True}
-        return {
-            "kind": rule,
-            "function": self._function,
-            "data_source": item.data_source,
-            "solution": item.solution,
-            "ground_truth": item.ground_truth,
-            "extra_info": item.extra_info,
-        }
+    def _pool(self, memory_limit_bytes: int = 0) -> WorkerPool:
+        self._pools.append(WorkerPool(self._section.workers, self._section.timeout_seconds, memory_limit_bytes))
+        self._resources.callback(self._pools[-1].close)
+        return self._pools[-1]
 
-    def _quick_score(self, rule: str, item: ScoreItem) -> float | None:
-        """Return the score where no worker is needed for it."""
-        if rule == worker.MATH:
-            return math.quick_score(item.solution, item.ground_truth)
-        if rule != GSM8K:
-            return None
-        try:
-            return gsm8k.score(item.solution, item.ground_truth)
-        except ValueError as error:
-            raise RewardError(f"{_sample(item)}: {error}; correct the row, or set reward.function") from error
+    def _judge(self, source: RewardSource) -> Judge:
+        section = self._section
+        if source.function is not None:
+            return FunctionJudge(source.function, self._pool(), section.concurrency)
+        if source.service is not None:
+            service = ServiceJudge(source.service, section.timeout_seconds, section.concurrency)
+            self._resources.callback(service.close)
+            return service
+        return RuleJudge(source, self._rules)
 
-    def _judge(self, item: ScoreItem, outcome: Outcome) -> None:
-        """Count an outcome, or raise where the run must stop."""
+    def _value(self, part: _Part, item: ScoreItem, outcome: Outcome) -> float:
+        """Return a part's score of a sample; 0.0 or NaN where it has none."""
         if outcome.state == worker.DONE:
-            self._returned += 1
-        elif outcome.state == TIMED_OUT:
-            self.timeouts += 1
-            if self._function and not self._returned and self.timeouts >= HOPELESS_TIMEOUTS:
-                raise RewardError(
-                    f"{_sample(item)}: {self._function} has not returned for any of {self.timeouts} samples within "
-                    f"reward.timeout_seconds = {self._timeout_seconds:g}; raise it, or make the function faster"
-                )
-        elif outcome.state == worker.UNUSABLE or self._function:
-            by = f"reward.function {self._function}: " if self._function else ""
-            reason = outcome.message
-            if outcome.state == DIED:
-                reason = f"killed its worker: {outcome.message}; mend it, or have it raise an error or return a number"
-            raise RewardError(f"{_sample(item)}: {by}{reason}")
-        else:
-            self.failures += 1
+            part.returned += 1
+            return outcome.score
+        if part.judge.is_rule:
+            if outcome.state == worker.UNUSABLE:
+                raise RewardError(f"{_sample(item)}: {outcome.message}")
+            return 0.0
+        part.failures += 1
+        hopeless = not part.returned and part.failures >= HOPELESS_FAILURES
+        # Slow answers are what some responses bring about (code that is run, say), so they alone do not stop a run.
+        stops = self._section.on_failure == "stop" and outcome.state != worker.TIMED_OUT
+        if hopeless or stops or outcome.state == worker.UNUSABLE:
+            raise RewardError(f"{_sample(item)}: {self._complaint(part, outcome)}")
+        return math.nan if self._section.on_failure == "mask" else 0.0
+
+    def _complaint(self, part: _Part, outcome: Outcome) -> str:
+        name = part.judge.name
+        if outcome.state == worker.TIMED_OUT:
+            return (
+                f"{name} has not returned for any of {part.failures} samples within reward.timeout_seconds = "
+                f"{self._section.timeout_seconds:g}; raise it, or make the function faster"
+            )
+        if outcome.state == DIED:
+            return (
+                f"{name}: killed its worker: {outcome.message}; mend it, or have it raise an error or return a number"
+            )
+        return f"{name}: {outcome.message}"
+
+
+def reward_totals(scores: Sequence[Score], part_names: Sequence[str]) -> dict[str, float]:
+    """Return sums over samples, to be added up over ranks and given to `reward_metrics`; the same keys on every rank.
+
+    Args:
+        scores: of one rank; may be empty.
+        part_names: names of the scores' parts; none where there is one that has no name.
+    """
+    counted = [score for score in scores if not math.isnan(score.value)]
+    return {
+        "samples": float(len(scores)),
+        "timeouts": float(sum(score.timed_out for score in scores)),
+        "failures": float(sum(score.failed for score in scores)),
+        "masked": float(len(scores) - len(counted)),
+        **{name: sum(score.parts[place] for score in counted) for place, name in enumerate(part_names)},
+    }
+
+
+def reward_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Return what is logged of `reward_totals`: reward/timeouts, reward/failures, reward/masked (samples), and the mean
+    score of each part, before its weight and over the samples that are not masked, as reward/NAME."""
+    counts = ("samples", "timeouts", "failures", "masked")
+    counted = max(totals["samples"] - totals["masked"], 1.0)
+    return {f"reward/{name}": totals[name] for name in counts[1:]} | {
+        f"reward/{name}": total / counted for name, total in totals.items() if name not in counts
+    }
 
 
 def _sample(item: ScoreItem) -> str:
     return f"sample of row {item.row_id} (data_source {item.data_source})"
-
-
-def _unknown_source(data_source: str) -> str:
-    known = [*GSM8K_SOURCES, f"{reasoning_gym.PREFIX}TASK", *MATH_SOURCES, *(f"{prefix}*" for prefix in MATH_PREFIXES)]
-    return (
-        f"no reward is known for data_source {data_source!r}; known: {', '.join(known)}; for others set "
-        "reward.function: path/to/file.py:compute_score (data_source, solution_str, ground_truth, extra_info)"
-    )

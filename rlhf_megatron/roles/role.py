@@ -1,7 +1,8 @@
-"""A role: one Megatron model in its layout, which computes per-token logprobs and, if it learns, takes steps.
+"""A role: one Megatron model in its layout, which computes per-token or per-row outputs and, if it learns, takes steps.
 
-What the model is trained towards is an ``Objective`` given by the caller, so nothing here knows an algorithm. Every
-rank of a role calls every method, with the same batch; outputs for the whole batch come back on every rank.
+What is read of the model is an ``Output`` (``outputs.py``), what it is trained towards an ``Objective`` given by the
+caller, so nothing here knows an algorithm. Every rank of a role calls every method, with the same batch; outputs for
+the whole batch come back on every rank.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.packing import MicroBatch, make_micro_batch, plan_micro_batches
-from rlhf_megatron.kernels.vocab_parallel_logprob import vocab_parallel_logprobs
 from rlhf_megatron.models.architecture import Architecture, transformer_config
 from rlhf_megatron.models.build import build_model, choose_implementation
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.roles.outputs import SCORES, VALUES, Output, Scalars, TokenLogprobs
 from rlhf_megatron.roles.schedule import learning_rate
+from rlhf_megatron.runtime import faults
+from rlhf_megatron.runtime.health import describe_nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
 from rlhf_megatron.topology.megatron_groups import as_world
 
-# (logprobs [n], entropy [n], per-token fields [n]) -> (loss, summed over tokens that carry their global weight;
-# metrics as (sum, count) pairs)
-Objective = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]]
+# (each tensor [n] of the output, fields [n]) -> (loss, summed over tokens or rows that carry their global weight;
+# metrics as (sum, count) pairs). A policy's objective gets (logprobs, entropy, fields), a critic's (values, fields).
+Objective = Callable[..., tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +75,13 @@ class Role:
         self.groups: Any = groups
         self.ranks = list(ranks)
         self.position = self.ranks.index(dist.get_rank())
-        self.temperature = temperature
+        self._output: Output = (
+            VALUES
+            if architecture.head == "scalar"
+            else TokenLogprobs(self.groups.tp, architecture.vocabulary, temperature)
+        )
         self.steps_taken = 0
+        self.bad_gradients = ""
         self._training_steps = training_steps
         self._optimizer_section = optimizer
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -165,54 +173,95 @@ class Role:
     # ---- computing
 
     def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
-        """Logprob and entropy of every sampled token of ``batch``, without gradients."""
-        budget = self.section.logprob_tokens_per_gpu or self.section.tokens_per_gpu
-        total = len(batch.tokens)
-        outputs = torch.zeros(2, total, device=self.device)
+        """Logprob and entropy of every sampled token of ``batch``, without gradients; of a language head."""
+        return TokenOutputs(*self._compute(batch, self._output))
 
-        def collect(logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            logprobs, entropy = self._token_logprobs(logits, micro)
-            where = micro.batch_positions.to(self.device)
-            outputs[0, where], outputs[1, where] = logprobs, entropy
-            return logprobs.sum() * 0, torch.zeros([], dtype=torch.int), {}
+    def values(self, batch: RolloutBatch) -> Tensor:
+        """[T] float32 on the CPU of every rank, without gradients, 0 on tokens that were not sampled; of a scalar head.
+
+        As with logprobs, the value at position t belongs to token t as the predicted one: it is what the model says of
+        the row up to token t - 1, before token t was sampled.
+        """
+        return self._compute(batch, VALUES)[0]
+
+    def scores(self, batch: RolloutBatch) -> Tensor:
+        """[R] float32 on the CPU of every rank, without gradients: what a scalar head says at each row's last token.
+
+        A row that ends with the padding token (where it is also the end token) is read before it: so do Hugging Face's
+        classes for sequence classification, which look for the last token that is not padding.
+        """
+        return self._compute(batch, SCORES)[0]
+
+    def _compute(self, batch: RolloutBatch, output: Output) -> Tensor:
+        """[count, T], or [count, R] of an output per row, on the CPU of every rank."""
+        budget = self.section.logprob_tokens_per_gpu or self.section.tokens_per_gpu
+        found = torch.zeros(output.count, batch.rows if output.per_row else len(batch.tokens), device=self.device)
+
+        def collect(parts: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
+            found[:, micro.places.to(self.device)] = torch.stack(parts)
+            return parts[0].sum() * 0
 
         with torch.no_grad():
-            self._run(batch, {}, budget, collect, forward_only=True)
+            self._run(batch, {}, budget, output, collect, forward_only=True)
         if self.groups.tp.rank() or not self._is_last_stage():
-            outputs.zero_()  # each token counts once in the sum below
-        dist.all_reduce(outputs, group=self.groups.intra_dist_opt)
-        logprobs, entropy = outputs.cpu()
-        return TokenOutputs(logprobs, entropy)
+            found.zero_()  # each token counts once in the sum below
+        dist.all_reduce(found, group=self.groups.intra_dist_opt)
+        return found.cpu()
 
-    def update(self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Objective) -> dict[str, float]:
-        """One optimizer step on ``batch``; ``fields`` are the objective's per-token inputs [T].
+    def update(
+        self,
+        batch: RolloutBatch,
+        fields: dict[str, Tensor],
+        objective: Objective,
+        *,
+        output: Output | None = None,
+        rows_together: int = 1,
+    ) -> dict[str, float]:
+        """One optimizer step on ``batch``; ``fields`` are the objective's inputs, [T] each ([R] for scores).
+
+        ``output``: what the objective gets; default: logprobs and entropy of a language head, values of a scalar one.
+        ``rows_together``: so many rows that follow each other reach the objective together and in order, such as the
+        two of a pair.
 
         Returns the objective's metrics over the whole batch (sum / count), ``loss``, ``grad_norm``, ``learning_rate``.
-        A step whose gradient is not finite is skipped and reported as ``skipped`` = 1.
+        A step whose gradient is not finite is skipped and reported as ``skipped`` = 1; ``bad_gradients`` then says
+        which parameters' gradients on which ranks.
         """
         assert self._optimizer is not None and self._optimizer_section is not None, f"{self.name} does not learn"
         totals: dict[str, Tensor] = {}
 
-        def loss_of(logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            logprobs, entropy = self._token_logprobs(logits, micro)
-            loss, metrics = objective(logprobs, entropy, micro.fields)
+        def loss_of(parts: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
+            loss, metrics = objective(*parts, micro.fields)
             for name, pair in (metrics | {"loss": (loss.detach(), torch.zeros_like(loss))}).items():
                 value = torch.stack([part.detach().double() for part in pair])
                 totals[name] = totals[name] + value if name in totals else value
-            return loss, torch.zeros([], dtype=torch.int), {}
+            return loss
 
         rate = learning_rate(self.steps_taken, self._optimizer_section, self._training_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._run(batch, fields, self.section.tokens_per_gpu, loss_of, forward_only=False)
+        faults.spoil(self.module.parameters())
+        self._run(
+            batch,
+            fields,
+            self.section.tokens_per_gpu,
+            output or self._output,
+            loss_of,
+            rows_together=rows_together,
+            forward_only=False,
+        )
         # Megatron looks for infinities under fp16's loss scaling only.
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         finite = math.isfinite(grad_norm)
         if finite:
             self._optimizer.step()
+        else:
+            self.bad_gradients = describe_nonfinite_gradients(
+                self.module.named_parameters(), self.groups.intra_dist_opt
+            )
         self.steps_taken += 1
         return self._reduced(totals) | {
             "grad_norm": grad_norm,
@@ -225,18 +274,33 @@ class Role:
         batch: RolloutBatch,
         fields: dict[str, Tensor],
         tokens_per_gpu: int,
-        loss_of: Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Any]]],
+        output: Output,
+        loss_of: Callable[[tuple[Tensor, ...], MicroBatch], Tensor],
         *,
+        rows_together: int = 1,
         forward_only: bool,
     ) -> None:
-        """All micro-batches of this data-parallel rank through Megatron's schedule for the pipeline's depth."""
-        plan = plan_micro_batches(batch.lengths.tolist(), tokens_per_gpu, self.layout.data)
+        """All micro-batches of this data-parallel rank through Megatron's schedule for the pipeline's depth.
+
+        ``loss_of`` gets what ``output`` reads of each, on the last stage.
+        """
+        assert (self.architecture.head == "scalar") == isinstance(output, Scalars), f"{self.name} has another head"
+        plan = plan_micro_batches(batch.lengths.tolist(), tokens_per_gpu, self.layout.data, rows_together)
         mine = plan[self.groups.dp.rank()]
         schedule = get_forward_backward_func(pp_size=self.layout.pipeline, vp_size=None)
         schedule(
-            forward_step_func=functools.partial(self._forward_step, loss_of=loss_of),
+            forward_step_func=functools.partial(self._forward_step, output=output, loss_of=loss_of),
             data_iterator=(
-                make_micro_batch(batch, rows, fields, alignment=self._alignment, device=self.device) for rows in mine
+                make_micro_batch(
+                    batch,
+                    rows,
+                    fields,
+                    per_row=output.per_row,
+                    pad_token_id=self.architecture.pad_token_id,
+                    alignment=self._alignment,
+                    device=self.device,
+                )
+                for rows in mine
             ),
             model=[self._model],
             num_microbatches=len(mine),
@@ -248,7 +312,7 @@ class Role:
         )
 
     def _forward_step(
-        self, micro_batches: Iterator[MicroBatch], model: Any, loss_of: Callable[..., Any]
+        self, micro_batches: Iterator[MicroBatch], model: Any, output: Output, loss_of: Callable[..., Tensor]
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         micro = next(micro_batches)
         packed = PackedSeqParams(
@@ -258,18 +322,12 @@ class Role:
             max_seqlen_q=micro.longest,
             max_seqlen_kv=micro.longest,
         )
-        output = model(micro.tokens[None], micro.positions[None], None, packed_seq_params=packed)
-        return output, functools.partial(loss_of, micro=micro)
 
-    def _token_logprobs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logits [1, t, vocabulary / tensor] -> logprob and entropy of each sampled token, both [n] float32."""
-        return vocab_parallel_logprobs(
-            logits[0].index_select(0, micro.predicting),
-            micro.targets,
-            self.groups.tp,
-            self.architecture.vocabulary,
-            self.temperature,
-        )
+        def finish(of_model: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            # Megatron wants a count of tokens too; the loss carries its weights already.
+            return loss_of(output(of_model, micro), micro), torch.zeros([], dtype=torch.int), {}
+
+        return model(micro.tokens[None], micro.positions[None], None, packed_seq_params=packed), finish
 
     def _is_last_stage(self) -> bool:
         return bool(self.groups.pp.rank() == self.layout.pipeline - 1)

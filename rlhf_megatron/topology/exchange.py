@@ -52,3 +52,22 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     dist.all_reduce(total)
     summed: list[float] = total.tolist()
     return summed
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Every rank's bytes in rank order on rank 0, an empty list elsewhere; collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    lengths = torch.zeros(world, dtype=torch.int64)
+    lengths[rank] = len(data)
+    dist.all_reduce(lengths)
+    if rank:
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
+        return []
+    parts = [data]
+    for source, length in enumerate(lengths.tolist()[1:], start=1):
+        part = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.recv(part, source)
+        parts.append(part.numpy().tobytes())
+    return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,30 @@ def join_world(timeout_minutes: float = 30.0) -> None:
         raise UserError("this command runs under torchrun: torchrun --nproc-per-node N launch/train.py RECIPE")
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **_store_of_this_attempt())
         return
     local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= devices:
         raise UserError(f"local rank {local_rank} has no GPU: this node has {devices}; lower --nproc-per-node")
     torch.cuda.set_device(local_rank)
     # With its device named, NCCL connects at once: a first transfer between two ranks then needs no others.
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+    device = torch.device("cuda", local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **_store_of_this_attempt())
+
+
+def _store_of_this_attempt() -> dict[str, Any]:
+    """Where ranks that torchrun has started again find each other: its store still has the addresses of the dead.
+
+    On several nodes the agents do not agree on the number of the attempt (github.com/pytorch/pytorch/issues/135712);
+    there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt a store of its own, as launch/slurm/node.sh does.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if attempt == "0" or not one_node or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"attempt-{attempt}", shared)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
 
 
 def first_to_say(text: str) -> bool:

@@ -19,6 +19,9 @@ from pathlib import Path
 
 import psutil
 
+from nursery import Nursling, cpu_environment, nursery
+from rlhf_megatron.rollout.environment import has_gpu
+
 ROOT = Path(__file__).resolve().parents[2]
 # The error line of a command; torchrun repeats it, indented, in its closing box.
 ERROR_LINE = re.compile(r"^(?:\[rank \d+\] )?error: .*$", re.MULTILINE)
@@ -49,24 +52,35 @@ class Finished:
 class Command:
     """A running command; a context manager that kills what is left of it and of all that it started."""
 
-    def __init__(self, arguments: list[str], folder: Path) -> None:
-        """Starts ``arguments`` in ``folder``, where its outputs go to files: a pipe may outlive the command."""
+    def __init__(self, arguments: list[str], folder: Path, warm: bool = True) -> None:
+        """Starts ``arguments`` in ``folder``, where its outputs go to files: a pipe may outlive the command.
+
+        A ``warm`` one is forked from a process with the imports done, see nursery; others take ten seconds longer.
+        """
         self._out, self._err = (folder / f"{time.monotonic_ns()}.{name}" for name in ("out", "err"))
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self._process = psutil.Popen(
-                arguments, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_environment()
+        environment = cpu_environment()
+        with self._out.open("wb") as out, self._err.open("wb") as err, open(os.devnull, "rb") as none:
+            self._process: Nursling | subprocess.Popen[bytes] = (
+                nursery().start(arguments, folder, environment, [file.fileno() for file in (none, out, err)])
+                if warm and not has_gpu()
+                else subprocess.Popen(arguments, cwd=folder, stdin=none, stdout=out, stderr=err, env=environment)
             )
+        self.pid = self._process.pid
 
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank; raises LookupError where torchrun has none of that number."""
-        for process in self._process.children():
+        children = psutil.Process(self.pid).children()
+        if len(children) == 1:  # torchrun's own starter of ranks, see nursery
+            children += children[0].children()
+        for process in children:
             if process.environ().get("RANK") == str(number):
                 return process
         raise LookupError(f"no rank {number} is running")
 
     def family(self) -> list[psutil.Process]:
         """All processes that the command has started, and itself."""
-        return [*self._process.children(recursive=True), self._process]
+        process = psutil.Process(self.pid)
+        return [*process.children(recursive=True), process]
 
     def is_running(self) -> bool:
         """Whether it has not ended."""
@@ -76,7 +90,7 @@ class Command:
         """Waits for the end; raises AssertionError with the outputs after ``timeout`` seconds."""
         try:
             status = self._process.wait(timeout)
-        except psutil.TimeoutExpired:
+        except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout:g} s:\n{self._read()}") from None
         ended = time.time()
         return Finished(status, *self._read(), ended)
@@ -101,13 +115,7 @@ def python(script: str, *arguments: str, folder: Path) -> Finished:
         return command.finish()
 
 
-def torchrun(ranks: int, script: str, *arguments: str, folder: Path) -> Command:
+def torchrun(ranks: int, script: str, *arguments: str, folder: Path, warm: bool = True) -> Command:
     """Starts a script of the repository on ``ranks`` ranks in ``folder``."""
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return Command([*launcher, str(ROOT / script), *arguments], folder)
-
-
-def _environment() -> dict[str, str]:
-    """One thread for each rank, no GPU, no search of the network for models."""
-    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    return {**os.environ, **settings}
+    return Command([*launcher, str(ROOT / script), *arguments], folder, warm)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rlhf_megatron.rollout.environment import has_gpu
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 
 TRAIN, STEPS = "launch/train.py", 4
+STEPS_BEFORE_KILLS, STEPS_OF_KILLED = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3], 14
 RECIPE: dict[str, Any] = {
     "name": "whole",
     "loop": "rl",
@@ -35,6 +37,27 @@ RECIPE: dict[str, Any] = {
     "checkpoint": {"save_interval": 1, "keep_last_k": 3},
     "monitor": {"plots": False},
 }
+# All state that a run can have: a critic, its warm-up, a KL controller, minibatches, groups that wait, an evaluation.
+PPO: dict[str, Any] = {
+    "name": "ppo",
+    "steps": STEPS_OF_KILLED,
+    "batch": {"prompts_per_step": 4, "responses_per_prompt": 2, "minibatch_prompts": 2},
+    "critic": {
+        "layout": {"data": 2},
+        "tokens_per_gpu": 256,
+        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine"},
+        "warmup_steps": 2,
+    },
+    "algorithm": {
+        **RECIPE["algorithm"],
+        "advantage": "gae",
+        "kl_placement": "reward",
+        "kl_estimator": "k1",
+        "kl_controller": {"type": "adaptive", "target": 0.1, "horizon": 100},
+    },
+    "evaluation": {"interval": 5, "at_start": False},
+    "checkpoint": {"save_interval": 1, "keep_last_k": 2},
+}
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return (len(solution_str) % 5) / 4
@@ -48,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("resume")
     (path / "reward.py").write_text(REWARD)
     (path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
+    (path / "ppo.yaml").write_text(yaml.safe_dump(RECIPE | PPO))
     sizes = ["--layers=2", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
     for arguments in (
         ["tools/make_tiny_model.py", "--output=model", *sizes],
@@ -80,6 +104,17 @@ def metrics_of(run: Path) -> dict[int, dict[str, float]]:
         steps.setdefault(record.pop("step"), {}).update(record)
     timed = ("time/", "perf/", "rollout/throughput", "train/step_time", "reward/latency")
     return {step: {k: v for k, v in found.items() if not k.startswith(timed)} for step, found in steps.items()}
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may be growing or missing."""
+    text = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def lines_done(run: Path) -> int:
+    """How many lines of metrics a run has."""
+    return len(lines_of(run / "metrics.jsonl"))
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +156,38 @@ def test_a_killed_run_goes_on_to_the_last_bit(
     exported = load_file(run / "export" / f"step-{STEPS}" / "model.safetensors")
     expected = load_file(folder / "runs" / "whole" / "export" / f"step-{STEPS}" / "model.safetensors")
     assert all((exported[name] == expected[name]).all() for name in expected)
+
+
+def test_a_run_killed_at_ten_random_moments_is_the_same_to_the_last_bit(folder: Path) -> None:
+    whole, run = folder / "runs" / "ppo", folder / "runs" / "often_killed"
+    with torchrun(2, TRAIN, "ppo.yaml", folder=folder) as command:
+        assert command.finish().status == 0
+    expected = metrics_of(whole)
+    assert any(record["rollout/groups_carried_over"] for record in expected.values())
+    seconds = sum(line.get("train/step_time_ms", 0.0) for line in lines_of(whole / "metrics.jsonl")) / 1e3
+
+    seed = time.time_ns()
+    random, moments, recovery = Random(seed), [], run / "recovery.jsonl"
+    random.shuffle(STEPS_BEFORE_KILLS)
+    for kill, further in enumerate(STEPS_BEFORE_KILLS):
+        with torchrun(2, TRAIN, "ppo.yaml", "name=often_killed", folder=folder) as command:
+            while command.is_running() and [line["what"] for line in lines_of(recovery)].count("resume") < kill:
+                time.sleep(0.02)
+            seen = lines_done(run)
+            while command.is_running() and lines_done(run) < seen + further:
+                time.sleep(0.02)
+            time.sleep(random.uniform(0.0, seconds / STEPS_OF_KILLED))
+            for victim in command.family() if random.random() < 0.5 else [command.rank(random.randrange(2))]:
+                victim.kill()
+            assert command.finish().status != 0
+        moments.append(max((line["step"] for line in lines_of(run / "metrics.jsonl")), default=0))
+    with torchrun(2, TRAIN, "ppo.yaml", "name=often_killed", folder=folder) as command:
+        finished = command.finish()
+    assert finished.status == 0, finished.err
+    told = f"seed {seed}, killed after steps {moments}"
+    assert metrics_of(run) == expected, told
+    one, other = (load_file(path / "export" / f"step-{STEPS_OF_KILLED}" / "model.safetensors") for path in (whole, run))
+    assert all((one[name] == other[name]).all() for name in other), told
 
 
 def test_another_layout_goes_on_to_rounding(

@@ -1,4 +1,4 @@
-"""run_ranks: a function or a script on N real torchrun ranks with gloo, for tests. Not a test itself.
+"""run_ranks: a function or a script on N real ranks with gloo, for tests. Not a test itself.
 
     def add(amount: int) -> float:                      # at the top level of the test's file
         value = torch.tensor([float(dist.get_rank() + amount)])
@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.environment import has_gpu, prepare_environment
 
 RESULT_FOLDER = "RLHF_MEGATRON_TEST_RESULTS"
 SECONDS_TO_END_POLITELY = 5.0
@@ -44,11 +45,13 @@ def run_ranks(
     timeout: float = 300.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run `target` on `world_size` ranks of one torchrun and return what each rank returned, in rank order.
+    """Run `target` on `world_size` ranks and return what each rank returned, in rank order.
 
     `target` is a top-level function, "path/to/file.py:function", "module:function", or a script's Path. A function is
     called with `arguments` as keywords inside an initialised gloo group; arguments and results travel as JSON. A script
     gets `arguments` as its command line and no group; it may hand over a result with `write_result`, else it is None.
+    Scripts, and functions where there is a GPU, run under torchrun. On CPUs the ranks of a function are forks of one
+    process (see nursery) that has done the imports, with torchrun's variables and store.
 
     Raises RuntimeError with everything the ranks printed if one fails or `timeout` seconds pass; then every process
     that was started is killed.
@@ -68,7 +71,13 @@ def run_ranks(
             **(environment or {}),
         }
         for _ in range(3):
-            command = [*launcher, f"--master-port={free_port()}", *rank_command]
+            forks = not has_gpu() and not isinstance(target, Path)
+            port = free_port()
+            command = (
+                [sys.executable, "-P", *rank_command, str(world_size), str(port)]
+                if forks
+                else [*launcher, f"--master-port={port}", *rank_command]
+            )
             returncode, output = _run_to_the_end(command, variables, timeout, Path(folder) / "output")
             # Another process took the port between the probe and the start: nothing that the target did.
             if returncode in (0, None) or "EADDRINUSE" not in output:
@@ -115,11 +124,14 @@ def _run_to_the_end(
 ) -> tuple[int | None, str]:
     """Return (exit status, all output), the status None after a kill. Output goes through a file: a pipe that a
     surviving grandchild holds open would keep the test waiting."""
-    with output.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, env=dict(variables),
-            start_new_session=True,
-        )  # fmt: skip
+    from nursery import Nursling, nursery  # this file on a rank has no need of it
+
+    with output.open("wb") as sink, open(os.devnull, "rb") as none:
+        process: Nursling | subprocess.Popen[bytes] = (
+            subprocess.Popen(command, stdin=none, stdout=sink, stderr=sink, env=variables, start_new_session=True)
+            if has_gpu()
+            else nursery().start(command, Path.cwd(), variables, [file.fileno() for file in (none, sink, sink)], True)
+        )
         returncode: int | None
         try:
             returncode = process.wait(timeout)
@@ -159,6 +171,8 @@ def _import_target(module: str) -> ModuleType:
     if not module.endswith(".py"):
         return importlib.import_module(module)
     path = Path(module).resolve()
+    if path.stem in sys.modules:
+        return sys.modules[path.stem]
     specification = importlib.util.spec_from_file_location(path.stem, path)
     if specification is None or specification.loader is None:
         raise ImportError(f"{path} cannot be imported")
@@ -168,26 +182,77 @@ def _import_target(module: str) -> ModuleType:
     return loaded
 
 
+def _run_forks(target: str, arguments: str, world_size: int, port: int) -> int:
+    """The ranks as forks of this process; when one fails the others are ended, as torchrun does. Returns the status."""
+    prepare_environment()
+    _import_target(target.rpartition(":")[0])
+    import torch.distributed as dist
+
+    ranks = []
+    for rank in range(world_size):
+        process = os.fork()
+        if process == 0:
+            _be_a_fork(target, arguments, rank, world_size, port)
+        ranks.append(process)
+    # Threads do not survive a fork, so the store starts after them; they wait for it.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    failure = 0
+    while ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        if status and not failure:
+            failure = 1
+            for process in ranks:
+                os.kill(process, signal.SIGTERM)
+    del store
+    return failure
+
+
+def _be_a_fork(target: str, arguments: str, rank: int, world_size: int, port: int) -> None:
+    """Does a rank's part and ends the process."""
+    status = 1
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    try:
+        _run_function(target, arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 def _run_one_rank(kind: str, target: str, arguments: list[str]) -> None:
-    # As pytest's `pythonpath` does for the tests, so that a test's file imports the same things on a rank.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if kind == "script":
         sys.argv = [target, *arguments]
         sys.path.insert(0, str(Path(target).resolve().parent))
         runpy.run_path(target, run_name="__main__")
         return
+    _run_function(target, arguments[0])
+
+
+def _run_function(target: str, arguments: str) -> None:
     import torch.distributed as dist
 
     module, _, function = target.rpartition(":")
     from rlhf_megatron.topology.world import join_world
 
     join_world()  # gloo, and NCCL besides where there are GPUs
-    result = getattr(_import_target(module), function)(**json.loads(arguments[0]))
+    result = getattr(_import_target(module), function)(**json.loads(arguments))
     write_result(result)
-    # Ranks that end before others have read their last message would break those.
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # an engine that ends may take torch.distributed with it
+        # Ranks that end before others have read their last message would break those.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    # As pytest's `pythonpath` does for the tests, so that a test's file imports the same things on a rank.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    if sys.argv[1] == "function" and "RANK" not in os.environ:
+        sys.exit(_run_forks(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
     _run_one_rank(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -65,9 +65,7 @@ def learn_and_answer(
     held = {position: role.blocks(position) for position in range(world)}
     wanted = {other: rollout_blocks(architecture, rollout_tensor, other % rollout_tensor) for other in range(world)}
     weights_dtype = next(iter(engine.parameters().values())).dtype
-    regather = Regather(
-        plan_regather(held, wanted), rank, weights_dtype, role.device, PointToPoint(), staging_bytes
-    )
+    regather = Regather(plan_regather(held, wanted), rank, weights_dtype, role.device, PointToPoint(), staging_bytes)
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     results = []

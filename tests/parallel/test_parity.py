@@ -94,10 +94,7 @@ def test_outputs_and_steps_equal_transformers(name: str, home: Path, results: di
     with torch.no_grad():
         expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
         distributions = torch.cat(
-            [
-                row_logits(model, p, r)[len(p) - 1 : -1].log_softmax(-1)
-                for p, r in zip(prompts, responses, strict=True)
-            ]
+            [row_logits(model, p, r)[len(p) - 1 : -1].log_softmax(-1) for p, r in zip(prompts, responses, strict=True)]
         )
     entropy = -(distributions.exp() * distributions).sum(-1)
     assert (torch.tensor(result["logprobs"]) - expected).abs().max() < 1e-5

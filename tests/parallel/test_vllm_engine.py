@@ -58,10 +58,7 @@ def answers(model: str, tensor: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def by_tensor(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     model: Path = make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
-    return {
-        tensor: run_ranks(answers, world_size=tensor, arguments={"model": str(model), "tensor": tensor})
-        for tensor in (1, 2)
-    }
+    return {tensor: run_ranks(answers, tensor, {"model": str(model), "tensor": tensor}) for tensor in (1, 2)}
 
 
 def test_two_ranks_of_a_replica_answer_as_one(by_tensor: dict[int, list[dict[str, Any]]]) -> None:

@@ -72,12 +72,12 @@ class Answers:
             group_id=[index // responses for index in range(len(rows))],
             rewards=[self.rewards[prompt][k] for prompt, k in rows],
         )
-        return SimpleNamespace(gather=lambda rewards: batch)
+        return SimpleNamespace(batch=batch, tokens=len(batch.tokens))
 
-    def score(self, rolled: Any) -> list[float]:
-        return []
+    def gather(self, rolled: Any) -> RolloutBatch:
+        return rolled.batch
 
-    def scoring_metrics(self) -> dict[str, float]:
+    def scoring_metrics(self, rolled: Any) -> dict[str, float]:
         return {"reward/timeouts": 0.0}
 
 

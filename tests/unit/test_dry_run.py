@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks
 from rlhf_megatron.recipe import Recipe, RecipeError, check_world, dry_run, load_recipe
 from rlhf_megatron.recipe.checks import stage_layers
@@ -19,7 +20,16 @@ from rlhf_megatron.recipe.roles import LayoutSection
 from rlhf_megatron.topology.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = {"tiny_sft": 2, "tiny_grpo": 2, "smollm_grpo": 1, "qwen7b_grpo": 8, "qwen32b_dapo": 32, "qwen70b_dapo": 96}
+RECIPES = {
+    "tiny_sft": 2,
+    "tiny_grpo": 2,
+    "tiny_ppo": 2,
+    "tiny_reward_model": 2,
+    "smollm_grpo": 1,
+    "qwen7b_grpo": 8,
+    "qwen32b_dapo": 32,
+    "qwen70b_dapo": 96,
+}
 PLANNED = [name for name in RECIPES if not name.startswith("tiny")]  # the tiny model is made by the demo
 MODELS = ["qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "smollm2-135m"]
 
@@ -79,6 +89,7 @@ def held(blocks: Sequence[Block]) -> int:
     return sum(math.prod(size) for size in ends.values())
 
 
+@pytest.mark.parametrize("head", ["language", "scalar"])
 @pytest.mark.parametrize(
     ("model", "tensor", "pipeline"),
     [
@@ -90,8 +101,9 @@ def held(blocks: Sequence[Block]) -> int:
         ("smollm2-135m", 3, 2),
     ],
 )
-def test_rank_parameters_agree_with_the_weight_map(model: str, tensor: int, pipeline: int) -> None:
-    architecture, sizes = read_architecture(ROOT / "recipes" / "models" / model), shape(model)
+def test_rank_parameters_agree_with_the_weight_map(model: str, tensor: int, pipeline: int, head: Head) -> None:
+    architecture = read_architecture(ROOT / "recipes" / "models" / model).with_head(head)
+    sizes = dataclasses.replace(shape(model), scalar_head=head == "scalar")
     layout = Layout(tensor=tensor, pipeline=pipeline)
     stages = stage_layers(LayoutSection(tensor=tensor, pipeline=pipeline), sizes.layers)
     for stage in range(pipeline):
@@ -187,6 +199,28 @@ def test_what_does_not_fit_is_said_with_advice() -> None:
 def test_a_reference_is_planned_only_where_it_is_used() -> None:
     assert "reference: tensor 4" in dry_run(recipe_of("qwen7b_grpo"), 8)
     assert "reference: not made" in dry_run(recipe_of("qwen7b_grpo", "algorithm.kl_coef=0"), 8)
+
+
+def test_critic_and_reward_model_count_in_every_phase() -> None:
+    critic = "critic={tokens_per_gpu: 8192, optimizer: {learning_rate: 1e-5}, layout: {tensor: 2}}"
+    judge = "reward_model={tokens_per_gpu: 8192, path: recipes/models/smollm2-135m, layout: {tensor: 1}}"
+    gae = "algorithm.advantage=gae"
+    sizes = shape("qwen2.5-7b")
+    alone, both = (estimate(recipe_of("qwen7b_grpo", *more), sizes, 8) for more in ([], [critic, judge, gae]))
+    [value], [score] = both.roles["critic"], both.roles["reward_model"]
+    assert value.parameters == dataclasses.replace(sizes, scalar_head=True).rank_parameters(2, [28], 0)
+    assert score.parameters == shape("smollm2-135m").parameters + 576  # tied embeddings, and one row for the head
+    assert value.optimizer > 0 == value.logits and score.gradients == score.optimizer == 0
+    for phase in ("generate", "logprobs", "update"):
+        assert both.phases[phase] >= alone.phases[phase] + value.resident + score.resident - 1e-9
+    text = dry_run(recipe_of("qwen7b_grpo", critic, judge, gae), 8)
+    assert "critic: tensor 2 x data 4" in text and "reward_model: tensor 1 x data 8" in text
+
+
+def test_pairs_are_planned_as_two_rows_each() -> None:
+    overrides = ["model.path=recipes/models/qwen2.5-7b", "steps=1"]
+    text = dry_run(recipe_of("tiny_reward_model", *overrides), 2)
+    assert "64 pairs" in text and "1 optimizer step of 128 rows" in text and "logits 0.0" in text
 
 
 def test_the_regathering_line_is_the_callers() -> None:

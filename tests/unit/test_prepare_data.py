@@ -6,14 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet
 import pytest
 
-from rlhf_megatron.data.prompts import PromptDataset
+from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.recipe import DataSection, RewardSection
 from rlhf_megatron.rewards.score import ScoreItem, Scorer
 from tiny_tokenizer import write_bpe_tokenizer
 
@@ -101,15 +101,15 @@ def test_reasoning_gym_rows_are_distinct_and_scored_by_the_library(tmp_path: Pat
     questions = [[row["extra_info"]["question"] for row in read(path)] for path in (held_out, train)]
     assert len(set(questions[0] + questions[1])) == 110
     tokenizer = load_tokenizer(write_bpe_tokenizer(tmp_path / "bpe"))
-    section = SimpleNamespace(max_prompt_length=400, overlong_prompts="stop", response_column=None)
-    dataset = PromptDataset([train], tokenizer, section)
-    prompts = [dataset[index] for index in range(5)]
+    section = DataSection(train_files=["x"], max_prompt_length=400, overlong_prompts="stop")
+    prompts = [item for item in PromptDataset([train], tokenizer, section).read(range(5)) if isinstance(item, Prompt)]
+    assert len(prompts) == 5
     items = [
         ScoreItem(prompt.data_source, solution, prompt.ground_truth, prompt.extra_info, prompt.row)
         for prompt in prompts
         for solution in (f"<answer>{prompt.ground_truth}</answer>", f"{prompt.ground_truth}0 or {prompt.ground_truth}")
     ]
-    with Scorer(SimpleNamespace(function=None, timeout_seconds=20.0, workers=1)) as scorer:
+    with Scorer(RewardSection(timeout_seconds=20.0, workers=1)) as scorer:
         assert scorer.score(items) == [1.0, 0.0] * 5
 
 
@@ -156,10 +156,11 @@ def test_all_of_gsm8k_is_prepared_and_opened(tmp_path: Path) -> None:
         pytest.skip(f"GSM8K is not at {source.parent}")
     assert run("gsm8k", "--input", source, "--output", tmp_path / "train.parquet").returncode == 0
     tokenizer = load_tokenizer(write_bpe_tokenizer(tmp_path / "bpe"))
-    section = SimpleNamespace(max_prompt_length=400, overlong_prompts="drop", response_column="extra_info.answer")
-    dataset = PromptDataset([tmp_path / "train.parquet"], tokenizer, section, with_response=True)
-    assert len(dataset) + dataset.dropped == 7473
-    assert dataset.dropped > 0
-    response = dataset[0].response_token_ids
+    section = DataSection(train_files=["x"], max_prompt_length=400, response_column="extra_info.answer")
+    found = list(PromptDataset([tmp_path / "train.parquet"], tokenizer, section, responses="one").read_all())
+    assert len(found) == 7473
+    prompts = [item for item in found if isinstance(item, Prompt)]
+    assert 0 < len(prompts) < len(found)
+    response = prompts[0].response_token_ids
     assert response is not None
-    assert tokenizer.decode(response) == dataset[0].extra_info["answer"]
+    assert tokenizer.decode(response) == prompts[0].extra_info["answer"]

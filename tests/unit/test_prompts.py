@@ -1,21 +1,21 @@
-"""rlhf_megatron.data.prompts and rows: parquet files with verl's columns, the over-long filter, order and resume."""
+"""rlhf_megatron.data.prompts and rows: parquet files with verl's columns, what is refused of them, limits of length."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlhf_megatron.data.prompts import DataError, PromptDataset, PromptStream
+from rlhf_megatron.data import rows
+from rlhf_megatron.data.prompts import DataError, LeftOut, Prompt, PromptDataset
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.recipe import DataSection
 from tiny_tokenizer import write_bpe_tokenizer
 
-ORDER_OF_SEED_1 = [9, 2, 4, 7, 5, 0, 8, 6, 3, 1]
 Row = dict[str, Any]
 
 
@@ -24,10 +24,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(write_bpe_tokenizer(tmp_path_factory.mktemp("bpe")))
 
 
-def section(max_prompt_length: int = 200, overlong_prompts: str = "drop", response_column: str | None = None) -> Any:
-    return SimpleNamespace(
-        max_prompt_length=max_prompt_length, overlong_prompts=overlong_prompts, response_column=response_column
-    )
+def section(max_prompt_length: int = 200, **values: Any) -> DataSection:
+    return DataSection(train_files=["x"], max_prompt_length=max_prompt_length, **values)
+
+
+def everything(dataset: PromptDataset) -> list[Prompt | LeftOut]:
+    return list(dataset.read_all())
+
+
+def only(dataset: PromptDataset, row: int = 0) -> Prompt:
+    [prompt] = dataset.read([row])
+    assert isinstance(prompt, Prompt)
+    return prompt
 
 
 def verl_row(number: int, question: str = "What is {} + 1?") -> Row:
@@ -45,16 +53,19 @@ def write(path: Path, rows: list[Row], row_group_size: int = 4) -> Path:
     return path
 
 
-def test_verl_files_are_read_through_all_files_and_row_groups(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_verl_files_are_read_through_all_files_and_row_groups(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 1)  # a block for each row group
     files = [
         write(tmp_path / "a.parquet", [verl_row(number) for number in range(10)]),
         write(tmp_path / "b.parquet", [verl_row(number) for number in range(10, 23)]),
     ]
     dataset = PromptDataset(files, tokenizer, section())
     assert len(dataset) == 23
-    assert dataset.dropped == 0
+    assert [block.rows for block in dataset.rows.blocks] == [4, 4, 2, 4, 4, 4, 1]
     for index in (22, 0, 9, 10, 4, 13):
-        prompt = dataset[index]
+        prompt = only(dataset, index)
         assert prompt.row == index
         assert prompt.data_source == "openai/gsm8k"
         assert prompt.ground_truth == str(index + 1)
@@ -62,12 +73,28 @@ def test_verl_files_are_read_through_all_files_and_row_groups(tokenizer: Tokeniz
         assert prompt.response_token_ids is None
         messages = [{"role": "user", "content": f"What is {index} + 1?"}]
         assert list(prompt.token_ids) == tokenizer.encode_chat(messages)
-    assert dataset.rows([7, 3, 7]) == [dataset[7], dataset[3], dataset[7]]
-    assert (dataset.place(11).file, dataset.place(11).row) == (str(files[1]), 1)
-    assert dataset.lengths().tolist() == [len(dataset[index].token_ids) for index in range(23)]
+    found = everything(dataset)
+    assert found == dataset.read(range(23))
+    assert dataset.read([7, 22, 3, 7]) == [found[7], found[22], found[3], found[7]]
+    assert list(dataset.read_heads(6)) == [*found[:6], *found[10:16]]
+    assert (dataset.rows.place(11).file, dataset.rows.place(11).row) == (str(files[1]), 1)
     assert dataset.data_sources() == ["openai/gsm8k"]
-    with pytest.raises(IndexError):
-        dataset[23]
+
+
+def test_small_row_groups_are_decoded_together_and_forgotten_for_others(tmp_path: Path) -> None:
+    values = [{"number": number, "text": "x" * 1000 + str(number)} for number in range(6000)]
+    file = write(tmp_path / "many.parquet", values, row_group_size=100)
+    opened = rows.ParquetRows([file], ["number", "text"], memory_mb=1)
+    assert len(opened.blocks) == 60, "a row group is more than a sixteenth of the memory"
+    assert sum(block.rows for block in opened.blocks) == 6000
+    wanted = [5999, 0, 3000, 1, 5998]
+    for _ in range(2):
+        assert [row["number"] for row in opened.take(wanted)] == wanted
+    opened.take(range(6000))
+    assert sum(opened.blocks[index].size for index in opened._cache) <= 2**20 < sum(b.size for b in opened.blocks)
+    narrow = rows.ParquetRows([file], ["number"], memory_mb=1)
+    assert len(narrow.blocks) == 1, "columns that nobody reads have no weight"
+    assert narrow.digest == opened.digest
 
 
 def test_files_with_null_fields_numbers_and_extra_columns_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -76,33 +103,35 @@ def test_files_with_null_fields_numbers_and_extra_columns_are_read(tokenizer: To
     row["reward_model"] = {"style": "rule", "ground_truth": 72}
     row["extra_info"] = None
     row["images"] = [b"bytes that nobody decodes"]
-    prompt = PromptDataset([write(tmp_path / "a.parquet", [row])], tokenizer, section())[0]
+    prompt = only(PromptDataset([write(tmp_path / "a.parquet", [row])], tokenizer, section()))
     assert (prompt.ground_truth, prompt.extra_info) == ("72", {})
     row["reward_model"] = {"style": "rule", "ground_truth": ["1/2", "0.5"]}
-    prompt = PromptDataset([write(tmp_path / "b.parquet", [row])], tokenizer, section())[0]
+    prompt = only(PromptDataset([write(tmp_path / "b.parquet", [row])], tokenizer, section()))
     assert json.loads(prompt.ground_truth) == ["1/2", "0.5"]
 
 
-def test_overlong_prompts_are_dropped_and_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    rows = [verl_row(number) for number in range(6)]
-    rows[2] = verl_row(2, "long " * 60)
-    file = write(tmp_path / "a.parquet", rows)
-    dataset = PromptDataset([file], tokenizer, section(max_prompt_length=40))
-    assert (len(dataset), dataset.dropped) == (5, 1)
-    assert [dataset[index].ground_truth for index in range(5)] == ["1", "2", "4", "5", "6"]
-    assert dataset.place(2).row == 3
-    longest = max(dataset.lengths())
-    assert (
-        PromptDataset([file], tokenizer, section(max_prompt_length=int(longest))).dropped == 1
-    )  # the limit itself fits
-    with pytest.raises(DataError, match="all 6 rows are too long"):
-        PromptDataset([file], tokenizer, section(max_prompt_length=2))
+def test_rows_outside_the_limits_of_length_are_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    texts = ["2 + 2?", "What is 2 + 2?", "long " * 60]
+    file = write(tmp_path / "a.parquet", [verl_row(0, text) for text in texts])
+    lengths = [len(tokenizer.encode_chat([{"role": "user", "content": text}])) for text in texts]
+    assert lengths == sorted(set(lengths))
+
+    def kept(**limits: int) -> list[int]:
+        found = everything(PromptDataset([file], tokenizer, section(**limits)))
+        return [row for row, item in enumerate(found) if item is not LeftOut.LENGTH]
+
+    assert kept(max_prompt_length=lengths[1]) == [0, 1], "the limit itself fits"
+    assert kept(max_prompt_length=lengths[1] - 1) == [0]
+    assert kept(max_prompt_length=999, min_prompt_length=lengths[1]) == [1, 2]
+    assert kept(max_prompt_length=999, min_prompt_length=lengths[1] + 1) == [2]
+    with pytest.raises(DataError, match=rf"row 0, column prompt: {lengths[0]} tokens, under data\.min_prompt_length"):
+        everything(PromptDataset([file], tokenizer, section(min_prompt_length=lengths[1], overlong_prompts="stop")))
 
 
 def test_overlong_prompts_stop_with_file_row_length_and_limit(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", [verl_row(0), verl_row(1), verl_row(2, "long " * 60)])
     with pytest.raises(DataError) as caught:
-        PromptDataset([file], tokenizer, section(max_prompt_length=40, overlong_prompts="stop"))
+        everything(PromptDataset([file], tokenizer, section(max_prompt_length=40, overlong_prompts="stop")))
     length = len(tokenizer.encode_chat(verl_row(2, "long " * 60)["prompt"]))
     assert str(caught.value).startswith(
         f"{file}, row 2, column prompt: {length} tokens, over data.max_prompt_length = 40"
@@ -121,6 +150,11 @@ def test_overlong_prompts_stop_with_file_row_length_and_limit(tokenizer: Tokeniz
             [{"role": "tool", "content": "x"}],
             "row 1, column prompt: the chat template refuses these messages",
         ),
+        (
+            "prompt",
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+            "row 1, column prompt: the last message is the assistant's; its turn must come next",
+        ),
         ("data_source", None, "row 1, column data_source: None instead of a name"),
         (
             "reward_model",
@@ -136,7 +170,7 @@ def test_bad_rows_are_told_with_file_row_and_column(
     bad = verl_row(1) | {column: value}
     file = write(tmp_path / "bad.parquet", [verl_row(0), bad])
     with pytest.raises(DataError) as caught:
-        PromptDataset([file], tokenizer, section())
+        everything(PromptDataset([file], tokenizer, section()))
     assert str(caught.value).startswith(f"{file}, {problem}")
     assert "\n" not in str(caught.value)
 
@@ -144,12 +178,15 @@ def test_bad_rows_are_told_with_file_row_and_column(
 def test_columns_of_the_wrong_type_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
     text = write(tmp_path / "text.parquet", [verl_row(0) | {"prompt": "What is 1 + 1?"}])
     with pytest.raises(DataError, match="row 0, column prompt: str instead of a list"):
-        PromptDataset([text], tokenizer, section())
+        everything(PromptDataset([text], tokenizer, section()))
+    nested = write(tmp_path / "nested.parquet", [verl_row(0) | {"data_source": {"name": "sums"}}])
+    with pytest.raises(DataError, match=r"row 0, column data_source: \{'name': 'sums'\} instead of a name"):
+        everything(PromptDataset([nested], tokenizer, section()))
     images = write(
         tmp_path / "images.parquet", [verl_row(0) | {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}]
     )
     with pytest.raises(DataError, match="message 0 has content of type list instead of text"):
-        PromptDataset([images], tokenizer, section())
+        everything(PromptDataset([images], tokenizer, section()))
 
 
 def test_bad_files_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -172,63 +209,57 @@ def test_bad_files_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 def test_supervised_rows_carry_response_and_eos(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", [verl_row(number) for number in range(5)])
+
+    def opened(path: Path = file, **values: Any) -> PromptDataset:
+        return PromptDataset([path], tokenizer, section(**values), responses="one")
+
     for column, text in ((None, "4"), ("extra_info.answer", "It is 4.\n#### 4")):
-        dataset = PromptDataset([file], tokenizer, section(response_column=column), with_response=True)
-        assert dataset[3].response_token_ids == (*tokenizer.encode(text), tokenizer.eos_token_id)
+        dataset = opened(response_column=column)
+        assert only(dataset, 3).response_token_ids == (*tokenizer.encode(text), tokenizer.eos_token_id)
     plain = write(tmp_path / "plain.parquet", [{"prompt": verl_row(0)["prompt"], "target": "one"}])
-    prompt = PromptDataset([plain], tokenizer, section(response_column="target"), with_response=True)[0]
+    prompt = only(opened(plain, response_column="target"))
     assert prompt.response_token_ids == (*tokenizer.encode("one"), tokenizer.eos_token_id)
     assert (prompt.data_source, prompt.ground_truth) == ("", "")
     with pytest.raises(DataError, match=r"row 0, column extra_info\.solution: None instead of a response text"):
-        PromptDataset([file], tokenizer, section(response_column="extra_info.solution"), with_response=True)
-    short = PromptDataset(
-        [file], tokenizer, section(response_column="extra_info.answer"), with_response=True, max_response_length=500
-    )
-    assert short.dropped == 0
-    with pytest.raises(DataError, match="over the response limit = 1"):
-        PromptDataset([file], tokenizer, section(overlong_prompts="stop"), with_response=True, max_response_length=1)
+        everything(opened(response_column="extra_info.solution"))
+    longest = len(tokenizer.encode("It is 4.\n#### 4")) + 1
+    for limit, kept in ((longest, 5), (longest - 1, 0)):
+        found = everything(opened(response_column="extra_info.answer", max_response_length=limit))
+        assert sum(isinstance(item, Prompt) for item in found) == kept
+    with pytest.raises(DataError, match=r"column reward_model\.ground_truth: 2 tokens, over data\.max_response_length"):
+        everything(opened(overlong_prompts="stop", max_response_length=1))
 
 
-@pytest.fixture
-def dataset(tokenizer: Tokenizer, tmp_path: Path) -> PromptDataset:
-    return PromptDataset([write(tmp_path / "a.parquet", [verl_row(n) for n in range(10)])], tokenizer, section())
+def test_a_system_prompt_is_put_before_conversations_that_have_none(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    talk = [
+        {"role": "user", "content": "What is two plus three?"},
+        {"role": "assistant", "content": "five"},
+        {"role": "user", "content": "And 48 + 1?"},
+    ]
+    own = [{"role": "system", "content": "Be short."}, *talk]
+    file = write(tmp_path / "a.parquet", [verl_row(0) | {"prompt": talk}, verl_row(0) | {"prompt": own}])
+    dataset = PromptDataset([file], tokenizer, section(system_prompt="Use digits."))
+    expected = [{"role": "system", "content": "Use digits."}, *talk]
+    assert only(dataset, 0).messages == tuple(expected)
+    assert list(only(dataset, 0).token_ids) == tokenizer.encode_chat(expected)
+    assert only(dataset, 1).messages == tuple(own)
+    assert list(only(dataset, 1).token_ids) == tokenizer.encode_chat(own)
 
 
-def test_stream_gives_every_prompt_once_per_epoch_in_a_new_order(dataset: PromptDataset) -> None:
-    stream = PromptStream(dataset, seed=3)
-    rows = [prompt.row for _ in range(10) for prompt in stream.next(3)]  # three epochs: batches cross their borders
-    epochs = [rows[start : start + 10] for start in (0, 10, 20)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert stream.epoch == 3
-    assert [prompt.row for prompt in PromptStream(dataset, seed=3).next(30)] == rows
-    assert [prompt.row for prompt in PromptStream(dataset, seed=4).next(30)] != rows
-    assert [prompt.row for prompt in PromptStream(dataset, seed=3, shuffle=False).next(12)] == [*range(10), 0, 1]
+def test_numbers_of_a_column_are_read_and_bad_ones_told(tmp_path: Path) -> None:
+    def opened(values: list[Any]) -> rows.ParquetRows:
+        table = [{"extra_info": {"difficulty": value, "note": "x"}, "level": value} for value in values]
+        return rows.ParquetRows([write(tmp_path / "a.parquet", table, row_group_size=2)], ["extra_info"])
 
-
-def test_order_never_changes_between_versions(dataset: PromptDataset) -> None:
-    assert [prompt.row for prompt in PromptStream(dataset, seed=1).next(10)] == ORDER_OF_SEED_1
-
-
-def test_stream_resumes_where_it_stopped(dataset: PromptDataset) -> None:
-    stream = PromptStream(dataset, seed=5)
-    stream.next(4)
-    stream.next(4)
-    state = json.loads(json.dumps(stream.state()))  # as a checkpoint would keep it
-    expected = [prompt.row for _ in range(5) for prompt in stream.next(4)]
-    resumed = PromptStream(dataset, seed=5)
-    resumed.next(2)
-    resumed.load(state)
-    assert [prompt.row for _ in range(5) for prompt in resumed.next(4)] == expected
-
-
-def test_resume_with_other_data_seed_or_order_is_refused(dataset: PromptDataset) -> None:
-    state = PromptStream(dataset, seed=5).state()
-    with pytest.raises(DataError, match="saved with seed 5 but this run has 6"):
-        PromptStream(dataset, seed=6).load(state)
-    with pytest.raises(DataError, match=r"saved with data\.shuffle True"):
-        PromptStream(dataset, seed=5, shuffle=False).load(state)
-    with pytest.raises(DataError, match="saved with usable rows 11 but this run has 10"):
-        PromptStream(dataset, seed=5).load(state | {"rows": 11})
-    with pytest.raises(ValueError, match="cannot draw 0 prompts"):
-        PromptStream(dataset, seed=5).next(0)
+    for values in ([3, 1, 2], [0.5, -1.0, 2.5]):
+        for column in ("extra_info.difficulty", "level"):
+            assert opened(values).numbers(column).tolist() == values
+    where = r"a\.parquet, row 2, column extra_info\.difficulty: no finite number, and 2 rows in all have none"
+    for bad in (None, float("nan"), float("inf")):
+        with pytest.raises(DataError, match=where):
+            opened([1.0, 2.0, bad, 0.0, bad]).numbers("extra_info.difficulty")
+    for column in ("extra_info.hardness", "hardness", "level.x", "extra_info.note.x"):
+        with pytest.raises(DataError, match=rf"a\.parquet, column {column}: missing; the file has extra_info, level"):
+            opened([1]).numbers(column)
+    with pytest.raises(DataError, match=r"column extra_info\.note: string instead of numbers"):
+        opened([1]).numbers("extra_info.note")

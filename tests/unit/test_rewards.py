@@ -11,11 +11,11 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.rewards import gsm8k, math, reasoning_gym
 from rlhf_megatron.rewards.score import RewardError, ScoreItem, Scorer, rule_of
 
@@ -23,10 +23,11 @@ ORDER = "def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def make_scorer(function: str | Path | None = None, timeout_seconds: float = 20.0, workers: int = 1) -> Scorer:
-    settings = SimpleNamespace(
-        function=None if function is None else str(function), timeout_seconds=timeout_seconds, workers=workers
+    return Scorer(
+        RewardSection(
+            function=None if function is None else str(function), timeout_seconds=timeout_seconds, workers=workers
+        )
     )
-    return Scorer(settings)
 
 
 def item(data_source: str, solution: str, ground_truth: str, extra_info: Any = None, row_id: int = 7) -> ScoreItem:
@@ -129,7 +130,7 @@ def test_last_boxed_is_balanced_and_linear() -> None:
     ],
 )
 def test_mathematics_is_compared_by_value(scorer: Scorer, answer: str, truth: str, expected: float) -> None:
-    assert scorer.score([item("math_dapo", answer, truth)]) == [expected]
+    assert scorer.score([item("math", answer, truth)]) == [expected]
 
 
 def test_hostile_mathematics_costs_its_own_sample_only() -> None:
@@ -159,7 +160,7 @@ def test_scores_keep_the_order_of_their_items() -> None:
 
 def test_sources_choose_their_rules(scorer: Scorer) -> None:
     assert rule_of("openai/gsm8k") == rule_of("gsm8k") == "gsm8k"
-    for source in ("math", "DigitalLearningGmbH/MATH-lighteval", "math_dapo", "aime2024", "HuggingFaceH4/aime_2024"):
+    for source in ("math", "DigitalLearningGmbH/MATH-lighteval", "aime2024", "HuggingFaceH4/aime_2024"):
         assert rule_of(source) == "math"
     assert rule_of("reasoning_gym/chain_sum") == "reasoning_gym"
     assert rule_of("reasoning_gym/") is None
@@ -319,7 +320,7 @@ def test_worker_killed_from_outside_is_replaced_and_its_sample_tried_again(tmp_p
     )
     with make_scorer(path) as scorer:
         assert scorer.score([item("x", "", ""), item("x", "", "")]) == [1.0, 1.0]
-        [idle] = scorer._pool.process_ids()
+        [idle] = scorer.process_ids()
         os.kill(idle, signal.SIGKILL)
         assert scorer.score([item("x", "", "")]) == [1.0]
 
@@ -327,7 +328,7 @@ def test_worker_killed_from_outside_is_replaced_and_its_sample_tried_again(tmp_p
 def test_workers_ignore_a_schedulers_warning_and_end_with_the_scorer(tmp_path: Path) -> None:
     path = write_function(tmp_path, "return float(os.getpid())")
     scorer = make_scorer(path)
-    [first] = scorer._pool.process_ids()
+    [first] = scorer.process_ids()
     os.kill(first, signal.SIGTERM)
     assert scorer.score([item("x", "", "")]) == [float(first)]
     scorer.close()
@@ -338,10 +339,10 @@ def test_no_worker_outlives_its_rank(tmp_path: Path) -> None:
     path = write_function(tmp_path, "return 1.0")
     code = f"""
         import os, sys, signal
-        from types import SimpleNamespace
+        from rlhf_megatron.recipe import RewardSection
         from rlhf_megatron.rewards.score import Scorer
-        scorer = Scorer(SimpleNamespace(function={str(path)!r}, timeout_seconds=5.0, workers=1))
-        print(*scorer._pool.process_ids(), flush=True)
+        scorer = Scorer(RewardSection(function={str(path)!r}, timeout_seconds=5.0, workers=1))
+        print(*scorer.process_ids(), flush=True)
         if sys.argv[1] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
     """

@@ -47,6 +47,42 @@ def test_chat_equals_what_transformers_makes_of_it(tokenizer: Tokenizer, bpe_fol
     )
 
 
+CONVERSATIONS = [
+    MESSAGES[1:],
+    [*MESSAGES, {"role": "assistant", "content": "5"}, {"role": "user", "content": "And 5 + 7?"}],
+    [MESSAGES[1], {"role": "assistant", "content": "5"}, {"role": "user", "content": "Why?", "name": "Ann"}],
+]
+# In the manner of models that can think: the last turn opens differently when a name says so.
+THINKING_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}{% if message.name %} {{ message.name }}"
+    "{% endif %}] {{ message.content | trim }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %} <think></think>{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("template", [None, THINKING_TEMPLATE])
+@pytest.mark.parametrize("names", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_conversations_of_many_turns_equal_what_transformers_makes_of_them(
+    bpe_folder: Path, tmp_path: Path, messages: list[dict[str, str]], template: str | None, names: dict[str, bool]
+) -> None:
+    from transformers import AutoTokenizer
+
+    file = tmp_path / "template.jinja"
+    file.write_text(template or "")
+    own = load_tokenizer(bpe_folder, False, str(file) if template else None, names)
+    reference = AutoTokenizer.from_pretrained(str(bpe_folder))
+    options = {"chat_template": template, **names}
+    ids = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    assert own.encode_chat(messages) == list(ids)
+    assert own.render_chat(messages).endswith(" <think></think>") == bool(
+        template and names == {"enable_thinking": False}
+    )
+    answered = [*messages, {"role": "assistant", "content": "5 + 7 = 12"}]
+    ids = reference.apply_chat_template(answered, return_dict=False, **options)
+    assert own.encode_answered([messages], ["5 + 7 = 12"]) == [list(ids)]
+
+
 def test_stop_tokens_are_eos_and_the_templates_end_of_turn(tokenizer: Tokenizer) -> None:
     end_of_turn = tokenizer.encode("<|im_end|>")
     assert len(end_of_turn) == 1

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.models.architecture import Architecture, ModelError
+from rlhf_megatron.models.architecture import Architecture, Head, ModelError
 from rlhf_megatron.models.hf_files import window
-from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks, tensor_shapes, whole_blocks
+from rlhf_megatron.models.weight_map import SCORE, Block, megatron_blocks, rollout_blocks, tensor_shapes, whole_blocks
 from rlhf_megatron.regather.plan import PlanError, bytes_received, elements, plan_regather, rounds, split_copy
 from rlhf_megatron.topology.layout import Layout
 
@@ -58,10 +58,11 @@ def filled(blocks: list[Block], tensors: dict[str, Tensor]) -> dict[str, Tensor]
 LAYOUTS = [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 2, 2), Layout(4, 1, 2), Layout(1, 4, 1)]
 
 
+@pytest.mark.parametrize("head", ["language", "scalar"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_megatron_shards_hold_every_element_and_leave_no_hole(layout: Layout, tied: bool) -> None:
-    a = architecture(tied)
+def test_megatron_shards_hold_every_element_and_leave_no_hole(layout: Layout, tied: bool, head: Head) -> None:
+    a = architecture(tied).with_head(head)
     seen = {name: torch.zeros(shape) for name, shape in tensor_shapes(a).items()}
     for position in range(layout.size):
         if layout.coordinates(position).data:
@@ -73,9 +74,10 @@ def test_megatron_shards_hold_every_element_and_leave_no_hole(layout: Layout, ti
             seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
     for name, count in seen.items():
         # Whole tensors are on each tensor rank, tied embeddings on the first and last stage, the rest exactly once.
-        replicated = "norm" in name
+        replicated = "norm" in name or name == SCORE
         copies = layout.tensor if replicated else 1
-        copies *= 2 if tied and name == "model.embed_tokens.weight" and layout.pipeline > 1 else 1
+        twice = tied and head == "language" and name == "model.embed_tokens.weight" and layout.pipeline > 1
+        copies *= 2 if twice else 1
         assert (count == copies).all(), name
 
 

@@ -1,0 +1,197 @@
+"""Submits a recipe as a Slurm job: launch/submit.py RECIPE [key.path=value ...] [--nodes N] [--array FILE] [--print]"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+
+from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.recipe import Recipe, UserError, check_world, load_recipe, unsupported
+
+LAUNCH = Path(__file__).resolve().parent
+# Between the signal and the end of the job, what is left for requeueing a run that has not ended.
+SECONDS_TO_REQUEUE = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One run of a job: a job that is no array has one."""
+
+    run: str  # its folder
+    arguments: list[str]  # of launch/train.py
+
+
+def main() -> int:
+    """Returns the exit status: 0 submitted or shown, 2 for input that is not right, or sbatch's own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", help="a YAML file, see recipes/; its section slurm describes the job")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
+    parser.add_argument("--nodes", type=int, help="instead of the recipe's slurm.nodes")
+    parser.add_argument(
+        "--array",
+        metavar="FILE",
+        help="a sweep: a text file with the overrides of one run in each line, quoted as in a shell",
+    )
+    parser.add_argument("--print", action="store_true", help="show the script; needs no Slurm")
+    arguments = parser.parse_intermixed_args()
+    try:
+        overrides = [*arguments.overrides, *([f"slurm.nodes={arguments.nodes}"] if arguments.nodes is not None else [])]
+        recipe = load_recipe(arguments.recipe, overrides)
+        tasks = tasks_of(arguments.recipe, overrides, recipe, arguments.array)
+        script = job_script(arguments.recipe, recipe, tasks, is_array=arguments.array is not None)
+        if arguments.print:
+            print(script, end="")
+            return 0
+        return submit(script, recipe, tasks)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | None) -> list[Task]:
+    """The runs of the job, each checked as launch/train.py would; in an array a run without a name of its own gets
+    NAME-K. Raises UserError for what cannot run, or a file that cannot be read."""
+    if array is None:
+        return [_task(path, list(overrides), recipe, f"{path}")]
+    try:
+        lines = Path(array).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--array {array}: cannot be read ({error}); write one line of overrides per run") from error
+    tasks: list[Task] = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{array}, line {number}"
+        try:
+            own = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}; quote it as in a shell") from error
+        if own:
+            named = [] if any(text.startswith("name=") for text in own) else [f"name={recipe.name}-{len(tasks)}"]
+            all_overrides = [*overrides, *own, *named]
+            tasks.append(_task(path, all_overrides, load_recipe(path, all_overrides), where))
+    if not tasks:
+        raise UserError(f"--array {array}: has no line with overrides; write one per run")
+    runs = [task.run for task in tasks]
+    twice = next((run for run in runs if runs.count(run) > 1), None)
+    if twice:
+        raise UserError(f"--array {array}: two runs would write {twice}; give each a name of its own")
+    return tasks
+
+
+def _task(path: str, overrides: list[str], recipe: Recipe, where: str) -> Task:
+    impossible = unsupported(recipe)
+    if impossible:
+        raise UserError(f"{where}: this version cannot do what the recipe asks for: " + "; ".join(impossible))
+    check_world(recipe, recipe.slurm.nodes * recipe.cluster.gpus_per_node)
+    return Task(str(RunFolder(recipe.run_root, recipe.name).path), [path, *overrides])
+
+
+def job_script(path: str, recipe: Recipe, tasks: Sequence[Task], is_array: bool) -> str:
+    """The text for sbatch. Raises UserError where a value has a character that no script can carry."""
+    slurm = recipe.slurm
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(LAUNCH / "slurm"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # nothing here is HTML; every value goes through quoted
+    )
+    environment.filters["quoted"] = quoted
+    return environment.get_template("job.sbatch.j2").render(
+        recipe=_printable(path),
+        options=sbatch_options(recipe, len(tasks) if is_array else None),
+        tasks=tasks,
+        rendezvous_host=slurm.rendezvous_host,
+        srun=_srun_options(recipe),
+        node=[
+            "bash",
+            str(LAUNCH / "slurm" / "node.sh"),
+            str(recipe.cluster.gpus_per_node),
+            str(recipe.retry.max_retries),
+        ],
+        program=[slurm.network or "", slurm.setup_script or "", python_of(recipe), str(LAUNCH / "train.py")],
+        requeue=slurm.requeue,
+        patience=slurm.signal_seconds - SECONDS_TO_REQUEUE,
+    )
+
+
+def sbatch_options(recipe: Recipe, tasks: int | None) -> list[str]:
+    """What the script asks of sbatch, the recipe's own options last; ``tasks`` is the size of an array."""
+    slurm = recipe.slurm
+    minutes = max(1, round(slurm.time_limit_hours * 60))
+    logs = RunFolder(recipe.run_root, recipe.name).path / "logs"
+    options = {
+        "job-name": recipe.name,
+        "account": slurm.account,
+        "partition": slurm.partition,
+        "time": f"{minutes // 60}:{minutes % 60:02d}:00",
+        "nodes": slurm.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": recipe.cluster.gpus_per_node if slurm.request_gpus else None,
+        "chdir": Path.cwd(),
+        # A per cent sign would begin one of Slurm's own names.
+        "output": str(logs).replace("%", "%%") + ("/slurm-%j.log" if tasks is None else "/slurm-%A_%a.log"),
+        "open-mode": "append",
+        "signal": f"B:USR1@{slurm.signal_seconds}",
+        "array": None if tasks is None else f"0-{tasks - 1}",
+    }
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return [*given, "--requeue" if slurm.requeue else "--no-requeue", *slurm.options]
+
+
+def _srun_options(recipe: Recipe) -> list[str]:
+    slurm, here = recipe.slurm, Path.cwd()
+    options = [f"--nodes={slurm.nodes}", f"--ntasks={slurm.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    if slurm.container:
+        mounts = [*(f"{folder}:{folder}" for folder in (here, LAUNCH.parent)), *slurm.container_mounts]
+        options += [f"--container-image={slurm.container}", f"--container-mounts={','.join(mounts)}"]
+        options += [f"--container-workdir={here}"]
+    return options
+
+
+def python_of(recipe: Recipe) -> str:
+    """The Python that runs on the nodes."""
+    if recipe.slurm.container:
+        return "python3"
+    return str(Path(recipe.slurm.venv) / "bin" / "python") if recipe.slurm.venv else sys.executable
+
+
+def quoted(value: str) -> str:
+    """``value`` as one word of a shell; raises UserError where it would end the line."""
+    return shlex.quote(_printable(value))
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise UserError(f"{value!r}: a job's script cannot carry line breaks and control characters; take them out")
+    return value
+
+
+def submit(script: str, recipe: Recipe, tasks: Sequence[Task]) -> int:
+    """Hands the script to sbatch and says where the runs are; returns sbatch's exit status."""
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch: there is no Slurm on this machine; submit from a login node, or use --print")
+    folder = RunFolder(recipe.run_root, recipe.name).path
+    (folder / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for its output
+    written = folder / "job.sbatch"
+    written.write_text(script, encoding="utf-8")
+    done = subprocess.run(["sbatch", "--parsable", str(written)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"error: sbatch: {done.stderr.strip()}; the script is {written}", file=sys.stderr)
+        return done.returncode
+    print(f"job {done.stdout.strip().partition(';')[0]}")
+    for task in tasks:
+        print(f"run {task.run}, logs {task.run}/logs/latest/rank-0.log")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

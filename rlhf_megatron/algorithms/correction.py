@@ -1,0 +1,73 @@
+"""Importance weights against the mismatch of rollout engine and trainer, which disagree about the same weights.
+
+Responses are drawn from the rollout's distribution and learnt from as if from the trainer's; the ratio of the two,
+truncated or masked, corrects that. Weights are computed once per batch and multiply those of the loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.kl import LARGEST_LOG_RATIO
+from rlhf_megatron.algorithms.metrics import effective_sample_fraction
+from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.recipe.algorithm import RolloutCorrectionSection
+
+
+def correction_weights(
+    log_ratio: Tensor, row: Tensor, rows: int, settings: RolloutCorrectionSection
+) -> tuple[Tensor, Tensor]:
+    """log_ratio [n] = trainer - rollout logprobs of the sampled tokens, row [n] their row out of ``rows``.
+
+    Gives (weights [n], rejected [rows] bool). With rho the ratio of a token, or of its whole row (the product of its
+    tokens') at level sequence:
+
+    - none: 1;
+    - tis: min(rho, threshold), truncated importance sampling (Ionides 2008; for language models Yao et al. 2025);
+    - mis: rho where threshold_low <= rho <= threshold, else 0, masked importance sampling (IcePop, arXiv 2510.18855).
+
+    A row is rejected, with weight 0, if the geometric mean of its tokens' ratios is beyond ``reject_threshold`` or
+    below its inverse, or if the ratio of a token is below ``veto_threshold``. A row without tokens is not.
+    """
+    count = torch.bincount(row, minlength=rows)
+    sums = log_ratio.new_zeros(rows).index_add(0, row, log_ratio)
+    at_level = sums[row] if settings.level == "sequence" else log_ratio
+    ratio = at_level.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    match settings.type:
+        case "none":
+            weights = torch.ones_like(ratio)
+        case "tis":
+            weights = ratio.clamp(max=settings.threshold)
+        case "mis":
+            kept = (ratio >= settings.threshold_low) & (ratio <= settings.threshold)
+            weights = torch.where(kept, ratio, 0.0)
+    rejected = torch.zeros(rows, dtype=torch.bool)
+    if settings.reject_threshold is not None:
+        bound = torch.tensor(settings.reject_threshold, dtype=log_ratio.dtype).log()
+        rejected |= (sums / count.clamp(min=1)).abs() > bound
+    if settings.veto_threshold is not None:
+        least = torch.full((rows,), torch.inf, dtype=log_ratio.dtype).scatter_reduce(0, row, log_ratio, "amin")
+        rejected |= least.exp() < settings.veto_threshold
+    return torch.where(rejected[row], 0.0, weights), rejected
+
+
+def with_correction(batch: RolloutBatch, settings: RolloutCorrectionSection) -> tuple[RolloutBatch, dict[str, float]]:
+    """(the batch with ``correction`` [T], metrics); as it is, and {}, where the settings ask for nothing.
+
+    ``train/correction_effective_fraction`` is the effective sample size of the weights over the tokens.
+    """
+    if not settings.is_used or not bool(batch.response_mask.any()):
+        return batch, {}
+    assert batch.old_logprobs is not None
+    mask = batch.response_mask
+    log_ratio = (batch.old_logprobs[mask] - batch.rollout_logprobs[mask]).double()
+    weights, rejected = correction_weights(log_ratio, batch.row_of_token[mask], batch.rows, settings)
+    metrics = {
+        "train/correction_weight_mean": float(weights.mean()),
+        "train/correction_weight_max": float(weights.max()),
+        "train/correction_masked_fraction": float((weights == 0).double().mean()),
+        "train/correction_rejected_fraction": float(rejected.double().mean()),
+        "train/correction_effective_fraction": effective_sample_fraction(weights),
+    }
+    return batch.with_fields(correction=torch.zeros(len(mask)).masked_scatter(mask, weights.float())), metrics

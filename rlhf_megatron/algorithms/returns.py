@@ -1,0 +1,64 @@
+"""Advantages and returns of tokens from rewards of tokens. Tokens that were not sampled are passed over.
+
+What a tool or an observation puts between the sampled tokens of a row takes no part: a sampled token is followed by the
+next sampled one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.data.batch import RolloutBatch, row_sums
+
+
+def rewards_of_tokens(batch: RolloutBatch) -> Tensor:
+    """[T] float64: each row's reward on its last sampled token, less the penalty of each token.
+
+    A response without tokens has nothing to put its reward on. One that was cut off ends at its last token like any
+    other: what might have followed is not estimated.
+    """
+    positions = torch.arange(len(batch.tokens))
+    last = torch.full((batch.rows,), -1).scatter_reduce(
+        0, batch.row_of_token[batch.response_mask], positions[batch.response_mask], "amax"
+    )
+    rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    rewards[last[last >= 0]] = batch.rewards.double()[last >= 0]
+    return rewards if batch.penalties is None else rewards - batch.penalties
+
+
+def discounted_sums(values: Tensor, counts: Tensor, factor: float) -> Tensor:
+    """values [n], in rows of ``counts`` [R] -> [n]: s_t = v_t + factor * s_(t + 1) within each row."""
+    ends = counts.cumsum(0)
+    order = counts.argsort(descending=True, stable=True)
+    ends, counts = ends[order], counts[order]
+    sums, running = values.clone(), values.new_zeros(len(counts))
+    for back in range(int(counts[0]) if len(counts) else 0):
+        rows = int((counts > back).sum())  # those that are this long come first
+        places = ends[:rows] - 1 - back
+        running[:rows] = values[places] + factor * running[:rows]
+        sums[places] = running[:rows]
+    return sums
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float = 1.0,
+    gae_lambda: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """rewards [T], values [T] (before the token was sampled), both of packed rows -> (advantages [T], returns [T]).
+
+    Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the sampled tokens of each row:
+    delta_t = r_t + gamma V_(t + 1) - V_t, A_t = delta_t + gamma lambda A_(t + 1), return_t = A_t + V_t. The value after
+    the last token is 0, also where the response was cut off. Both are 0 on tokens that were not sampled.
+    """
+    sampled, counts = values[response_mask], row_sums(response_mask.long(), cu_seqlens)
+    following = torch.cat([sampled[1:], sampled.new_zeros(1)])[: len(sampled)]
+    following[counts.cumsum(0)[counts > 0] - 1] = 0.0
+    errors = rewards[response_mask] + gamma * following - sampled
+    advantages = torch.zeros_like(values)
+    advantages[response_mask] = discounted_sums(errors, counts, gamma * gae_lambda)
+    return advantages, (advantages + values) * response_mask

@@ -1,0 +1,60 @@
+"""Right responses to sums, some worked out step by step: what the demo's model first learns from."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.data.rows import ParquetRows, parse_extra_info
+
+
+def demonstration_rows(file: Path, worked_fraction: float, seed: int) -> list[dict[str, Any]]:
+    """Return the rows of a chain_sum file with a response each, all of them right.
+
+    Args:
+        file: parquet file of reasoning-gym's chain_sum.
+        worked_fraction: of the rows are answered step by step, the others at once.
+        seed: chooses these rows.
+
+    Raises:
+        DataError: the file is not one of chain_sum.
+    """
+    if not 0.0 <= worked_fraction <= 1.0:
+        raise DataError(f"--worked: {worked_fraction} is not a fraction between 0 and 1")
+    draw = random.Random(seed)
+    source = ParquetRows([file], ["data_source", "prompt", "reward_model"], ["ability", "extra_info"])
+    rows: list[dict[str, Any]] = []
+    for first, part in source.scan(["data_source", "prompt", "reward_model", "ability", "extra_info"]):
+        for offset, row in enumerate(part):
+            place = source.place(first + offset)
+            info = parse_extra_info(row.get("extra_info"), place)
+            try:
+                expression = json.loads(info["entry"])["metadata"]["expression"]
+            except (KeyError, TypeError, json.JSONDecodeError) as error:
+                raise place.error("extra_info", "no expression of chain_sum; make the file of that task") from error
+            worked = draw.random() < worked_fraction
+            rows.append({**row, "response": worked_response(expression) if worked else str(chain_total(expression))})
+    return rows
+
+
+def chain_total(expression: str) -> int:
+    """Return the value of "a + b - c ...": whole numbers with + and - between."""
+    first, *rest = expression.split()
+    total = int(first)
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        total += int(number) if sign == "+" else -int(number)
+    return total
+
+
+def worked_response(expression: str) -> str:
+    """Return the chain worked out from left to right: "<think>4 - 1 = 3; 3 + 7 = 10</think>10"."""
+    first, *rest = expression.split()
+    total, steps = int(first), []
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        step = f"{total} {sign} {number}"
+        total = chain_total(step)
+        steps.append(f"{step} = {total}")
+    return f"<think>{'; '.join(steps)}</think>{total}"

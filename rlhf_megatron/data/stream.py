@@ -1,0 +1,169 @@
+"""Prompts without end, read ahead while the model trains, with a position that a checkpoint keeps.
+
+Not here: which row comes when (order.py), and how a row becomes a prompt (prompts.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.data.order import Order, Shares, WindowOrder, curriculum_order
+from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset
+from rlhf_megatron.recipe import DataSection
+
+# Prompts that are read ahead: so many batches, or as many prompts as are enough while a window is decoded.
+_BATCHES_AHEAD, _PROMPTS_AHEAD = 8, 2048
+
+
+class _Drawn(NamedTuple):
+    """A prompt, and where the stream is behind it."""
+
+    prompt: Prompt
+    positions: tuple[int, ...]  # rows of each part that went by, over all its epochs
+    left_out: int  # rows that were left out for their length, of all parts
+
+
+class PromptStream:
+    """The training prompts, epoch after epoch, the same on every rank and after every resume.
+
+    A thread reads, tokenizes and filters rows ahead of time; rows that are left out are skipped where they are met.
+    """
+
+    def __init__(self, datasets: Sequence[PromptDataset], section: DataSection, seed: int) -> None:
+        """Start at the first prompt, and begin to read.
+
+        Args:
+            datasets: one for each of `section.parts`.
+            section: the recipe's data section, for weights and order.
+            seed: of the order.
+
+        Raises:
+            DataError: the curriculum's column is bad, or needs more memory than there is.
+        """
+        self._datasets = datasets
+        self._names = [part.name for part in section.parts]
+        self._shares = Shares([part.weight for part in section.parts], seed)
+        self._orders = [_order(section, dataset, seed, part) for part, dataset in enumerate(datasets)]
+        self._description = {
+            "seed": seed,
+            "data.shuffle": section.shuffle,
+            "data.shuffle_window_mb": section.shuffle_window_mb,
+            "data.curriculum": section.curriculum.model_dump(mode="json") if section.curriculum else None,
+            "data.validation_fraction": section.validation_fraction,
+            "weights": [part.weight for part in section.parts],
+            "data files": [dataset.rows.digest for dataset in datasets],
+        }
+        self._drawn, self._left_out = 0, 0  # prompts handed out, and rows that were left out before them
+        self._positions = (0,) * len(datasets)
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-reader")
+        self._restart()
+
+    def next(self, count: int) -> list[Prompt]:
+        """Return the next `count` prompts; the last ones of an epoch are followed by the first ones of the next.
+
+        Raises:
+            ValueError: count is not positive.
+            DataError: a row is bad, or none of a whole epoch can be used.
+        """
+        if count <= 0:
+            raise ValueError(f"cannot draw {count} prompts; ask for one or more")
+        self._read_ahead(count)
+        while len(self._ready) < count:
+            self._ready.extend(self._reading[0].result())
+            self._reading.popleft()
+        drawn = [self._ready.popleft() for _ in range(count)]
+        self._drawn += count
+        self._positions, self._left_out = drawn[-1].positions, drawn[-1].left_out
+        self._read_ahead(max(count, min(count * _BATCHES_AHEAD, _PROMPTS_AHEAD)))
+        return [item.prompt for item in drawn]
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` needs to go on behind the last prompt that was handed out (plain JSON values)."""
+        return {
+            "drawn": self._drawn,
+            "left_out": self._left_out,
+            "positions": list(self._positions),
+            "order": dict(self._description),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            DataError: the state belongs to another order: other files, seed, or settings of the data section.
+        """
+        for name, now in self._description.items():
+            saved = state["order"][name]
+            if saved != now:
+                values = "" if name == "data files" else f": {saved} instead of {now}"
+                raise DataError(
+                    f"resume: the checkpoint was saved with other {name}{values}; restore what it was saved with, or "
+                    "start a new run"
+                )
+        self._drawn, self._left_out = int(state["drawn"]), int(state["left_out"])
+        self._positions = tuple(int(position) for position in state["positions"])
+        self._restart()
+
+    def metrics(self) -> dict[str, float]:
+        """Epochs gone by, of each part of a mixture, and the number of rows left out for their length."""
+        epochs = [position / len(dataset) for position, dataset in zip(self._positions, self._datasets, strict=True)]
+        names = [f"data/epoch/{name}" for name in self._names] if len(epochs) > 1 else ["data/epoch"]
+        return {**dict(zip(names, epochs, strict=True)), "data/rows_left_out": float(self._left_out)}
+
+    def data_sources(self) -> list[str]:
+        """Return the distinct data sources of all parts; reads that column of every file."""
+        return list(dict.fromkeys(source for dataset in self._datasets for source in dataset.data_sources()))
+
+    def _restart(self) -> None:
+        """Drop what was read ahead, and read from the present position on."""
+        for future in getattr(self, "_reading", ()):
+            future.cancel()
+        self._coming = self._from(self._drawn, list(self._positions), self._left_out)
+        self._ready: deque[_Drawn] = deque()
+        self._reading: deque[Future[list[_Drawn]]] = deque()
+        self._read_ahead(1)
+
+    def _read_ahead(self, prompts: int) -> None:
+        """Have at least so many prompts read or on the way."""
+        coming = self._coming
+        while len(self._ready) + READ_ROWS * len(self._reading) < prompts:
+            self._reading.append(self._reader.submit(lambda: list(itertools.islice(coming, READ_ROWS))))
+
+    def _from(self, drawn: int, positions: list[int], left_out: int) -> Iterator[_Drawn]:
+        """All prompts from there on."""
+        parts = [self._of_part(part, position) for part, position in enumerate(positions)]
+        for number in itertools.count(drawn):
+            part = self._shares.part(number)
+            prompt, positions[part], skipped = next(parts[part])
+            left_out += skipped
+            yield _Drawn(prompt, tuple(positions), left_out)
+
+    def _of_part(self, part: int, position: int) -> Iterator[tuple[Prompt, int, int]]:
+        """The prompts of one part, each with the position behind it and the rows left out just before it."""
+        dataset, order = self._datasets[part], self._orders[part]
+        left_out = unused = 0
+        while True:
+            for found in dataset.read(order.rows(position, READ_ROWS).tolist()):
+                position += 1
+                if isinstance(found, Prompt):
+                    yield found, position, left_out
+                    left_out = unused = 0
+                    continue
+                left_out += found is LeftOut.LENGTH
+                unused += 1
+                if unused == len(dataset):
+                    raise dataset.none_left(len(dataset))
+
+
+def _order(section: DataSection, dataset: PromptDataset, seed: int, part: int) -> Order:
+    """How the rows of one part follow each other."""
+    rows, memory, wanted = dataset.rows, section.shuffle_window_mb, section.curriculum
+    if wanted is None:
+        return WindowOrder(rows.blocks, memory, seed, part, section.shuffle)
+    descending = wanted.order == "descending"
+    return curriculum_order(rows, wanted.column, descending, wanted.bands, seed, part, section.shuffle, memory)

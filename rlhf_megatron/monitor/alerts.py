@@ -1,0 +1,179 @@
+"""Alerts to people: a JSON POST to a webhook, or a command, from a thread of their own so that training never waits.
+
+When to alert is decided elsewhere (runtime/health.py). A webhook's URL is a secret: it comes from the environment and
+appears in no message.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from rlhf_megatron.monitor.errors import MonitorError
+
+HTTP_SECONDS = 10.0
+COMMAND_SECONDS = 30.0
+HOUR = 3600.0
+# Answers that another attempt may change: request timeout, too many requests, and every fault of the server.
+_PASSING = (408, 425, 429)
+
+
+class AlertSettings(Protocol):
+    """What is read of the recipe's health.alert section."""
+
+    @property
+    def webhook_environment(self) -> str | None:
+        """Name of the environment variable with the URL."""
+
+    @property
+    def command(self) -> Sequence[str]:
+        """Program and arguments; empty: none."""
+
+    @property
+    def retries(self) -> int:
+        """Attempts after the first."""
+
+    @property
+    def most_per_hour(self) -> int:
+        """Alerts sent within any hour."""
+
+
+class DeliveryError(Exception):
+    """An alert that did not arrive; ``again`` says whether another attempt may help."""
+
+    def __init__(self, reason: str, again: bool) -> None:
+        super().__init__(reason)
+        self.again = again
+
+
+class AlertSender:
+    """Sends alerts one after the other in the background. Use on one rank only; ``close`` gives the last ones time."""
+
+    def __init__(
+        self,
+        settings: AlertSettings,
+        tell: Callable[[str], None],
+        first_pause: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``tell`` gets one line for each alert that could not be delivered; ``first_pause``: seconds, then doubled.
+
+        Raises MonitorError where the webhook's variable is not set or holds no http(s) URL.
+        """
+        self._settings, self._tell, self._pause, self._clock = settings, tell, first_pause, clock
+        self._url = None if settings.webhook_environment is None else _url_in(settings.webhook_environment)
+        self._sent: deque[float] = deque()
+        self._withheld = 0
+        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="alerts", daemon=True)
+        self._thread.start()
+
+    def send(self, text: str, details: Mapping[str, Any], urgent: bool = False) -> bool:
+        """Queues an alert: JSON {"text", "withheld", **details}. Returns False where the hour's number is used up.
+
+        ``urgent`` alerts are sent in any case. ``withheld`` is the number that was not sent since the last one.
+        """
+        now = self._clock()
+        while self._sent and now - self._sent[0] >= HOUR:
+            self._sent.popleft()
+        if not urgent and len(self._sent) >= self._settings.most_per_hour:
+            self._withheld += 1
+            return False
+        self._sent.append(now)
+        self._waiting.put({"text": text, "withheld": self._withheld, **details})
+        self._withheld = 0
+        return True
+
+    def close(self, seconds: float = 30.0) -> None:
+        """Waits at most so long for what is queued; what is left then is told as lost. May be called twice."""
+        self._waiting.put(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._tell(f"warning: alerts are not delivered after {seconds:g} s; they are given up")
+
+    def _work(self) -> None:
+        while (alert := self._waiting.get()) is not None:
+            if self._url is not None:
+                self._deliver("webhook", partial(post, self._url, alert))
+            if self._settings.command:
+                self._deliver("command", partial(run_command, self._settings.command, alert))
+
+    def _deliver(self, channel: str, attempt: Callable[[], None]) -> None:
+        """Tries until it works, no attempt can help, or the attempts are used up."""
+        for number in range(self._settings.retries + 1):
+            try:
+                attempt()
+                return
+            except DeliveryError as error:
+                if not error.again or number == self._settings.retries:
+                    self._tell(f"warning: alert not delivered by {channel} after {number + 1} attempts: {error}")
+                    return
+            time.sleep(self._pause * 2**number)
+
+
+def _url_in(variable: str) -> str:
+    """The URL that an environment variable holds; raises MonitorError without showing it."""
+    where = f"health.alert.webhook_environment: environment variable {variable}"
+    url = os.environ.get(variable, "")
+    if not url:
+        raise MonitorError(f"{where} is not set on rank 0; export it, or leave webhook_environment out")
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise MonitorError(f"{where} holds no http(s) URL; correct it")
+    return url
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would go on as a GET without its body: nobody would read the alert."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Has the answer treated as an error."""
+
+
+def post(url: str, alert: Mapping[str, Any]) -> None:
+    """Posts an alert as JSON; raises DeliveryError, in whose text the URL does not appear."""
+    body = json.dumps(alert, default=str).encode()
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=HTTP_SECONDS) as answer:
+            answer.read()
+    except urllib.error.HTTPError as error:
+        raise DeliveryError(f"HTTP status {error.code}", error.code >= 500 or error.code in _PASSING) from None
+    except urllib.error.URLError as error:
+        reason = error.reason
+        shown = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
+        raise DeliveryError(str(shown), True) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise DeliveryError(type(error).__name__, True) from None
+
+
+def run_command(command: Sequence[str], alert: Mapping[str, Any]) -> None:
+    """Runs a command with the alert as JSON on its standard input; raises DeliveryError where it fails.
+
+    No shell sees it, so nothing in a message is carried out; {message} in an argument becomes the alert's text.
+    """
+    arguments = [argument.replace("{message}", str(alert["text"])) for argument in command]
+    body = json.dumps(alert, default=str)
+    try:
+        finished = subprocess.run(
+            arguments, input=body, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DeliveryError(f"{command[0]} ran past {COMMAND_SECONDS:g} s", True) from None
+    except OSError as error:
+        raise DeliveryError(f"{command[0]}: {error.strerror}", False) from None
+    if finished.returncode:
+        last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+        raise DeliveryError(f"{command[0]} ended with status {finished.returncode}: {last}", True)

@@ -1,0 +1,93 @@
+"""The `health` section: which numbers are watched while a run goes on, and whom to tell."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_megatron.recipe.section import Section
+
+SMALLEST_SLOPE_WINDOW = 4  # two halves of two values each
+
+
+class HealthRuleSection(Section):
+    """One rule over the metrics of each step. Steps at which its metric is not logged do not count."""
+
+    metric: str
+    """Name of a metric, or a pattern such as eval/*/accuracy."""
+    when: Literal["above", "below", "moving_std_above", "slope_above", "not_finite"]
+    """The condition: the value itself, the standard deviation of the last window values, their slope per step by least
+    squares (in each half of the window too, so that one jump is no growth), or nan and inf."""
+    value: float | None = None
+    """The threshold; not_finite has none."""
+    window: int = Field(default=20, gt=1)
+    """Values that moving_std_above and slope_above look back on; before there are so many they say nothing."""
+    steps: int = Field(default=1, gt=0)
+    """Steps in a row for which the condition must hold. A rule speaks once, and again after it has not held."""
+    action: Literal["log", "alert", "stop"] = "log"
+    """log: a line; alert: also the webhook and the command; stop: also the end of the run."""
+
+    @model_validator(mode="after")
+    def _threshold_fits(self) -> HealthRuleSection:
+        if (self.value is None) != (self.when == "not_finite"):
+            raise ValueError(f"{self.metric}: give value with above, below, moving_std_above and slope_above only")
+        if self.when == "slope_above" and self.window < SMALLEST_SLOPE_WINDOW:
+            raise ValueError(
+                f"{self.metric}: window={self.window} must be at least {SMALLEST_SLOPE_WINDOW} for a slope"
+            )
+        return self
+
+
+class AlertSection(Section):
+    """Who is told by the actions alert and stop."""
+
+    webhook_environment: str | None = None
+    """Environment variable that holds the URL of a webhook; the URL itself is a secret and stays out of the recipe."""
+    command: list[str] = Field(default=[])
+    """Program and arguments, started without a shell; {message} in an argument is replaced, and the alert comes as JSON
+    on its standard input."""
+    retries: int = Field(default=4, ge=0)
+    """Further attempts where one fails, after 1, 2, 4, ... seconds."""
+    most_per_hour: int = Field(default=12, gt=0)
+    """More alerts than that are counted instead of sent; the next one says how many. A stop is always sent."""
+
+
+class HealthSection(Section):
+    """What is watched while a run goes on."""
+
+    default_rules: bool = True
+    """Follow the rules that docs/health.md lists; all of them only log."""
+    rules: list[HealthRuleSection] = Field(default=[])
+    """Further rules."""
+    alert: AlertSection = AlertSection()
+    """Who is told."""
+
+    def all_rules(self) -> tuple[HealthRuleSection, ...]:
+        """The rules to follow, the recipe's own first."""
+        return (*self.rules, *(DEFAULT_RULES if self.default_rules else ()))
+
+
+def _rule(
+    metric: str,
+    when: Literal["above", "below", "moving_std_above", "slope_above", "not_finite"],
+    value: float | None,
+    steps: int,
+    window: int = 20,
+) -> HealthRuleSection:
+    return HealthRuleSection(metric=metric, when=when, value=value, steps=steps, window=window)
+
+
+# Wide of what healthy runs show, so that a line means something; docs/health.md gives the reasons.
+DEFAULT_RULES = (
+    _rule("*", "not_finite", None, 1),
+    _rule("train/skipped", "above", 0.0, 3),
+    _rule("train/entropy", "below", 0.01, 10),
+    _rule("train/kl", "above", 1.0, 5),
+    _rule("train/policy_kl", "above", 0.1, 5),
+    _rule("train/mismatch_kl", "above", 0.02, 5),
+    _rule("rollout/truncated_fraction", "above", 0.5, 10),
+    _rule("reward/informative_group_fraction", "below", 0.05, 10),
+    _rule("memory/host_gb", "slope_above", 0.02, 10, window=60),
+    _rule("memory/gpu_gb", "slope_above", 0.02, 10, window=60),
+)

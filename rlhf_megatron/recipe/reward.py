@@ -1,0 +1,127 @@
+"""The `reward` section: what a response is worth, and what happens when that cannot be found out."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from rlhf_megatron.recipe.section import Section
+
+# Names of other metrics under reward/.
+_TAKEN_NAMES = (
+    "mean", "std", "latency_ms", "informative_group_fraction", "score_mean", "overlong_penalty_mean",
+    "samples", "timeouts", "failures", "masked", "reward_model",
+)  # fmt: skip
+
+
+class RewardServiceSection(Section):
+    """A reward service: an HTTP server that is sent samples as JSON and answers with their scores."""
+
+    url: str
+    """Where samples are posted, with http:// or https://."""
+    samples_per_request: int = Field(default=1, gt=0)
+    """Samples sent in one request."""
+    max_retries: int = Field(default=4, ge=0)
+    """How often a request is sent again when there is no answer, or one of status 408, 425, 429 or 5xx."""
+    backoff_seconds: float = Field(default=0.5, gt=0)
+    """Longest wait before the first retry; it doubles with each, up to 30 s, and a random part of it is waited."""
+    header: str = "Authorization"
+    """Header that authenticates; sent if header_environment is set."""
+    header_environment: str | None = None
+    """Environment variable that holds the header's value, such as "Bearer ..."; the value is written nowhere."""
+
+    @model_validator(mode="after")
+    def _is_an_address_without_secrets(self) -> RewardServiceSection:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("url must begin with http:// or https:// and a host")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("url must hold no user or password; put the header's value into an environment variable")
+        if not re.fullmatch(r"[A-Za-z0-9-]+", self.header):
+            raise ValueError(f"header={self.header!r} is not the name of an HTTP header")
+        return self
+
+
+class RewardSource(Section):
+    """One way to score a response: a rule, a function or a service."""
+
+    rule: Literal[
+        "data_source", "gsm8k", "math", "dapo_math", "multiple_choice", "reasoning_gym", "format", "length", "none"
+    ] = "data_source"
+    """A built-in rule for all rows; data_source: the one that belongs to the row's data_source; none: the reward model
+    alone says what a response is worth."""
+    pattern: str | None = None
+    """For rule format: the regular expression that the whole response must match (`.` matches line breaks too)."""
+    length_low: int = Field(default=0, ge=0)
+    """For rule length: up to so many tokens the score is 0; from there it grows."""
+    length_high: int | None = Field(default=None, gt=0)
+    """For rule length: from so many tokens on the score is 1."""
+    function: str | None = None
+    """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info), which may be
+    async; it is used instead of a rule."""
+    service: RewardServiceSection | None = None
+    """A reward service, used instead of a rule."""
+
+    @model_validator(mode="after")
+    def _is_one_whole_source(self) -> RewardSource:
+        chosen = [self.rule != "data_source", self.function is not None, self.service is not None]
+        if sum(chosen) > 1:
+            raise ValueError("give one of rule, function and service; to add rewards up, list them in reward.parts")
+        if (self.rule == "format") != (self.pattern is not None):
+            raise ValueError("rule: format and pattern go together; give both or neither")
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"pattern is not a regular expression: {error}") from None
+        if (self.rule == "length") != (self.length_high is not None):
+            raise ValueError("rule: length and length_high go together; give both or neither")
+        if self.length_high is not None and self.length_low >= self.length_high:
+            raise ValueError(f"length_low={self.length_low} must be below length_high={self.length_high}")
+        return self
+
+
+class RewardPartSection(RewardSource):
+    """One of several rewards that are added up."""
+
+    name: str = Field(pattern="^[A-Za-z][A-Za-z0-9_]*$")
+    """Its mean is logged as reward/NAME."""
+    weight: float = 1.0
+    """Factor of its score in the sum; below 0 it is a penalty."""
+
+
+class RewardSection(RewardSource):
+    """Where rewards come from."""
+
+    parts: list[RewardPartSection] = Field(default=[])
+    """Several rewards instead of one: the reward is the sum of weight * score. The first tells right from wrong in an
+    evaluation."""
+    on_failure: Literal["stop", "zero", "mask"] = "stop"
+    """What a function or service that fails on a sample costs: the run, the sample's reward (it gets 0), or the sample
+    (it is left out of the loss)."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """Most time for one sample in a worker process, and for one request to a service."""
+    workers: int = Field(default=2, gt=0)
+    """Worker processes per rollout replica; each function has as many of its own."""
+    concurrency: int = Field(default=64, gt=0)
+    """Samples of an async function that one worker awaits at a time; requests to a service at a time."""
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> RewardSection:
+        if self.parts and (self.function or self.service or self.rule != "data_source"):
+            raise ValueError("reward.parts stands instead of rule, function and service; put them into a part")
+        if any(part.rule == "none" for part in self.parts):
+            raise ValueError("reward.parts: rule none is no reward; leave that part out")
+        names = self.part_names
+        for name in names:
+            if names.count(name) > 1 or name in _TAKEN_NAMES:
+                raise ValueError(f"reward.parts: the name {name!r} is taken; choose another")
+        return self
+
+    @property
+    def part_names(self) -> list[str]:
+        """Names of the parts in their order; none where there is a single reward."""
+        return [part.name for part in self.parts]

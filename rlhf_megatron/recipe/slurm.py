@@ -1,0 +1,81 @@
+"""The sections of a job: `retry` and `slurm`. launch/submit.py and the start of a run read them; training does not."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_megatron.recipe.section import Section
+
+
+class OutOfMemorySection(Section):
+    """What a restart changes after a rank ran out of memory; a person's next start takes the recipe's values again."""
+
+    token_factor: float = Field(default=0.75, gt=0, lt=1)
+    """Factor of the token budget of the pass that failed; never below one longest sequence."""
+    rollout_factor: float = Field(default=0.9, gt=0, lt=1)
+    """Factor of rollout.kv_cache_gb, or else of rollout.gpu_memory_utilization, where generation failed."""
+    max_reductions: int = Field(default=3, ge=0)
+    """How often; 0: never."""
+
+
+class RetrySection(Section):
+    """What happens after a fault."""
+
+    max_retries: int = Field(default=3, ge=0)
+    """How often launch/submit.py has torchrun start the processes of a job again (its --max-restarts)."""
+    max_repeats: int = Field(default=3, gt=0)
+    """A run that has failed so often in a row after the same step is not started again, by torchrun or by Slurm."""
+    hang_seconds: float = Field(default=1800.0, ge=0)
+    """A rank without progress for so long ends the attempt, with the stacks of all ranks in logs/hang-STEP; longer than
+    the longest phase of any rank. 0: never."""
+    hang_seconds_at_start: float = Field(default=3600.0, ge=0)
+    """The same until the first step begins, if it is longer: models are loaded and engines started then."""
+    max_skipped_steps: int = Field(default=5, ge=0)
+    """So many steps in a row without a finite gradient end the attempt; the next one goes on from the newest checkpoint
+    and passes over the data of these steps. 0: never."""
+    out_of_memory: OutOfMemorySection = OutOfMemorySection()
+    """What a restart changes after a rank ran out of memory."""
+
+
+class SlurmSection(Section):
+    """A job of launch/submit.py; cluster.gpus_per_node says how many processes a node has."""
+
+    account: str | None = None
+    """Who pays."""
+    partition: str | None = None
+    """Where it runs; default: the cluster's."""
+    time_limit_hours: float = Field(default=24.0, ge=1 / 60)
+    """When Slurm ends the job."""
+    nodes: int = Field(default=1, gt=0)
+    """Nodes of the job."""
+    request_gpus: bool = True
+    """Ask Slurm for the GPUs; false where it does not manage them."""
+    options: list[str] = Field(default=[])
+    """More options of sbatch, such as --qos=high or --cpus-per-task=16."""
+    venv: str | None = None
+    """Folder of the virtual environment; default: the Python that runs launch/submit.py."""
+    container: str | None = None
+    """Image for srun's --container-image (pyxis), whose python3 is used; not together with venv."""
+    container_mounts: list[str] = Field(default=[])
+    """What the container sees besides the working folder and this repository: source:target."""
+    setup_script: str | None = None
+    """A bash script that each node reads before it starts, for modules and variables."""
+    network: Literal["infiniband", "roce", "tcp"] | None = None
+    """The file of launch/env/ with NCCL's variables; default: NCCL finds out by itself."""
+    rendezvous_host: str | None = None
+    """Address of the first node; default: its name in Slurm."""
+    requeue: bool = True
+    """Put the job back into the queue when it was preempted, reached its limit or lost a node."""
+    signal_seconds: int = Field(default=600, ge=60)
+    """How long before its limit the job is told to save: the longest step, a save, and a minute."""
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> SlurmSection:
+        wrong = next((option for option in self.options if not option.startswith("--")), None)
+        if wrong is not None:
+            raise ValueError(f"options: {wrong!r} is none of sbatch's; write each as --name=value")
+        if self.venv and self.container:
+            raise ValueError("venv and container exclude each other; leave one out")
+        return self

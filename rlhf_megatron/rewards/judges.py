@@ -1,0 +1,120 @@
+"""What gives a sample its score: a rule, a user's function, or a service; each behind the same few calls.
+
+Not here: weights, and what a sample costs that could not be scored (score.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from rlhf_megatron.recipe import RewardSource
+from rlhf_megatron.rewards import worker
+from rlhf_megatron.rewards.errors import RewardError
+from rlhf_megatron.rewards.pool import Outcome, WorkerPool
+from rlhf_megatron.rewards.rules import RULES, ScoreItem, rule_of, unknown_source
+
+
+class Judge(Protocol):
+    """Gives scores to samples, some time after they were submitted.
+
+    Attributes:
+        name: for errors.
+        is_rule: whether a failure is the fault of the text or row alone.
+    """
+
+    name: str
+    is_rule: bool
+
+    def submit(self, items: Sequence[ScoreItem]) -> list[Future[Outcome]]:
+        """Return what will hold the outcomes, in the same order; returns at once."""
+        ...
+
+    def check_sources(self, data_sources: Iterable[str]) -> None:
+        """Raise RewardError for the first data source that cannot be scored."""
+        ...
+
+
+class RuleJudge:
+    """A built-in rule, or the rule of each row's data source. Quick ones are settled in this process."""
+
+    name = ""
+    is_rule = True
+
+    def __init__(self, source: RewardSource, pool: WorkerPool) -> None:
+        """Judge by `source.rule`; the pool is shared with other rules."""
+        self._source, self._pool = source, pool
+
+    def check_sources(self, data_sources: Iterable[str]) -> None:
+        """See Judge."""
+        for data_source in data_sources:
+            self._rule(data_source)
+
+    def submit(self, items: Sequence[ScoreItem]) -> list[Future[Outcome]]:
+        """See Judge. Raises RewardError for a data source without a rule, before anything is scored."""
+        self.check_sources(dict.fromkeys(item.data_source for item in items))
+        return [self._submit_one(self._rule(item.data_source), item) for item in items]
+
+    def _rule(self, data_source: str) -> str:
+        name = rule_of(data_source) if self._source.rule == "data_source" else self._source.rule
+        if name is None:
+            raise RewardError(unknown_source(data_source))
+        return name
+
+    def _submit_one(self, rule: str, item: ScoreItem) -> Future[Outcome]:
+        quick = RULES[rule].quick
+        try:
+            score = quick(item, self._source) if quick else None
+        except ValueError as error:
+            message = f"{error}; correct the row, or set reward.function"
+            return settled(Outcome(worker.UNUSABLE, message=message))
+        if score is not None:
+            return settled(Outcome(worker.DONE, score))
+        return self._pool.submit({"kind": rule, "pattern": self._source.pattern, **fields_of(item)})
+
+
+class FunctionJudge:
+    """A user's function, in worker processes of its own without a limit to their memory."""
+
+    is_rule = False
+
+    def __init__(self, function: str, pool: WorkerPool, concurrency: int) -> None:
+        """Load the function in a worker of the pool, which is its own; `concurrency` calls are awaited at a time.
+
+        Raises:
+            RewardError: it cannot be loaded.
+        """
+        self.name = f"reward.function {function}"
+        self._function = function
+        self._pool = pool
+        job = {"kind": worker.USER_FUNCTION, "function": function, "load_only": True}
+        outcome = self._pool.submit(job).result()
+        if outcome.state != worker.DONE:
+            raise RewardError(f"reward.function: {outcome.message or 'loading it took too long'}")
+        self._pool.jobs_at_a_time = concurrency if outcome.awaited else 1
+
+    def check_sources(self, data_sources: Iterable[str]) -> None:
+        """See Judge; it is given every row."""
+
+    def submit(self, items: Sequence[ScoreItem]) -> list[Future[Outcome]]:
+        """See Judge."""
+        kind = {"kind": worker.USER_FUNCTION, "function": self._function}
+        return [self._pool.submit({**kind, **fields_of(item)}) for item in items]
+
+
+def fields_of(item: ScoreItem) -> worker.Job:
+    """Return the part of a job that describes the sample."""
+    return {
+        "data_source": item.data_source,
+        "solution": item.solution,
+        "ground_truth": item.ground_truth,
+        "extra_info": item.extra_info,
+    }
+
+
+def settled(outcome: Outcome) -> Future[Outcome]:
+    """Return a future that has its outcome."""
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future

@@ -1,0 +1,70 @@
+"""What ranks tell each other in a preflight: through torchrun's key-value store, which answers even where the network
+between the ranks is broken. Nothing waits longer than it is told to, so a rank that hangs is named and not joined.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhf_megatron.recipe.errors import UserError
+
+_CONNECT_SECONDS = 30.0
+
+
+class Answers:
+    """One rank's side of the conversation. Values are JSON."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self.rank, self.world, self._store = rank, world, store
+
+    def give(self, question: str, value: Any) -> None:
+        """This rank's answer to a question."""
+        self._store.set(f"{question}/{self.rank}", json.dumps(value))
+
+    def collect(self, question: str, seconds: float) -> dict[int, Any]:
+        """rank -> answer, of the ranks that have answered when all have or ``seconds`` have passed."""
+        deadline = time.monotonic() + seconds
+        keys = {rank: f"{question}/{rank}" for rank in range(self.world)}
+        return {rank: self._read(key) for rank, key in keys.items() if self._is_there(key, deadline)}
+
+    def announce(self, what: str, value: Any) -> None:
+        """Rank 0's word to all."""
+        self._store.set(what, json.dumps(value))
+
+    def hear(self, what: str, seconds: float) -> Any:
+        """Rank 0's word, or None where it does not come within ``seconds``."""
+        return self._read(what) if self._is_there(what, time.monotonic() + seconds) else None
+
+    def _is_there(self, key: str, deadline: float) -> bool:
+        remaining = deadline - time.monotonic()
+        try:
+            if remaining <= 0:
+                return bool(self._store.check([key]))
+            self._store.wait([key], datetime.timedelta(seconds=remaining))
+        except RuntimeError:  # of torch.distributed: the time is over, or the store is gone
+            return False
+        return True
+
+    def _read(self, key: str) -> Any:
+        return json.loads(self._store.get(key))
+
+
+def answers_of_torchrun() -> Answers:
+    """The ranks that torchrun started; needs no process group. Raises UserError where torchrun did not start this."""
+    if "RANK" not in os.environ:
+        raise UserError("a preflight runs under torchrun: torchrun --nproc-per-node N tools/preflight.py RECIPE")
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
+        wait_for_workers=False,
+    )
+    prefix = f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return Answers(dist.PrefixStore(prefix, store), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

@@ -1,0 +1,115 @@
+"""One run that gets stuck, runs out of memory and meets gradients that are not finite, and yet comes to its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from end_to_end.commands import ROOT, Command, python
+from end_to_end.test_resume import TASK
+from end_to_end.test_signals import RECIPE, decisions
+
+STEPS, ROWS, PROMPTS = 16, 60, 4
+CHANGES: dict[str, Any] = {
+    "name": "faults",
+    "steps": STEPS,
+    "evaluation": {"interval": 3, "at_start": False},
+    "checkpoint": {
+        "export_at_end": False,
+        "save_interval": 3,
+        "keep_last_k": 1,
+        # The loss falls, so the first checkpoint is the best by this.
+        "keep_best": {"metric": "eval/loss", "mode": "max"},
+    },
+    "retry": {"hang_seconds": 10, "hang_seconds_at_start": 300, "max_skipped_steps": 3},
+}
+FAULTS = "stop@update:5:1,out_of_memory@update:8:1,nan@update:11-13:1"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run, which torchrun has started four times."""
+    folder = tmp_path_factory.mktemp("faults")
+    data = RECIPE["data"] | {"validation_files": ["train.parquet"]}
+    (folder / "sft.yaml").write_text(yaml.safe_dump(RECIPE | CHANGES | {"data": data}))
+    sizes = ["--layers=1", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
+    for arguments in (
+        ["tools/make_tiny_model.py", "--output=model", *sizes],
+        ["tools/prepare_data.py", *TASK, f"--size={ROWS}", "--output=train.parquet"],
+    ):
+        made = python(*arguments, folder=folder)
+        assert made.status == 0, made.err
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_MEGATRON_FAULT", FAULTS)
+        patch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")  # a stopped process does not follow SIGTERM
+        script = str(ROOT / "launch" / "train.py")
+        with Command([sys.executable, "-P", *launcher, script, "sft.yaml"], folder) as command:
+            finished = command.finish()
+    assert finished.status == 0, finished.err
+    return folder / "runs" / "faults"
+
+
+def records(run: Path) -> list[dict[str, float]]:
+    """What the steps say, in the order in which they were done."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_fault_is_followed_by_what_helps(run: Path) -> None:
+    lines = decisions(run)
+    told = [(line["what"], line.get("kind"), line["step"]) for line in lines]
+    assert told == [
+        ("start", None, 0),
+        ("hang", None, None),
+        ("restart", None, 4),
+        ("resume", None, 3),
+        ("fault", "out_of_memory", None),
+        ("restart", None, 7),
+        ("resume", None, 6),
+        ("fault", "not_finite", None),
+        ("restart", None, 13),
+        ("resume", None, 9),  # step 12 was not saved: it was skipped
+        ("done", None, STEPS),
+    ]
+    assert lines[4]["phase"] == "update"
+    assert lines[5]["reduced"] == {"actor.tokens_per_gpu": 384}
+    assert (lines[7]["first"], lines[7]["last"]) == (11, 13)
+
+
+def test_a_hang_leaves_the_stacks_of_the_ranks_that_wait(run: Path) -> None:
+    hang = decisions(run)[1]
+    assert hang["why"].endswith(" s: rank 0 in update of step 5; rank 1 said nothing")
+    (stacks,) = (run.parents[1] / hang["stacks"]).iterdir()
+    assert stacks.name == "rank-0.txt"
+    assert "in _run\n" in stacks.read_text() and "roles/role.py" in stacks.read_text()
+
+
+def test_steps_that_are_done_again_say_the_same(run: Path) -> None:
+    by_step: dict[int, list[dict[str, float]]] = {}
+    for record in records(run):
+        if "train/loss" in record:
+            by_step.setdefault(int(record["step"]), []).append(record)
+    assert [len(by_step[step]) for step in (3, 4, 7, 10)] == [1, 2, 2, 2]
+    for step in (4, 7, 10):  # a smaller budget changes rounding only
+        first, again = by_step[step]
+        assert first["train/loss"] == pytest.approx(again["train/loss"], rel=1e-5)
+
+
+def test_data_of_skipped_steps_are_passed_over(run: Path) -> None:
+    epochs = {int(record["step"]): record["data/epoch"] for record in records(run) if "data/epoch" in record}
+    steps_of_data = {step: step if step < 11 else step + 3 for step in range(1, STEPS + 1)}
+    assert epochs == pytest.approx({step: PROMPTS * drawn / ROWS for step, drawn in steps_of_data.items()})
+    assert "train/skipped" in records(run)[-2] and records(run)[-1]["step"] == STEPS
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(run: Path) -> None:
+    checkpoints = run / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "latest", f"step-{STEPS}", "step-3"]
+    losses = {int(record["step"]): record["eval/loss"] for record in records(run) if "eval/loss" in record}
+    best = json.loads((checkpoints / "best").read_text())
+    assert best == {"checkpoint": "step-3", "metric": "eval/loss", "mode": "max", "value": max(losses.values())}

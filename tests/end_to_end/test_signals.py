@@ -1,0 +1,142 @@
+"""A run that is asked to stop saves, ends and goes on to the same numbers; after a fault it starts again by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from end_to_end.commands import ROOT, Command, python
+from end_to_end.test_resume import TASK, metrics_of
+
+STEPS = 300
+RECIPE: dict[str, Any] = {
+    "name": "whole",
+    "loop": "sft",
+    "steps": STEPS,
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train_files": ["train.parquet"], "max_prompt_length": 64},
+    "batch": {"prompts_per_step": 4},
+    "actor": {"tokens_per_gpu": 512, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3}},
+    "evaluation": {"at_start": False, "at_end": False},
+    "checkpoint": {"export_at_end": False},
+    "monitor": {"plots": False},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights, and data."""
+    path = tmp_path_factory.mktemp("signals")
+    (path / "sft.yaml").write_text(yaml.safe_dump(RECIPE))
+    sizes = ["--layers=1", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
+    for arguments in (
+        ["tools/make_tiny_model.py", "--output=model", *sizes],
+        ["tools/prepare_data.py", *TASK, "--size=60", "--output=train.parquet"],
+    ):
+        made = python(*arguments, folder=path)
+        assert made.status == 0, made.err
+    return path
+
+
+def train(folder: Path, *arguments: str, restarts: int = 0) -> Command:
+    """Starts the recipe on two ranks, which torchrun may start again so often."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+    script = str(ROOT / "launch" / "train.py")
+    return Command([sys.executable, "-P", "-m", *launcher, script, "sft.yaml", *arguments], folder)
+
+
+def wait_for(command: Command, condition: Callable[[], bool]) -> None:
+    deadline = time.time() + 120
+    while not condition():
+        assert command.is_running() and time.time() < deadline
+        time.sleep(0.02)
+
+
+def decisions(run: Path) -> list[dict[str, Any]]:
+    path = run / "recovery.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def logged(run: Path) -> int:
+    """How many records the run has logged."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_a_run_that_is_stopped_killed_and_stopped_gives_the_numbers_of_one_that_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with train(folder) as command:
+        assert command.finish().status == 0
+    whole = metrics_of(folder / "runs" / "whole")
+    assert sorted(whole) == list(range(1, STEPS + 1))
+
+    # SIGTERM to torchrun, which forwards it; no checkpoints but the one for the stop.
+    run = folder / "runs" / "stopped"
+    with train(folder, "name=stopped") as command:
+        wait_for(command, lambda: logged(run) > 3)
+        command.family()[-1].send_signal(signal.SIGTERM)
+        stopped = command.finish()
+    start, stop = decisions(run)
+    assert stopped.status != 0
+    assert (start["what"], start["step"], stop["what"], stop["why"]) == ("start", 0, "stop", "SIGTERM came")
+    first = stop["step"]
+    assert 3 < first < STEPS and logged(run) == first
+    assert f"stopped after step {first}: SIGTERM came; the same command goes on from there" in stopped.out
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["latest", f"step-{first}"]
+    assert json.loads((run / "requeue").read_text())["step"] == first
+
+    # One rank is killed: torchrun starts both again by itself. Then one rank alone is told to stop.
+    with train(folder, "name=stopped", "checkpoint.save_interval=5", restarts=1) as command:
+        wait_for(command, lambda: logged(run) > first + 12)
+        assert not (run / "requeue").exists()
+        command.rank(1).kill()
+        wait_for(command, lambda: decisions(run)[-1]["what"] == "resume" and decisions(run)[-1]["attempt"] == 1)
+        records = logged(run)
+        wait_for(command, lambda: logged(run) > records + 3)
+        command.rank(1).send_signal(signal.SIGUSR1)
+        stopped = command.finish()
+    assert stopped.status != 0 and "exitcode  : 85" in stopped.err, "no restarts are left: the ranks say why they end"
+    # The other rank may have lost its connection before it was ended.
+    lines = [line for line in decisions(run)[2:] if line["what"] != "fault"]
+    assert [line["what"] for line in lines] == ["start", "resume", "restart", "resume", "stop"]
+    _, resumed, restart, again, stop = lines
+    assert resumed["step"] == first
+    assert first + 12 < restart["step"] and restart["attempt"] == 1
+    assert again["step"] % 5 == 0 and first < again["step"] <= restart["step"], "from the newest checkpoint"
+    assert stop["why"] == "SIGUSR1 came"
+
+    # The job is about to end.
+    monkeypatch.setenv("RLHF_MEGATRON_DEADLINE", str(time.time() + 1000))
+    with train(folder, "name=stopped", "checkpoint.save_before_seconds=1000") as command:
+        assert "exitcode  : 85" in command.finish().err
+    assert decisions(run)[-1]["step"] == stop["step"] + 1, "one step is done in any case"
+    assert decisions(run)[-1]["why"] == "the next step would end less than 1000 s before the job does"
+
+    with train(folder, "name=stopped") as command:
+        assert command.finish().status == 0
+    assert decisions(run)[-1]["what"] == "done" and not (run / "requeue").exists()
+    assert metrics_of(run) == whole
+
+
+def test_a_fault_that_comes_again_ends_the_run_with_the_reason(folder: Path) -> None:
+    run = folder / "runs" / "repeats"
+    with train(folder, "name=repeats", "retry.max_repeats=1", restarts=1) as command:
+        wait_for(command, lambda: logged(run) > 3)
+        command.rank(0).kill()
+        error = command.finish().only_error()
+    step = decisions(run)[-1]["step"]
+    # Whichever rank is the first to say it.
+    assert re.sub(r"^\[rank 1\] ", "", error).startswith(
+        f"error: runs/repeats/recovery.jsonl: 1 attempts in a row ended after step {step} ("
+    )
+    assert [line["what"] for line in decisions(run) if line["what"] != "fault"] == ["start", "give_up"]

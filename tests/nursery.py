@@ -1,0 +1,260 @@
+"""Python commands without the seconds of their imports, for tests: forks of a process that has done them.
+
+    process = nursery().start([sys.executable, "-P", "launch/train.py", "--help"], folder, environment, files)
+    status = process.wait(60)
+
+Torch, Megatron and vLLM take ten seconds to import, on each rank of each launch. A fork of a process that has imported
+them is there at once, and is otherwise what it would be: a process with an identifier, an environment (in /proc too), a
+working folder, files and a session of its own, that runs the script as `__main__`, takes signals and ends by itself.
+torchrun is run in the same way, by its own code: only how it starts a rank is replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+IMPORTS = (
+    "torch.distributed.run",
+    "torch.distributed.checkpoint",
+    "vllm.entrypoints.llm",
+    "rlhf_megatron.loops.rl",
+    "rlhf_megatron.loops.run",
+    "rlhf_megatron.loops.evaluation",
+    "rlhf_megatron.loops.reward_modeling",
+    "rlhf_megatron.loops.sft",
+    "rlhf_megatron.rollout.vllm_engine",
+)
+TORCHRUN = ["-m", "torch.distributed.run"]
+MESSAGE_BYTES = ENVIRONMENT_BYTES = 1 << 16
+ROOM = "ROOM_FOR_THE_ENVIRONMENT_OF_FORKS"
+
+
+class Nursling:
+    """A started process; as much of subprocess.Popen as torchrun and the tests use."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid, self._nursery = pid, nursery
+
+    def poll(self) -> int | None:
+        """The exit status (minus the signal that ended it), or None while it runs."""
+        return self._nursery.status(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        deadline = time.monotonic() + (timeout or float("inf"))
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(0.01)
+        return status
+
+
+class Nursery:
+    """The end of the one who asks for processes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._ended: dict[int, int] = {}
+
+    @classmethod
+    def open(cls, environment: Mapping[str, str]) -> Nursery:
+        """Starts the process that does the imports; it ends with the one that has called this."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there:
+            subprocess.Popen(
+                [sys.executable, "-P", __file__, str(there.fileno())],
+                env={**environment, ROOM: " " * ENVIRONMENT_BYTES},
+                pass_fds=[there.fileno()],
+            )
+        return cls(here)
+
+    def start(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        files: Sequence[int],
+        new_session: bool = False,
+    ) -> Nursling:
+        """Starts a Python command; ``files`` are its stdin, stdout and stderr."""
+        request = [list(command), str(folder), dict(environment), new_session]
+        socket.send_fds(self._connection, [json.dumps(request).encode()], list(files))
+        while True:
+            self._connection.settimeout(None)
+            pid, status = json.loads(self._connection.recv(MESSAGE_BYTES))
+            if status is None:
+                return Nursling(self, pid)
+            self._ended[pid] = status
+
+    def status(self, pid: int) -> int | None:
+        """The exit status of a process, or None while it runs."""
+        while select.select([self._connection], [], [], 0)[0]:
+            ended, status = json.loads(self._connection.recv(MESSAGE_BYTES))
+            self._ended[ended] = status
+        return self._ended.get(pid)
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """The one of this process."""
+    return Nursery.open(cpu_environment())
+
+
+def cpu_environment() -> dict[str, str]:
+    """One thread for each rank, no GPU, no search of the network for models."""
+    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, **settings}
+
+
+def serve(connection: socket.socket) -> list[Any] | None:
+    """Forks for each request, and tells of each fork that ends. In a fork it returns the request; None at the end."""
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: set[int] = set()
+    while True:
+        ready, _, _ = select.select([connection, wake], [], [])
+        if wake in ready:
+            os.read(wake, MESSAGE_BYTES)
+            for pid in list(children):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    children.discard(pid)
+                    connection.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+        if connection in ready:
+            message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+            if not message:
+                return None
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for number in (wake, woken):
+                    os.close(number)
+                connection.close()
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                    os.close(file)
+                return list(json.loads(message))
+            children.add(pid)
+            for file in files:
+                os.close(file)
+            connection.send(json.dumps([pid, None]).encode())
+
+
+def become(request: list[Any]) -> None:
+    """Makes this process the one that was asked for, and runs its command to the end."""
+    (_, *arguments), folder, environment, new_session = request
+    if new_session:
+        os.setsid()
+    os.chdir(folder)
+    take_environment(environment)
+    flags = []
+    while arguments[0] in ("-P", "-u"):
+        flags.append(arguments.pop(0))
+    sys.stdout.reconfigure(write_through="-u" in flags)  # type: ignore[union-attr]
+    if arguments[:2] == TORCHRUN:
+        request_of_rank = take_over_torchrun()
+        if request_of_rank is not None:
+            become(request_of_rank)
+            return
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = arguments
+    if "-P" not in flags:
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def take_over_torchrun() -> list[Any] | None:
+    """Lets torchrun's code start ranks as forks of a process that stays as it is now, without torchrun's threads.
+
+    Returns None in torchrun, and in each rank its request.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        here.close()
+        request = serve(there)
+        if request is None:
+            os._exit(0)
+        return request
+    there.close()
+    nursery = Nursery(here)
+
+    def popen(handler: Any, command: Sequence[str], environment: Mapping[str, str]) -> Nursling:
+        files = [0, *(file.fileno() if file else n for n, file in ((1, handler._stdout), (2, handler._stderr)))]
+        return nursery.start(command, Path.cwd(), environment, files, new_session=True)
+
+    SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
+    return None
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Makes it this process's, also where the kernel shows it to others: in the memory that ROOM has made large."""
+    os.environ.clear()
+    os.environ.update(environment)  # copies: nothing points into the old memory any more
+    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    start, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, shown, min(len(shown), end - start))
+
+
+def end_with(action: Callable[[], None]) -> None:
+    """Runs ``action`` and ends the process as Python would, but for taking apart what the imports have made."""
+    status: Any = 0
+    try:
+        action()
+    except SystemExit as end:
+        status = end.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    """The nursery itself."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    os.environ.pop(ROOM)
+    from rlhf_megatron.rollout.environment import prepare_environment
+
+    prepare_environment()
+    for module in IMPORTS:
+        importlib.import_module(module)
+    gc.freeze()
+    request = serve(connection)
+    if request is not None:
+        end_with(lambda: become(request))
+
+
+if __name__ == "__main__":
+    main()

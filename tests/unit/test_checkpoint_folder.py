@@ -1,0 +1,113 @@
+"""Which checkpoints stay in a run's folder, and which are the newest and the best."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.loops.checkpoints import choose_checkpoint
+from rlhf_megatron.recipe import RecipeError, load_recipe
+from rlhf_megatron.runtime.checkpoint import Worth, best_of, forget_best, found, publish, write_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def save(
+    folder: Path, step: int, value: float | None = None, mode: Any = "max", keep: int = 1, launch: str = ""
+) -> None:
+    checkpoint = folder / f"step-{step}"
+    file = write_tensors(checkpoint, "rank-00000.safetensors", {"x": torch.ones(2)}, {})
+    worth = Worth("eval/x", mode, value) if value is not None else None
+    publish(checkpoint, [file], {"step": step, "launch": launch}, keep, worth)
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in found(folder)]
+
+
+def test_the_best_is_kept_until_a_better_one_comes(tmp_path: Path) -> None:
+    save(tmp_path, 1, 0.5)
+    save(tmp_path, 2)  # was not evaluated
+    assert names(tmp_path) == ["step-2", "step-1"]
+    save(tmp_path, 3, 0.4)
+    save(tmp_path, 4, math.nan)
+    assert names(tmp_path) == ["step-4", "step-1"]
+    save(tmp_path, 5, 0.6)
+    assert names(tmp_path) == ["step-5"]
+    save(tmp_path, 6, 0.6)
+    assert names(tmp_path) == ["step-6", "step-5"], "of equals the first"
+    assert json.loads((tmp_path / "best").read_text()) == {
+        "checkpoint": "step-5", "metric": "eval/x", "mode": "max", "value": 0.6
+    }  # fmt: skip
+
+
+def test_less_can_be_better_and_another_metric_begins_anew(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2.0, "min")
+    save(tmp_path, 2, 3.0, "min")
+    assert names(tmp_path) == ["step-2", "step-1"]
+    save(tmp_path, 3, 3.0, "max")
+    assert names(tmp_path) == ["step-3"]
+
+
+def test_a_step_that_is_saved_again_has_its_new_worth(tmp_path: Path) -> None:
+    save(tmp_path, 1, 0.9)
+    save(tmp_path, 1, 0.2)
+    best = best_of(tmp_path)
+    assert best is not None and best[1].value == 0.2
+
+
+def test_the_best_may_be_lost_or_forgotten(tmp_path: Path) -> None:
+    save(tmp_path, 1, 0.9)
+    (tmp_path / "best").write_text('{"checkpoint": "step-7"}')
+    assert best_of(tmp_path) is None
+    save(tmp_path, 2, 0.1)
+    assert names(tmp_path) == ["step-2"]
+    forget_best(tmp_path)
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-3"]
+
+
+def test_a_run_that_begins_anew_keeps_its_own_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 30, keep=2)
+    save(tmp_path, 40, keep=2)
+    save(tmp_path, 5, keep=2)  # --resume none
+    assert names(tmp_path) == ["step-5", "step-40"]
+    save(tmp_path, 10, keep=2)
+    assert names(tmp_path) == ["step-10", "step-5"]
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """This process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_restart_takes_what_its_own_launch_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: None
+) -> None:
+    told: list[str] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    save(tmp_path, 7, keep=9, launch="job 1")
+    monkeypatch.setenv("SLURM_JOB_ID", "2")
+    assert choose_checkpoint(tmp_path, "auto", told.append) == tmp_path / "step-7"
+    assert choose_checkpoint(tmp_path, "none", told.append) is None
+    save(tmp_path, 2, keep=9, launch="job 2")
+    assert choose_checkpoint(tmp_path, "none", told.append) == tmp_path / "step-2"
+    assert choose_checkpoint(tmp_path, str(tmp_path / "step-7"), told.append) == tmp_path / "step-2"
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    assert choose_checkpoint(tmp_path, str(tmp_path / "step-7"), told.append) == tmp_path / "step-7"
+    assert not told
+
+
+def test_keep_best_needs_evaluations() -> None:
+    with pytest.raises(RecipeError, match=r"checkpoint.keep_best compares .* give checkpoint.save_interval"):
+        load_recipe(ROOT / "recipes" / "tiny_sft.yaml", ["checkpoint.keep_best={}", "checkpoint.save_interval=0"])

@@ -1,0 +1,171 @@
+"""When a run is started again, when it is given up, what a rank does with signals, and when the time is up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf_megatron.loops.checkpoints import _TimeLimit
+from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.runtime.rank_logs import next_log
+from rlhf_megatron.runtime.recovery import RecoveryLog
+from rlhf_megatron.runtime.signals import job_end, stop_status
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder, outside of torchrun and Slurm."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    return tmp_path
+
+
+def attempt(run: Path, steps: list[int], *, ending: str | None = None, job: str = "1") -> str | None:
+    """One attempt of a job that logs ``steps``; returns why it was refused."""
+    os.environ["SLURM_JOB_ID"] = job
+    log = RecoveryLog(run)
+    refused = log.begin(max_repeats=3)
+    if refused is None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps({"step": step}) + "\n" for step in steps)
+        if ending == "fault":
+            log.append("fault", None, "ValueError: bad row")
+        elif ending == "stop":
+            log.append("stop", steps[-1], "SIGTERM came")
+    return refused
+
+
+def test_a_fault_at_the_same_step_is_tried_so_often_and_no_more(run: Path) -> None:
+    assert attempt(run, [1, 2, 3], ending="fault") is None
+    assert attempt(run, [3], ending="fault") is None
+    assert attempt(run, [3], ending="fault") is None
+    for _ in range(2):  # asked again, the answer is the same
+        refused = attempt(run, [])
+        assert refused is not None and "3 attempts in a row ended after step 3 (ValueError: bad row)" in refused
+    lines = RecoveryLog(run).lines()
+    assert [line["what"] for line in lines if line["what"] != "fault"] == ["start"] + ["restart"] * 2 + ["give_up"] * 2
+    assert [line["attempt"] for line in lines if line["what"] == "restart"] == [1, 2]
+    assert attempt(run, [3], job="2") is None, "a person may try again"
+    assert attempt(run, [3], job="2") is None, "and that counts anew"
+
+
+def test_progress_and_orderly_stops_are_no_repeated_faults(run: Path) -> None:
+    for number in range(9):
+        assert attempt(run, [number + 1]) is None, "each attempt came one step further"
+    for _ in range(6):
+        assert attempt(run, [9], ending="stop") is None, "stopped each time, never failed"
+
+
+def test_attempts_that_fail_before_their_first_step_are_counted(run: Path) -> None:
+    assert attempt(run, [1, 2]) is None
+    assert attempt(run, []) is None
+    assert attempt(run, []) is None
+    refused = attempt(run, [])
+    assert refused is not None and "ended after step 2 (it said nothing: killed" in refused
+
+
+def test_a_line_cut_by_a_crash_is_left_out(run: Path) -> None:
+    assert attempt(run, [1], ending="fault") is None
+    with RecoveryLog(run).path.open("a") as file:
+        file.write('{"what": "sto')
+    assert [line["what"] for line in RecoveryLog(run).lines()] == ["start", "fault"]
+
+
+def test_a_run_that_starts_again_takes_back_its_request_for_a_requeue(run: Path) -> None:
+    log = RecoveryLog(run)
+    log.begin(1)
+    log.ask_for_requeue(7, "SIGTERM came")
+    assert json.loads((run / "requeue").read_text())["step"] == 7
+    log.begin(1)
+    assert not (run / "requeue").exists()
+
+
+def test_the_exit_status_asks_for_a_requeue_unless_torchrun_would_restart_for_it() -> None:
+    assert stop_status({}) == 85
+    assert stop_status({"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "2"}) == 85
+    assert stop_status({"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1"}) == 0
+
+
+def test_the_time_is_up_when_the_next_step_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    limit = _TimeLimit(60.0, job_end({"SLURM_JOB_END_TIME": "1200"}))
+    reached = []
+    for seconds in (30.0, 40.0, 29.0, 2.0):  # ends at 1030, 1070, 1099, 1101; the longest step takes 40, 60 are left
+        clock[0] += seconds
+        reached.append(limit.is_reached_in_the_next_step())
+    assert reached == [False, False, False, True]
+    assert not _TimeLimit(0.0, 1.0).is_reached_in_the_next_step(), "0 means never"
+    assert job_end({}) is None
+    assert job_end({"SLURM_JOB_END_TIME": "5", "RLHF_MEGATRON_DEADLINE": "4"}) == 4.0
+    with pytest.raises(UserError, match="RLHF_MEGATRON_DEADLINE='noon' must be seconds since 1970"):
+        job_end({"RLHF_MEGATRON_DEADLINE": "noon"})
+
+
+def test_logs_have_a_folder_for_each_attempt(tmp_path: Path) -> None:
+    made = [next_log(tmp_path, 2, rank) for rank in ("0", "1", "1", "0")]
+    assert [str(path.relative_to(tmp_path)) for path in made] == [
+        "attempt-2/rank-0.log", "attempt-2/rank-1.log", "attempt-3/rank-1.log", "attempt-3/rank-0.log"
+    ]  # fmt: skip
+
+
+# The main thread is in a call that Python's own signal handlers would have to wait for.
+STUCK = """
+import ctypes, os, time
+from rlhf_megatron.runtime import signals
+signals.SECONDS_OF_ONE_WARNING = 2.0
+signals.stop_signals.listen()
+if os.fork() == 0:
+    time.sleep(60)
+mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+library.pthread_mutex_lock(mutex)
+print("ready", flush=True)
+library.pthread_mutex_lock(mutex)  # for ever
+"""
+
+
+@contextlib.contextmanager
+def stuck(**environment: str) -> Iterator[psutil.Popen]:
+    command = [sys.executable, "-P", "-c", STUCK]
+    process = psutil.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "LOCAL_WORLD_SIZE": "0", **environment}
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        family = [*process.children(), process]
+        yield process
+    finally:
+        for part in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                part.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_second_signal_ends_a_process_that_is_stuck() -> None:
+    with stuck() as process:
+        (forked,) = process.children()
+        forked.terminate()
+        while forked.status() != psutil.STATUS_ZOMBIE:  # in a forked child the signal has its usual effect
+            time.sleep(0.01)
+        for number in (signal.SIGUSR1, signal.SIGTERM):  # one warning that came twice
+            process.send_signal(number)
+        with pytest.raises(psutil.TimeoutExpired):
+            process.wait(2.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_rank_whose_neighbour_is_gone_ends_at_once() -> None:
+    with stuck(LOCAL_RANK="0", LOCAL_WORLD_SIZE="2") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM

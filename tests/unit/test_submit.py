@@ -1,0 +1,187 @@
+"""The job scripts of launch/submit.py: what they ask for, that a shell can read them, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE: dict[str, Any] = {
+    "name": "job",
+    "loop": "sft",
+    "steps": 3,
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train_files": ["train.parquet"], "max_prompt_length": 64},
+    "batch": {"prompts_per_step": 4},
+    "actor": {"tokens_per_gpu": 512, "optimizer": {"learning_rate": 1e-3}},
+    "cluster": {"gpus_per_node": 4},
+}
+
+
+SUBMIT = ROOT / "launch" / "submit.py"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(RECIPE))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """launch/submit.py in ``folder``, where this process is; run in it, since a process of its own takes a second."""
+    specification = importlib.util.spec_from_file_location("launch_submit", SUBMIT)
+    assert specification is not None and specification.loader is not None
+    module = sys.modules["launch_submit"] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    out, err = io.StringIO(), io.StringIO()
+    command = [str(SUBMIT), "sft.yaml", *arguments]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", command)
+        status = module.main()
+    return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
+
+
+def script(folder: Path, *arguments: str) -> str:
+    """A job's script, which bash can read, and in which shellcheck finds nothing where it is installed."""
+    shown = submit(folder, *arguments, "--print")
+    assert shown.returncode == 0, shown.stderr
+    checked = subprocess.run(["bash", "-n"], input=shown.stdout, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    if shutil.which("shellcheck"):
+        found = subprocess.run(["shellcheck", "-"], input=shown.stdout, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout
+    return shown.stdout
+
+
+def options(text: str) -> dict[str, str]:
+    """What the script asks of sbatch, read as sbatch does: by a shell's rules for quotes."""
+    lines = [shlex.split(line.removeprefix("#SBATCH ")) for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert all(len(words) == 1 for words in lines)
+    return dict(words[0].removeprefix("--").partition("=")[::2] for words in lines)
+
+
+def refusal(folder: Path, *arguments: str) -> str:
+    done = submit(folder, *arguments, "--print")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def arguments_of(text: str, task: int, tmp_path: Path) -> list[str]:
+    """What launch/train.py would be given, by running the script's own case statement."""
+    case = text[text.index("case ${SLURM") : text.index("esac")] + 'esac\nprintf "%s\\n" "$run" "${arguments[@]}"\n'
+    done = subprocess.run(
+        ["bash", "-c", case], env={"SLURM_ARRAY_TASK_ID": str(task)}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def test_the_recipe_decides_what_is_asked_of_slurm(folder: Path) -> None:
+    asked = options(script(folder))
+    assert asked["nodes"] == "1" and asked["gpus-per-node"] == "4" and asked["ntasks-per-node"] == "1"
+    assert asked["time"] == "24:00:00" and asked["signal"] == "B:USR1@600" and "requeue" in asked
+    assert asked["output"] == "runs/job/logs/slurm-%j.log" and asked["chdir"] == str(folder)
+    assert not {"account", "partition", "array"} & set(asked)
+    more = ["slurm.account=our lab", "slurm.partition=gpu", "slurm.time_limit_hours=1.51", "slurm.requeue=false"]
+    asked = options(script(folder, *more, "slurm.request_gpus=false", "slurm.options=[--qos=high]", "--nodes=2"))
+    assert (asked["account"], asked["partition"], asked["qos"], asked["nodes"]) == ("our lab", "gpu", "high", "2")
+    assert asked["time"] == "1:31:00" and "no-requeue" in asked and "gpus-per-node" not in asked
+
+
+def test_one_task_per_node_starts_torchrun_with_the_ranks_of_its_gpus(folder: Path) -> None:
+    text = script(folder, "--nodes=2", "retry.max_retries=7", "slurm.network=roce", "slurm.venv=/opt/my env")
+    (launch,) = re.findall(r"^srun .*?&$", text, flags=re.MULTILINE | re.DOTALL)
+    words = shlex.split(launch)
+    node = words.index(str(ROOT / "launch" / "slurm" / "node.sh"))
+    assert "--nodes=2" in words and "--ntasks-per-node=1" in words
+    assert words[node + 1 : node + 3] == ["4", "7"]
+    assert words[node + 4 : node + 8] == ["roce", "", "/opt/my env/bin/python", str(ROOT / "launch" / "train.py")]
+    in_container = script(folder, "slurm.container=image.sqsh", "slurm.container_mounts=['/data:/data']")
+    assert "--container-image=image.sqsh" in in_container and f"{folder}:{folder}" in in_container
+    assert " python3 " in in_container and sys.executable not in in_container
+
+
+def test_every_value_reaches_its_place_as_it_is(folder: Path, tmp_path: Path) -> None:
+    nasty = "$(touch hacked) `touch hacked` \"a\" 'b'; touch hacked # %j"
+    values = ["--nodes=1", f"slurm.account={json.dumps(nasty)}", f"data.train_files=[{json.dumps(nasty)}]"]
+    text = script(folder, *values)
+    assert options(text)["account"] == nasty
+    given = arguments_of(text, 0, tmp_path)
+    assert given == ["runs/job", "sft.yaml", *values[1:], "slurm.nodes=1"]
+    assert not (folder / "hacked").exists()
+
+
+def test_a_sweep_is_an_array_of_runs_with_names_of_their_own(folder: Path, tmp_path: Path) -> None:
+    (folder / "sweep.txt").write_text("seed=1  # the first\n\nseed=2 'data.train_files=[a b.parquet]'\nname=third\n")
+    text = script(folder, "steps=9", "--array=sweep.txt")
+    asked = options(text)
+    assert asked["array"] == "0-2" and asked["output"].endswith("slurm-%A_%a.log")
+    assert arguments_of(text, 0, tmp_path) == ["runs/job-0", "sft.yaml", "steps=9", "seed=1", "name=job-0"]
+    second = ["runs/job-1", "sft.yaml", "steps=9", "seed=2", "data.train_files=[a b.parquet]", "name=job-1"]
+    assert arguments_of(text, 1, tmp_path) == second
+    assert arguments_of(text, 2, tmp_path)[0] == "runs/third"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["name=a/b"], "error: name: 'a/b' cannot name a run folder; begin with a letter or digit, go on with"),
+        (["name=../up"], "error: name: '../up' cannot name a run folder"),
+        (["name=$(id)"], "error: name: '$(id)' cannot name a run folder"),
+        (['slurm.account="a\\nb"'], "error: '--account=a\\nb': a job's script cannot carry line breaks"),
+        (["slurm.options=[qos]"], "error: sft.yaml: slurm: options: 'qos' is none of sbatch's; write each as --name"),
+        (["slurm.venv=a", "slurm.container=b"], "error: sft.yaml: slurm: venv and container exclude each other"),
+        (["--nodes=0"], "error: sft.yaml: slurm.nodes: Input should be greater than 0"),
+        (["actor.layout.tensor=3"], "error: actor.layout: tensor 3 does not divide 4 GPUs"),
+        (["--array=nowhere.txt"], "error: --array nowhere.txt: cannot be read ("),
+        (["--array=empty.txt"], "error: --array empty.txt: has no line with overrides"),
+        (["--array=twice.txt"], "error: --array twice.txt: two runs would write runs/x; give each a name of its own"),
+        (["--array=quote.txt"], "error: quote.txt, line 2: No closing quotation; quote it as in a shell"),
+        (["--array=bad.txt"], "error: sft.yaml: unknown key stepz; did you mean steps?"),
+    ],
+)
+def test_what_cannot_be_submitted_is_told_in_one_line(folder: Path, arguments: list[str], line: str) -> None:
+    (folder / "empty.txt").write_text("# nothing\n")
+    (folder / "twice.txt").write_text("name=x seed=1\nname=x seed=2\n")
+    (folder / "quote.txt").write_text("seed=1\nname='x\n")
+    (folder / "bad.txt").write_text("stepz=1\n")
+    assert refusal(folder, *arguments).startswith(line)
+
+
+def test_without_slurm_submitting_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    command = [sys.executable, "-P", str(SUBMIT), "sft.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: sbatch: there is no Slurm on this machine")
+
+
+@pytest.mark.parametrize("network", ["infiniband", "roce", "tcp"])
+def test_a_network_profile_keeps_what_the_user_has_set(network: str) -> None:
+    profile = ROOT / "launch" / "env" / f"{network}.sh"
+    command = f"set -euo pipefail; source {shlex.quote(str(profile))}; env"
+    plain, own = (
+        dict(line.split("=", 1) for line in subprocess.run(
+            ["bash", "-c", command], env=env, capture_output=True, text=True, check=True
+        ).stdout.splitlines())
+        for env in ({}, {"NCCL_IB_DISABLE": "7", "NCCL_SOCKET_IFNAME": "ib0"})
+    )  # fmt: skip
+    assert plain["NCCL_IB_DISABLE"] == ("1" if network == "tcp" else "0") and "GLOO_SOCKET_IFNAME" not in plain
+    assert (own["NCCL_IB_DISABLE"], own["GLOO_SOCKET_IFNAME"]) == ("7", "ib0")
+
+
+def test_the_script_of_a_node_can_be_read_by_bash() -> None:
+    for path in (ROOT / "launch" / "slurm" / "node.sh", *(ROOT / "launch" / "env").glob("*.sh")):
+        assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0

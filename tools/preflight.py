@@ -1,0 +1,49 @@
+"""Checks a recipe on the machines that are to run it, before a GPU-hour is spent.
+
+    torchrun --nproc-per-node N tools/preflight.py RECIPE [key.path=value ...] [--json FILE] [--seconds S]
+
+Shows one table; the exit status is 0 where no check failed, 1 where one did, 2 for a recipe that is not right. Start it
+exactly as the run itself: the same launcher, nodes, environment and overrides. What it checks: docs/preflight.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.rollout.environment import prepare_environment
+
+
+def main() -> int:
+    """Returns the exit status; after a failed check the process ends at once, as a thread of it may hang for ever."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", help="a YAML file, see recipes/")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the checks as JSON")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time of each of the two parts (default: 120)")
+    arguments = parser.parse_intermixed_args()
+    prepare_environment()  # before torch is imported
+    from rlhf_megatron.loops.preflight import preflight
+    from rlhf_megatron.topology.world import first_to_say, leave_world
+
+    try:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        verdict = preflight(recipe, arguments.seconds, arguments.json)
+    except UserError as error:
+        if first_to_say(str(error)):
+            where = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK", "0") != "0" else ""
+            print(f"{where}error: {error}", file=sys.stderr, flush=True)
+        return 2
+    sys.stdout.flush()
+    if not verdict:
+        os._exit(1)
+    leave_world()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
