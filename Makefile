@@ -13,7 +13,7 @@ SOURCES = $(foreach folder,rlhf_megatron kernels launch tools,$(if $(shell find 
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test bench-data
+.PHONY: help setup demo test chaos lint gpu-test bench-data bench-regather
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -27,6 +27,9 @@ demo: $(READY) ## Train a small model by reinforcement learning on this machine'
 test: $(READY) ## All tests that need no GPU, within 15 minutes on two cores
 	$(PYTEST) --durations=10 --numprocesses=2 --dist=loadfile $(ARGS)
 
+chaos: $(READY) ## A small run with each fault, and what became of it, in about 20 minutes; ARGS="--only kill"
+	@$(PYTHON) tools/chaos/campaign.py $(ARGS)
+
 lint: $(READY) ## ruff and mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy $(SOURCES)
@@ -36,3 +39,6 @@ gpu-test: ## Tests on GPUs, with the Python of GPU_PYTHON
 
 bench-data: $(READY) ## Start, memory and waiting time over 10 million rows; docs/results/data.json
 	$(PYTHON) -P tools/bench/data.py --output docs/results/data.json $(ARGS)
+
+bench-regather: $(READY) ## Regathering against its floor and against whole tensors; docs/results/regather.json
+	$(PYTHON) -P tools/bench/regather.py $(ARGS)

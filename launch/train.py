@@ -12,7 +12,7 @@ from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.environment import prepare_environment
 from rlhf_megatron.runtime.rank_logs import redirect_output
-from rlhf_megatron.runtime.signals import stop_signals
+from rlhf_megatron.runtime.signals import end_with_parent, stop_signals
 
 
 def main() -> int:
@@ -41,6 +41,8 @@ def main() -> int:
         refuse_unsupported(recipe)
     except UserError as error:
         return tell(error)
+    if "RANK" in os.environ:
+        end_with_parent()
     stop_signals.listen()
     prepare_environment()  # before torch is imported
     from torch.distributed.elastic.multiprocessing.errors import record

@@ -15,9 +15,37 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "llama3": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_moe_plain": Qwen3MoeConfig,
+}
+# What a family has beside the sizes below. llama3 is a Llama with the scaled rotary embeddings of 3.1 and later; the
+# plain mixture of experts leaves the weights of the chosen experts as the softmax gives them.
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "max_position_embeddings": 16384,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
+    "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
+}
 PAD = 0  # never among random rows
 
 
@@ -29,30 +57,29 @@ def make_model(
     vocabulary: int = 250,
     seed: int = 0,
     classifier: bool = False,
+    **fields: Any,
 ) -> Path:
     """Saves a model with 4 layers, 4 heads and 2 key-value heads; every weight random, also norms and biases.
 
-    A ``classifier`` has one label in place of the output layer.
+    A ``classifier`` has one label in place of the output layer. ``fields`` of the config may say otherwise.
     """
-    special = {"num_labels": 1} if classifier else {}
-    if family == "mistral":
-        special["sliding_window"] = None
-    config = CONFIGS[family](
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=PAD,
-        **special,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": PAD,
+    }
+    head = {"num_labels": 1} if classifier else {}
+    config = CONFIGS[family](**(sizes | SPECIAL.get(family, {}) | head | fields))
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

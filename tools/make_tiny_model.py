@@ -1,5 +1,7 @@
 """Write a small Qwen3-style model with random weights and its own tokenizer, as a Hugging Face folder.
 
+With --experts it is a mixture of experts, in the style of Qwen3-MoE.
+
 Here: the tokenizer (byte-level BPE, one token per digit, ChatML template), the configuration, the random weights.
 Not here: training (recipes/tiny_sft.yaml does that) and data (tools/prepare_data.py).
 
@@ -15,12 +17,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.recipe.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -71,6 +73,9 @@ class TinyModelSize:
     vocabulary_size: int = 512
     max_positions: int = 512
     tied_embeddings: bool = True
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_size: int = 256
 
     def check(self) -> None:
         """Raise UserError, in one line, for sizes that no engine would run."""
@@ -79,6 +84,12 @@ class TinyModelSize:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give at least 1")
         if self.heads % self.kv_heads:
             raise UserError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}: change one of them")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise UserError(
+                f"--experts-per-token is {self.experts_per_token}: give 1 to {self.experts}, as --experts has"
+            )
+        if self.experts and self.hidden_size % 32:
+            raise UserError(f"--hidden-size is {self.hidden_size}: vLLM runs experts on a CPU for multiples of 32 only")
         if self.head_size not in CPU_HEAD_SIZES:
             raise UserError(
                 f"--head-size is {self.head_size}, which vLLM cannot run on a CPU: choose one of {CPU_HEAD_SIZES}"
@@ -132,11 +143,19 @@ def build_tokenizer(vocabulary_size: int, max_positions: int = 512) -> PreTraine
     )
 
 
-def build_config(size: TinyModelSize, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """Return the Qwen3 configuration for `size`, with the token ids of `tokenizer`."""
-    from transformers import Qwen3Config
+def build_config(size: TinyModelSize, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config | Qwen3MoeConfig:
+    """Return the Qwen3 or Qwen3-MoE configuration for `size`, with the token ids of `tokenizer`."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    return Qwen3Config(
+    mixture: dict[str, Any] = {}
+    if size.experts:
+        mixture = {
+            "num_experts": size.experts,
+            "num_experts_per_tok": size.experts_per_token,
+            "moe_intermediate_size": size.expert_size,
+            "norm_topk_prob": True,
+        }
+    return (Qwen3MoeConfig if size.experts else Qwen3Config)(
         vocab_size=size.vocabulary_size,
         hidden_size=size.hidden_size,
         intermediate_size=size.intermediate_size,
@@ -153,6 +172,7 @@ def build_config(size: TinyModelSize, tokenizer: PreTrainedTokenizerFast) -> Qwe
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         dtype="float32",
+        **mixture,
     )
 
 
@@ -165,13 +185,13 @@ def write_model(output: Path, seed: int, size: TinyModelSize) -> int:
     if (output / "config.json").exists():
         raise UserError(f"{output} already holds a model: choose another --output or remove that folder")
     import torch
-    from transformers import GenerationConfig, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     tokenizer = build_tokenizer(size.vocabulary_size, size.max_positions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(build_config(size, tokenizer))
+        model = AutoModelForCausalLM.from_config(build_config(size, tokenizer))
     stop_token_ids = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
     model.generation_config = GenerationConfig(
         eos_token_id=stop_token_ids, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
@@ -198,6 +218,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "head_size",
         "vocabulary_size",
         "max_positions",
+        "experts",
+        "experts_per_token",
+        "expert_size",
     ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), help="default %(default)s")
@@ -218,6 +241,9 @@ def main(arguments: list[str] | None = None) -> int:
         vocabulary_size=options.vocabulary_size,
         max_positions=options.max_positions,
         tied_embeddings=not options.untied_embeddings,
+        experts=options.experts,
+        experts_per_token=options.experts_per_token,
+        expert_size=options.expert_size,
     )
     try:
         parameters = write_model(options.output, options.seed, size)

@@ -28,7 +28,7 @@ export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VL
 mkdir -p "$cache"
 
 status=0
-"$python" -P -m torch.distributed.run --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks" \
+"$python" -P "$here/../torchrun.py" --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks" \
     --rdzv-backend c10d --rdzv-endpoint "$rendezvous" --rdzv-id "$SLURM_JOB_ID" \
     --max-restarts "$restarts" --signals-to-handle SIGINT,SIGHUP,SIGQUIT "$@" || status=$?
 rm -rf "$cache"

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.recipe.operations import CheckpointSection
-from rlhf_megatron.roles.role import Role
+from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.state import restore_role, role_state, role_tensors
+from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.checkpoint import (
     CheckpointError,
     Manifest,
@@ -106,13 +107,19 @@ class Checkpoints:
     """Saves and restores a run's learning roles and parts. Every call is collective."""
 
     def __init__(
-        self, folder: Path, section: CheckpointSection, roles: Mapping[str, Role], parts: Mapping[str, Part], tell: Tell
+        self,
+        folder: Path,
+        section: CheckpointSection,
+        roles: Mapping[str, PlacedRole],
+        parts: Mapping[str, Part],
+        tell: Tell,
     ) -> None:
         """``folder`` is the run's checkpoints/; ``tell`` shows a line to the person who watches (on rank 0)."""
         self._folder, self._section = folder, section
         self._roles, self._parts, self._tell = dict(roles), dict(parts), tell
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: _Save | None = None
+        self._held: dict[str, torch.Tensor] = {}  # the memory of a save; there is one at a time
         self._rank = dist.get_rank()
         self._recovery = RecoveryLog(folder.parent)
         self._limit = _TimeLimit(section.save_before_seconds, job_end(os.environ))
@@ -127,7 +134,10 @@ class Checkpoints:
             for name, role in self._roles.items():
                 if name not in manifest.state["roles"]:
                     raise CheckpointError(f"{checkpoint}: has no {name}; it was saved by a run without one")
-                restore_role(role, manifest.state["roles"][name], files)
+                state = manifest.state["roles"][name]
+                if role.local:
+                    ranks = state.get("ranks", range(len(files)))
+                    restore_role(role.local, state, [files[rank] for rank in ranks])
             for name, part in self._parts.items():
                 part.load(join_tensors(manifest.state["parts"][name], files[0]))
             if len(files) == dist.get_world_size():
@@ -178,18 +188,22 @@ class Checkpoints:
         tensors: dict[str, torch.Tensor] = {}
         pieces = {}
         for name, role in self._roles.items():
-            of_role, pieces[name] = role_tensors(role)
-            tensors |= of_role
+            if role.local:
+                of_role, pieces[name] = role_tensors(role.local, self._held)
+                tensors |= of_role
         plain, of_parts = split_tensors({name: part.state() for name, part in self._parts.items()}, "parts")
         if self._rank == 0:
             tensors |= of_parts
         random = random_state()
         tensors |= {f"random/{name}": value for name, value in random.items()}
-        roles = {name: role_state(role) for name, role in self._roles.items()}
+        roles = {
+            name: role.everywhere(role_state(role.local) if role.local else {}) for name, role in self._roles.items()
+        }
         about = {"pieces": pieces, "random": sorted(random)}
         file = self._writer.submit(write_tensors, folder, f"rank-{self._rank:05d}.safetensors", tensors, about)
         best = self._section.keep_best
         value = Worth(best.metric, best.mode, worth) if best and worth is not None else None
+        faults.at("write", step)
         state = {"step": step, "launch": launch_of(os.environ), "roles": roles, "parts": plain}
         self._pending = _Save(folder, file, state, value)
 
@@ -224,14 +238,14 @@ class _TimeLimit:
     def __init__(self, save_before_seconds: float, end: float | None) -> None:
         self.end = end if save_before_seconds else None
         self._save_before_seconds = save_before_seconds
-        self._step_began, self._longest_step = time.time(), 0.0
+        self._step_began, self._longest_step = time.monotonic(), 0.0
 
     def is_reached_in_the_next_step(self) -> bool:
         """Call it at the end of each step."""
-        now = time.time()
+        now = time.monotonic()  # a correction of the system's clock makes no step longer
         self._longest_step = max(self._longest_step, now - self._step_began)
         self._step_began = now
-        return self.end is not None and now + self._longest_step > self.end - self._save_before_seconds
+        return self.end is not None and time.time() + self._longest_step > self.end - self._save_before_seconds
 
     def text(self) -> str:
         """Why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""

@@ -11,7 +11,11 @@ def make_layout(section: LayoutSection, ranks: int) -> Layout:
     return Layout(
         tensor=section.tensor,
         pipeline=section.pipeline,
-        data=section.data or ranks // (section.tensor * section.pipeline),
+        data=section.data or ranks // section.model_gpus,
+        context=section.context,
+        virtual_pipeline=section.virtual_pipeline or 1,
         first_stage_layers=section.first_stage_layers,
         last_stage_layers=section.last_stage_layers,
+        expert=section.expert,
+        expert_tensor=section.expert_tensor,
     )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
-from rlhf_megatron.models.weight_map import megatron_blocks, rollout_blocks
-from rlhf_megatron.recipe import Recipe, dry_run
+from rlhf_megatron.recipe import Recipe, dry_run, role_ranks
 from rlhf_megatron.recipe.model_shape import planning_config
-from rlhf_megatron.regather.plan import Copy, bytes_received, plan_regather
+from rlhf_megatron.regather.plan import plan_regather
+from rlhf_megatron.regather.sides import rollout_side, trainer_side
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_GB = 2**30
 
 
 def plan_text(recipe: Recipe, world_size: int) -> str:
@@ -25,28 +24,24 @@ def plan_text(recipe: Recipe, world_size: int) -> str:
 
 
 def regather_summary(recipe: Recipe, architecture: Architecture, world_size: int) -> str:
-    """One line on what the ranks of the first rollout replica lack, and from whom it comes."""
+    """One line on what the ranks of the first rollout replica lack and give, with whom, and how long that takes."""
     assert recipe.rollout is not None
-    layout = make_layout(recipe.actor.layout, world_size)
-    tensor = recipe.rollout.layout.tensor
+    ranks = role_ranks(recipe, "actor", world_size)
+    sources = trainer_side(architecture, make_layout(recipe.actor.layout, len(ranks)), ranks)
+    rollout = recipe.rollout.layout
+    wanted = rollout_side(architecture, rollout.tensor, world_size, rollout.expert_parallel)
     element_bytes = _BYTES[recipe.rollout.dtype or recipe.model.dtype]
-    sources = {rank: megatron_blocks(architecture, layout, rank, "local") for rank in range(world_size)}
-    wanted = {rank: rollout_blocks(architecture, tensor, rank) for rank in range(tensor)}
-    copies = plan_regather(sources, wanted, recipe.cluster.gpus_per_node)
-    received = bytes_received(copies, element_bytes)
-    kept = sum(copy.elements for copy in copies) * element_bytes / tensor
-    most = max(received.values())
+    plans = [
+        plan_regather(sources, wanted, rank, recipe.cluster.gpus_per_node)
+        for rank in range(recipe.rollout.layout.tensor)
+    ]
+    received = max(plan.bytes_received(element_bytes) for plan in plans)
+    sent = max(plan.bytes_sent(element_bytes) for plan in plans)
+    kept = max(plan.bytes_kept(element_bytes) for plan in plans)
+    peers = max(len({copy.source for copy in plan.receives}) for plan in plans)
     text = (
-        f"{most / 2**30:.2f} of {kept / 2**30:.2f} GB of rollout weights per GPU come from other GPUs, "
-        f"in at most {_most_peers(received, copies)} streams"
+        f"{received / _GB:.2f} of {kept / _GB:.2f} GB of rollout weights per GPU come from {peers} other GPUs, and "
+        f"{sent / _GB:.2f} GB go to others, at most"
     )
     link = recipe.cluster.link_gb_per_sec
-    return f"{text}; {most / 1e9 / link:.2f} s at {link:g} GB/s" if link else text
-
-
-def _most_peers(received: Mapping[int, int], copies: Sequence[Copy]) -> int:
-    peers: dict[int, set[int]] = {rank: set() for rank in received}
-    for copy in copies:
-        if copy.source != copy.destination:
-            peers[copy.destination].add(copy.source)
-    return max(len(of_rank) for of_rank in peers.values())
+    return f"{text}; {max(received, sent) / 1e9 / link:.2f} s at {link:g} GB/s" if link else text

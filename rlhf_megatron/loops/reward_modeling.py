@@ -31,6 +31,7 @@ def run_reward_modeling(session: Session) -> dict[str, float]:
             metrics = session.actor.update(
                 batch, {"margins": margins, "weights": weights}, bradley_terry, output=SCORES, rows_together=2
             )
+        metrics = session.actor.everywhere(metrics)
         session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens))
     return history.summary()
 

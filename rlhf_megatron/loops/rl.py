@@ -29,7 +29,7 @@ from rlhf_megatron.loops.history import History
 from rlhf_megatron.loops.rollouts import Rollouts
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.recipe import Recipe
-from rlhf_megatron.roles.role import Role
+from rlhf_megatron.roles.placed import PlacedRole
 
 
 def run_rl(session: Session) -> dict[str, float]:
@@ -62,12 +62,15 @@ def run_rl(session: Session) -> dict[str, float]:
                     batch = batch.with_fields(values=critic.values(batch))
             batch = with_advantages(batch, session, controller)
             metrics |= compared
+            of_critic: dict[str, float] = {}
             if critic:
                 with session.phase("update_critic"):
-                    metrics |= update_critic(session, critic, batch)
+                    of_critic = update_critic(session, critic, batch)
             if section is None or step > section.warmup_steps:
                 with session.phase("update"):
                     metrics |= update(session, batch, controller)
+            if critic:  # on ranks of its own it learns beside the actor
+                metrics |= critic.everywhere(of_critic)
         with session.phase("regather"):
             rollouts.refresh()
         session.end_step(step, metrics, tokens)
@@ -75,7 +78,7 @@ def run_rl(session: Session) -> dict[str, float]:
 
 
 def with_logprobs(
-    batch: RolloutBatch, actor: Role, reference: Role | None, old: str
+    batch: RolloutBatch, actor: PlacedRole, reference: PlacedRole | None, old: str
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Adds the logprobs that the objective compares with, and measures how far trainer and rollout disagree."""
     metrics: dict[str, float] = {}
@@ -108,14 +111,15 @@ def update(session: Session, batch: RolloutBatch, controller: KLController) -> d
     def learn(minibatch: RolloutBatch) -> dict[str, float]:
         return session.actor.update(minibatch, objective_fields(minibatch, settings, constant), objective)
 
-    metrics |= {f"train/{name}": value for name, value in in_minibatches(session, batch, learn).items()}
+    learnt = session.actor.everywhere(in_minibatches(session, batch, learn))
+    metrics |= {f"train/{name}": value for name, value in learnt.items()}
     if "train/kl" in metrics:
         metrics["train/kl_coef"] = controller.coefficient
         controller.observe(metrics["train/kl"], batch.rows)
     return metrics
 
 
-def update_critic(session: Session, critic: Role, batch: RolloutBatch) -> dict[str, float]:
+def update_critic(session: Session, critic: PlacedRole, batch: RolloutBatch) -> dict[str, float]:
     """All of the critic's optimizer steps on one batch, in the minibatches of the actor; the means of their metrics."""
     section = session.recipe.critic
     assert section is not None and batch.values is not None and batch.returns is not None

@@ -12,10 +12,9 @@ from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.loops.session import Session
-from rlhf_megatron.models.weight_map import rollout_blocks
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.plan import plan_regather
-from rlhf_megatron.regather.transport import PointToPoint
+from rlhf_megatron.regather.sides import rollout_side
 from rlhf_megatron.rewards.score import Score, Scorer, reward_metrics, reward_totals
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling, request_seed
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
@@ -53,20 +52,20 @@ class Rollouts:
             self.engine = VllmEngine(
                 recipe.model.path, section, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed
             )
-        actor, architecture = session.actor, session.architecture
-        copies = plan_regather(
-            {rank: actor.blocks(position) for position, rank in enumerate(actor.ranks)},
-            {rank: rollout_blocks(architecture, self._tensor, rank % self._tensor) for rank in range(session.world)},
-            recipe.cluster.gpus_per_node,
-        )
+        wanted = rollout_side(session.architecture, self._tensor, session.world, section.layout.expert_parallel)
+        plan = plan_regather(session.actor.side(), wanted, session.rank, recipe.cluster.gpus_per_node)
         dtype = next(iter(self.engine.parameters().values())).dtype
-        self.regather = Regather(copies, session.rank, dtype, session.device, PointToPoint())
+        self.regather = Regather(plan, dtype, session.device, staging_bytes=recipe.regather.buffer_mb << 20)
 
     def refresh(self) -> None:
         """Wakes the engine and brings the actor's weights into it; collective."""
         self.engine.wake_weights()
         self.regather.run(self._session.actor.parameters(), self.engine.parameters())
         self.version += 1
+        every = self._session.recipe.regather.verify
+        if every and self.version % every == 0:
+            self.regather.verify(self._session.actor.parameters(), self.engine.parameters())
+        self._session.actor.offload()
         self.engine.wake_kv_cache()
         self.engine.weights_updated(self.version)
 

@@ -24,13 +24,13 @@ from rlhf_megatron.loops.skipped_steps import SkippedSteps
 from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
 from rlhf_megatron.monitor.console import Console
-from rlhf_megatron.monitor.environment import environment_report
+from rlhf_megatron.monitor.environment import environment_report, redact
 from rlhf_megatron.monitor.metrics import MetricsLogger
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, resolved_yaml
+from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, resolved_yaml, role_ranks
 from rlhf_megatron.regather.export import export_weights
+from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
-from rlhf_megatron.roles.role import Role
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.checkpoint import forget_best
 from rlhf_megatron.runtime.health import Health
@@ -63,7 +63,7 @@ class Session:
         )
         self.train, self.validation = data.train, data.validation
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self._roles: list[Role] = []
+        self._roles: list[PlacedRole] = []
         self.updates = recipe.steps * recipe.batch.epochs_per_step * recipe.batch.minibatches_per_step
         head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
         self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, self.updates, head)
@@ -80,11 +80,12 @@ class Session:
         self._worth: dict[int, float] = {}  # on rank 0: what keep_best compares, by step
         self._step_started = time.perf_counter()
 
-    def checkpoints(self, roles: Mapping[str, Role], parts: Mapping[str, Part]) -> Checkpoints:
+    def checkpoints(self, roles: Mapping[str, PlacedRole], parts: Mapping[str, Part]) -> Checkpoints:
         """What saves the run; where it resumes, roles and parts are as they were when this returns. Collective."""
         checkpoints = Checkpoints(self.run.checkpoints, self.recipe.checkpoint, roles, parts, self.say)
         if self._resume_from is not None:
-            self.first_step = checkpoints.restore(self._resume_from) + 1
+            with self.phase("resume"):
+                self.first_step = checkpoints.restore(self._resume_from) + 1
             self.say(f"going on from {self._resume_from}, after step {self.first_step - 1}")
         elif self.rank == 0:
             forget_best(self.run.checkpoints)
@@ -97,8 +98,8 @@ class Session:
         optimizer: OptimizerSection | None = None,
         updates: int = 1,
         head: Head = "language",
-    ) -> Role:
-        """A role on all ranks in its own layout, with the weights of its path or the recipe's.
+    ) -> PlacedRole:
+        """A role on its ranks in its own layout, with the weights of its path or the recipe's.
 
         It is frozen without ``optimizer``. A scalar ``head`` is drawn from the recipe's seed where a role that learns
         starts from a language model.
@@ -106,11 +107,12 @@ class Session:
         recipe = self.recipe
         path = getattr(section, "path", None) or recipe.model.path
         architecture = (self.architecture if path == recipe.model.path else read_architecture(path)).with_head(head)
-        role = Role(
+        ranks = role_ranks(recipe, name, self.world)
+        role = PlacedRole(
             name,
             architecture,
-            make_layout(section.layout or recipe.actor.layout, self.world),
-            range(self.world),
+            make_layout(section.layout or recipe.actor.layout, len(ranks)),
+            ranks,
             section,
             dtype=recipe.model.dtype,
             seed=recipe.seed,
@@ -124,6 +126,7 @@ class Session:
         else:
             with CheckpointFiles(path, architecture, recipe.seed if optimizer else None) as files:
                 role.load(files)
+        role.offload()
         return role
 
     def make_reward_model(self, section: RewardModelSection) -> RewardModel:
@@ -160,11 +163,16 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of the step as ``time/NAME`` and shows it; times of the same name add up."""
+        """Times a part of the step as ``time/NAME`` and shows it; times of the same name add up.
+
+        What roles are to offload leaves the GPU as a phase ends, and comes back when it is needed.
+        """
         started = time.perf_counter()
         self.progress(name)
         faults.at(name, watchdog.step)
         yield
+        for role in self._roles:
+            role.offload()
         watchdog.beat()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -182,7 +190,7 @@ class Session:
         faults.at("step", step)
         if step in self._skips:
             self.train.load({**self.train.state(), **self._skips[step]})
-            self.say(f"step {step} passes over the data of steps whose gradients were not finite")
+            self.say(f"step {step} passes over the data of steps that were skipped")
         self._seconds.clear()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -207,9 +215,9 @@ class Session:
             timed["memory/actor_gpu_mem_mb"] = torch.cuda.max_memory_allocated() / 2**20
         self.log(step, {**metrics, **timed, **speed, **self.train.metrics()})
         for role in self._roles:
-            if role.bad_gradients:
-                self.say(f"step {step}: {role.name}: gradient not finite: {role.bad_gradients}")
-                role.bad_gradients = ""
+            bad_gradients = role.take_bad_gradients()
+            if bad_gradients:
+                self.say(f"step {step}: {role.name}: gradient {bad_gradients}")
         self._skipped.after(step, metrics, self._data_position)
 
     def _data_position(self) -> dict[str, Any]:
@@ -238,11 +246,12 @@ class Session:
     def export(self, step: int) -> Path:
         """Writes the actor as a Hugging Face folder; collective."""
         folder = self.run.export(step)
-        sources = {rank: self.actor.blocks(position) for position, rank in enumerate(self.actor.ranks)}
+        sources = self.actor.side()
         dtype: torch.dtype = getattr(torch, self.recipe.model.dtype)
         companions = Path(self.recipe.model.path)
         architecture = self.actor.architecture
-        export_weights(folder, companions, architecture, sources, self.actor.parameters(), dtype, self.device)
+        with self.phase("export"):
+            export_weights(folder, companions, architecture, sources, self.actor.parameters(), dtype, self.device)
         return folder
 
     def at_end(self, action: Callable[[], None]) -> None:
@@ -271,7 +280,7 @@ class Report:
     def __init__(self, run: RunFolder, recipe: Recipe, resume: bool) -> None:
         self._run, self._recipe = run, recipe
         run.prepare(resume)
-        run.recipe.write_text(resolved_yaml(recipe))
+        run.recipe.write_text(resolved_yaml(recipe, redact))
         run.environment.write_text(json.dumps(environment_report(), indent=2))
         self._logger = MetricsLogger(run, recipe.monitor, recipe.model_dump(mode="json"))
         stream = None if recipe.monitor.console else open(os.devnull, "w")  # noqa: SIM115  (open as long as the run)

@@ -26,6 +26,7 @@ def run_sft(session: Session) -> dict[str, float]:
         weights = token_weights(batch.response_mask, batch.cu_seqlens, recipe.algorithm.loss_aggregation)
         with session.phase("update"):
             metrics = session.actor.update(batch, {"weights": weights}, negative_log_likelihood)
+        metrics = session.actor.everywhere(metrics)
         session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens))
     return history.summary()
 

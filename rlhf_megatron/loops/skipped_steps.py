@@ -1,4 +1,4 @@
-"""Steps without a finite gradient: how many in a row, and the end of an attempt that has too many of them."""
+"""Steps skipped for their gradient: how many in a row, and the end of an attempt that has too many of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TooManySkippedSteps(UserError):
 
     def __init__(self, first: int, last: int, position: dict[str, Any]) -> None:
         steps = f"steps {first}-{last} were skipped" if last > first else f"step {first} was skipped"
-        super().__init__(f"{steps} for gradients that are not finite (retry.max_skipped_steps={last - first + 1})")
+        super().__init__(f"{steps} for their gradients (retry.max_skipped_steps={last - first + 1})")
         self.details = {"kind": "not_finite", "first": first, "last": last, "data": position}
 
 

@@ -27,24 +27,52 @@ class ModelError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the decoder layers of one Hugging Face ``model_type`` have, and what transformers' classes begin with."""
+    """What the decoder layers of one Hugging Face ``model_type`` have, and what transformers' classes begin with.
+
+    ``only``: fields of its config and the one value of each that is supported, which is what an absent field means.
+    """
 
     classes: str
     query_key_norm: bool = False
     qkv_bias: bool = False
+    experts: bool = False
+    only: tuple[tuple[str, Any], ...] = ()
 
 
 _FAMILIES = {
     "llama": Family("Llama"),
-    "mistral": Family("Mistral"),
+    "mistral": Family("Mistral", only=(("sliding_window", None),)),
     "qwen2": Family("Qwen2", qkv_bias=True),
     "qwen3": Family("Qwen3", query_key_norm=True),
+    "qwen3_moe": Family(
+        "Qwen3Moe", query_key_norm=True, experts=True, only=(("decoder_sparse_step", 1), ("mlp_only_layers", []))
+    ),
 }
+_ONLY = (
+    ("hidden_act", "silu"),
+    ("mlp_bias", False),
+    ("use_sliding_window", False),
+    ("partial_rotary_factor", 1.0),
+    ("quantization_config", None),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each feed-forward layer (arXiv 1701.06538); every token reaches its ``chosen``.
+
+    The router's weights are a softmax over all experts; with ``normalized`` those of the chosen are made to sum to 1.
+    """
+
+    count: int
+    chosen: int
+    feed_forward: int
+    normalized: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The shape of a dense decoder-only transformer, in the field's terms.
+    """The shape of a decoder-only transformer, in the field's terms; ``feed_forward`` is not used where it has experts.
 
     ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
     """
@@ -67,6 +95,7 @@ class Architecture:
     end_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     head: Head = "language"
+    experts: Experts | None = None
 
     def with_head(self, head: Head) -> Architecture:
         """The same decoder under another head."""
@@ -80,16 +109,37 @@ class Architecture:
         return -(-self.vocabulary // multiple) * multiple
 
     def check_layout(self, layout: Layout) -> None:
-        """Raises ModelError where this model cannot be cut into ``layout``."""
-        for name, count in (("attention heads", self.heads), ("key-value heads", self.key_value_heads)):
-            if count % layout.tensor:
-                raise ModelError(
-                    f"layout.tensor={layout.tensor} does not divide the model's {count} {name}; "
-                    f"use a divisor of {count}, or pipeline instead"
-                )
-        if self.feed_forward % layout.tensor:
-            raise ModelError(f"layout.tensor={layout.tensor} does not divide intermediate_size {self.feed_forward}")
-        layout.stage_layers(self.layers)
+        """Raises ModelError where this model cannot be cut into ``layout``.
+
+        Key-value heads fewer than tensor ranks are shared: Megatron computes them in parts and gathers them.
+        """
+        if self.heads % layout.tensor:
+            raise ModelError(
+                f"layout.tensor={layout.tensor} does not divide the model's {self.heads} attention heads; "
+                f"use a divisor of {self.heads}, or pipeline instead"
+            )
+        if self.key_value_heads % layout.tensor and layout.tensor % self.key_value_heads:
+            raise ModelError(
+                f"layout.tensor={layout.tensor} neither divides the model's {self.key_value_heads} key-value heads nor "
+                "is a multiple of them; change it, or use pipeline instead"
+            )
+        self._check_feed_forward(layout)
+        layout.stage_chunks(self.layers)
+
+    def _check_feed_forward(self, layout: Layout) -> None:
+        if self.experts is None:
+            if layout.expert > 1 or layout.expert_parts != layout.tensor:
+                raise ModelError("layout.expert and expert_tensor are for mixtures of experts; the model is dense")
+            if self.feed_forward % layout.tensor:
+                raise ModelError(f"layout.tensor={layout.tensor} does not divide intermediate_size {self.feed_forward}")
+            return
+        if self.experts.count % layout.expert:
+            raise ModelError(f"layout.expert={layout.expert} does not divide the model's {self.experts.count} experts")
+        if self.experts.feed_forward % layout.expert_parts:
+            raise ModelError(
+                f"layout.expert_tensor={layout.expert_parts} (by default tensor) does not divide "
+                f"moe_intermediate_size {self.experts.feed_forward}"
+            )
 
 
 def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +187,16 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, float | None]:
     return float(theta), float(scaling["factor"])
 
 
+def _experts(config: dict[str, Any]) -> Experts:
+    count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    return Experts(
+        count=int(count),
+        chosen=int(config["num_experts_per_tok"]),
+        feed_forward=int(config["moe_intermediate_size"]),
+        normalized=bool(config.get("norm_topk_prob", False)),
+    )
+
+
 def read_architecture(folder: str | Path) -> Architecture:
     """Reads and checks ``config.json`` in ``folder``; raises ModelError naming the field that is not supported."""
     return parse_architecture(read_config(folder), folder)
@@ -149,15 +209,14 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
     if kind not in _FAMILIES:
         raise _unsupported(path, "model_type", kind, ", ".join(sorted(_FAMILIES)))
     family = _FAMILIES[kind]
-    for field, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
-        if config.get(field, wanted) != wanted:
+    for field, wanted in (*_ONLY, *family.only):
+        if config.get(field) not in (None, wanted):
             raise _unsupported(path, field, config[field], repr(wanted))
     if config.get("attention_bias", False) and not family.qkv_bias:
         raise _unsupported(path, "attention_bias", True, f"False for {kind}")
-    if kind == "mistral" and config.get("sliding_window"):
-        raise _unsupported(path, "sliding_window", config["sliding_window"], "null")
-    if config.get("quantization_config"):
-        raise _unsupported(path, "quantization_config", "set", "unquantised weights")
+    layer_types = set(config.get("layer_types") or [])
+    if layer_types - {"full_attention"}:
+        raise _unsupported(path, "layer_types", sorted(layer_types), "full_attention in every layer")
     try:
         theta, factor = _rope(path, config)
         heads = int(config["num_attention_heads"])
@@ -180,6 +239,7 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
             qkv_bias=family.qkv_bias,
             pad_token_id=config.get("pad_token_id"),
             end_token_ids=tuple(end) if isinstance(end, list) else () if end is None else (end,),
+            experts=_experts(config) if family.experts else None,
         )
     except KeyError as error:
         raise ModelError(f"{path}: {error.args[0]} is missing") from error
@@ -191,13 +251,14 @@ def transformer_config(
     dtype: str,
     *,
     sequence_parallel: bool = False,
+    cp_comm_type: str = "p2p",
     recompute_granularity: str = "none",
     recompute_layers: int | None = None,
     fused: bool = False,
 ) -> TransformerConfig:
     """Megatron's config for ``architecture`` cut into ``layout``, computing in ``dtype`` ("float32" or "bfloat16").
 
-    ``fused`` asks for Transformer Engine's kernels for rotary embeddings and activations.
+    ``fused`` asks for Transformer Engine's kernels for rotary embeddings and activations, and for its grouped experts.
 
     Losses are sums over tokens that already carry their global weight (``calculate_per_token_loss``: data-parallel
     ranks are added up, never averaged), so gradients do not depend on micro-batches or on how rows fall onto ranks.
@@ -206,15 +267,11 @@ def transformer_config(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     compute_dtype: torch.dtype = getattr(torch, dtype)
-    stages = layout.stage_layers(architecture.layers)
-    uneven = layout.pipeline > 1 and len({len(stage) for stage in stages}) > 1
-    recompute: dict[str, Any] = {}
-    if recompute_granularity == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if recompute_layers is not None:
-            recompute |= {"recompute_method": "block", "recompute_num_layers": recompute_layers}
-    elif recompute_granularity == "selective":
-        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    stages = [sum(map(len, chunks)) for chunks in layout.stage_chunks(architecture.layers)]
+    uneven = layout.pipeline > 1 and len(set(stages)) > 1
+    if architecture.experts is not None:
+        # Megatron sends each tensor rank's own tokens to the experts, so the sequence has to be cut.
+        sequence_parallel = True
     return TransformerConfig(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden,
@@ -233,13 +290,16 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        num_layers_in_first_pipeline_stage=len(stages[0]) if uneven else None,
-        num_layers_in_last_pipeline_stage=len(stages[-1]) if uneven else None,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=stages[0] if uneven else None,
+        num_layers_in_last_pipeline_stage=stages[-1] if uneven else None,
+        context_parallel_size=layout.context,
+        cp_comm_type=cp_comm_type,
         sequence_parallel=sequence_parallel and layout.tensor > 1,
         params_dtype=compute_dtype,
         pipeline_dtype=compute_dtype,
         bf16=compute_dtype == torch.bfloat16,
-        variable_seq_lengths=True,
+        variable_seq_lengths=layout.virtual_pipeline == 1,  # the interleaved schedule would wait for shapes in a circle
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, also without experts
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
@@ -251,5 +311,38 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=True,
-        **recompute,
+        **_recompute_config(recompute_granularity, recompute_layers),
+        **_experts_config(architecture.experts, layout, fused),
     )
+
+
+def _recompute_config(granularity: str, layers: int | None) -> dict[str, Any]:
+    """Megatron's settings of ``granularity`` "none", "selective" or "full", of all ``layers`` or of so many a stage."""
+    if granularity == "none":
+        return {}
+    if granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if layers is not None:
+        method = {"recompute_method": "block", "recompute_num_layers": layers}
+    return {"recompute_granularity": "full"} | method
+
+
+def _experts_config(experts: Experts | None, layout: Layout, fused: bool) -> dict[str, Any]:
+    """Megatron's settings of a mixture: no token is dropped, and no loss is added that would balance the experts."""
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.feed_forward,
+        "moe_router_topk": experts.chosen,
+        # The softmax of the chosen logits alone is that of all of them made to sum to 1 over the chosen.
+        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_parts,
+    }

@@ -9,17 +9,37 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rlhf_megatron.data.context import tokens_of_part
+
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each sequence of a packed micro-batch; takes the place of ``core_attention``."""
+    """Causal attention inside each sequence of a packed micro-batch; takes the place of ``core_attention``.
 
-    def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    With context parallelism each rank holds a part of each sequence (``data.context``). Either the ranks exchange heads
+    for tokens (``cp_comm_type`` a2a, known as Ulysses, arXiv 2309.14509): each then has some heads of all tokens. Or
+    each gathers the keys and values of all; a ring (p2p) of Transformer Engine's computes the same.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *_: Any,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any,
+        **__: Any,
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._group: dist.ProcessGroup = pg_collection.cp
+        self._exchanges_heads = cp_comm_type == "a2a"
 
     def forward(
         self,
@@ -31,33 +51,79 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Any = None,
         **__: Any,
     ) -> Tensor:
-        """query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads * d], sequences by ``cu_seqlens_q``.
-
-        Sequences are padded on the right to the longest one: with a causal mask no real token sees the padding, so one
-        call serves the whole micro-batch without a mask.
-        """
+        """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d], sequences by ``cu_seqlens_q``."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only; pass packed_seq_params")
-        boundaries = packed_seq_params.cu_seqlens_q
-        lengths = (boundaries[1:] - boundaries[:-1]).long()
-        longest = int(packed_seq_params.max_seqlen_q)
-        real = torch.arange(longest, device=query.device)[None] < lengths[:, None]  # [rows, longest]
+        boundaries, longest = packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q)
+        parts = self._group.size()
+        if parts == 1:
+            return causal_attention(query, key, value, boundaries, longest, self.scale).flatten(1)
+        # Tokens in the order of the ranks that hold them, and back in the order of the sequences.
+        held = torch.cat([tokens_of_part(boundaries, parts, part) for part in range(parts)])
+        order = held.argsort()
+        if self._exchanges_heads:
+            query, key, value = (self._heads_for_tokens(part)[order] for part in (query, key, value))
+            out = causal_attention(query, key, value, boundaries, longest, self.scale)
+            return self._tokens_for_heads(out[held]).flatten(1)
+        key, value = (gather_from_sequence_parallel_region(part, group=self._group)[order] for part in (key, value))
+        mine = held.chunk(parts)[self._group.rank()]
+        return causal_attention(query, key, value, boundaries, longest, self.scale, mine).flatten(1)
 
-        def padded(packed: Tensor) -> Tensor:  # [T, n, d] -> [rows, n, longest, d]
-            out = packed.new_zeros(len(lengths), longest, *packed.shape[1:])
-            out[real] = packed
-            return out.transpose(1, 2)
+    def _heads_for_tokens(self, values: Tensor) -> Tensor:
+        """[t / parts, heads, d] -> [t, heads / parts, d], tokens in the order of ranks."""
+        by_rank = values.unflatten(1, (self._group.size(), -1)).transpose(0, 1)
+        received: Tensor = all_to_all(self._group, by_rank.contiguous())
+        return received.flatten(0, 1)
 
-        out = functional.scaled_dot_product_attention(
-            padded(query),
-            padded(key),
-            padded(value),
-            is_causal=True,
-            scale=self.scale,
-            enable_gqa=query.size(1) != key.size(1),
-        )
-        return out.transpose(1, 2)[real].reshape(query.size(0), -1)
+    def _tokens_for_heads(self, values: Tensor) -> Tensor:
+        """The inverse: [t, heads / parts, d] -> [t / parts, heads, d]."""
+        received: Tensor = all_to_all(self._group, values.unflatten(0, (self._group.size(), -1)))
+        return received.transpose(0, 1).flatten(1, 2)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """No weights, so nothing to save."""
         return {}
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scale: float,
+    places: Tensor | None = None,
+) -> Tensor:
+    """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
+
+    ``places`` [q] are those of the queries among the t tokens, equally many of each 2 * parts in each sequence; without
+    them every token has a query. Sequences are padded on the right to the longest one: with a causal mask no real token
+    sees the padding, so one call serves the whole micro-batch.
+    """
+    lengths = boundaries.diff().long()
+
+    def real(counts: Tensor, most: int) -> Tensor:  # [rows, most]
+        return torch.arange(most, device=query.device)[None] < counts[:, None]
+
+    def padded(packed: Tensor, filled: Tensor) -> Tensor:  # [n, ...] -> [rows, most, ...]
+        out = packed.new_zeros(*filled.shape, *packed.shape[1:])
+        out[filled] = packed
+        return out
+
+    of_keys = real(lengths, longest)
+    of_queries, mask = of_keys, None
+    if places is not None:
+        parts = key.size(0) // query.size(0)
+        of_queries = real(lengths // parts, longest // parts)
+        position = padded(places - boundaries[:-1].long().repeat_interleave(lengths // parts), of_queries)
+        mask = (torch.arange(longest, device=query.device) <= position[..., None])[:, None]
+    out = functional.scaled_dot_product_attention(
+        padded(query, of_queries).transpose(1, 2),
+        padded(key, of_keys).transpose(1, 2),
+        padded(value, of_keys).transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    return out.transpose(1, 2)[of_queries]

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rlhf_megatron.models import rotary
+from rlhf_megatron.models import norm, rotary
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.heads import ScalarHead
@@ -33,12 +33,18 @@ def choose_implementation(wanted: str) -> Implementation:
 
 
 def _layer_spec(architecture: Architecture, implementation: Implementation) -> ModuleSpec:
+    experts = architecture.experts.count if architecture.experts else None
     if implementation == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.query_key_norm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=architecture.query_key_norm
+        )
     rotary.install()
-    spec = get_gpt_layer_local_spec(qk_layernorm=architecture.query_key_norm, normalization="RMSNorm")
+    norm.install()
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
+    )
     submodules: Any = spec.submodules
     submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
@@ -50,10 +56,11 @@ def build_model(
     groups: ProcessGroupCollection,
     implementation: Implementation,
     seed: int,
-) -> GPTModel:
+) -> list[GPTModel]:
     """One rank's part of the model on its device, in ``config.params_dtype``, with weights not yet filled in.
 
-    The random states of torch stay as they were; Megatron's tracker, used only by dropout, is seeded.
+    It is in one piece, or in the chunks of virtual pipeline stages, from the model's front to its end. The random
+    states of torch stay as they were; Megatron's tracker, used only by dropout, is seeded.
     """
     # Notices about names and layouts inside Megatron, at each model, with nothing to do for the user.
     for quiet in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
@@ -62,24 +69,42 @@ def build_model(
     if implementation == "transformer_engine" and config.params_dtype == torch.float32:
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     with torch.random.fork_rng(devices=cuda_devices):
-        model_parallel_cuda_manual_seed(seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=groups.tp.rank())
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=_layer_spec(architecture, implementation),
-            vocab_size=architecture.padded_vocabulary(groups.tp.size()),
-            max_sequence_length=architecture.max_positions,
-            pre_process=groups.pp.rank() == 0,
-            post_process=groups.pp.rank() == groups.pp.size() - 1,
-            share_embeddings_and_output_weights=architecture.tied_embeddings and architecture.head == "language",
-            position_embedding_type="rope",
-            rotary_base=architecture.rope_theta,
-            rope_scaling=architecture.rope_scaling_factor is not None,
-            rope_scaling_factor=architecture.rope_scaling_factor or 1.0,
-            parallel_output=True,
-            pg_collection=groups,
+        model_parallel_cuda_manual_seed(
+            seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank()
         )
+        chunks = [
+            _build_chunk(architecture, config, groups, implementation, chunk)
+            for chunk in range(config.virtual_pipeline_model_parallel_size or 1)
+        ]
+    device = torch.device("cuda", cuda_devices[0]) if cuda_devices else torch.device("cpu")
+    chunks = [chunk.to(device) for chunk in chunks]
+    return [chunk.to(config.params_dtype) for chunk in chunks] if config.params_dtype != torch.float32 else chunks
+
+
+def _build_chunk(
+    architecture: Architecture,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    implementation: Implementation,
+    chunk: int,
+) -> GPTModel:
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(architecture, implementation),
+        vocab_size=architecture.padded_vocabulary(groups.tp.size()),
+        max_sequence_length=architecture.max_positions,
+        pre_process=groups.pp.rank() == 0 and chunk == 0,
+        post_process=groups.pp.rank() == groups.pp.size() - 1 and chunk == chunks - 1,
+        share_embeddings_and_output_weights=architecture.tied_embeddings and architecture.head == "language",
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,
+        rope_scaling=architecture.rope_scaling_factor is not None,
+        rope_scaling_factor=architecture.rope_scaling_factor or 1.0,
+        parallel_output=True,
+        pg_collection=groups,
+        vp_stage=chunk if chunks > 1 else None,
+    )
     if architecture.head == "scalar" and model.post_process:
         model.output_layer = ScalarHead(config, groups.tp)
-    device = torch.device("cuda", cuda_devices[0]) if cuda_devices else torch.device("cpu")
-    model = model.to(device)
-    return model.to(config.params_dtype) if config.params_dtype != torch.float32 else model
+    return model

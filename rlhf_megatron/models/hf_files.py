@@ -65,6 +65,9 @@ class CheckpointFiles:
         index = self.folder / _INDEX
         if index.is_file():
             names = json.loads(index.read_text())["weight_map"]
+            for file in names.values():
+                if Path(file).name != file:
+                    raise ModelError(f"{index}: names the file {file!r}, which does not lie in this folder")
             return {name: self.folder / file for name, file in names.items()}
         single = self.folder / _SINGLE
         if not single.is_file():
@@ -146,7 +149,12 @@ def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: 
 
 
 def window(parameter: Tensor, offset: Sequence[int], region: Region) -> Tensor:
-    """The view of ``parameter`` that begins at ``offset`` and has ``region``'s extents."""
+    """The view of ``parameter`` that begins at ``offset`` and has ``region``'s extents.
+
+    vLLM stacks the matrices of experts in one parameter, which counts as one matrix here (see ``weight_map.Block``).
+    """
+    if parameter.dim() > len(offset):
+        parameter = parameter.view(-1, *parameter.shape[2:])
     for dimension, (begin, (start, stop)) in enumerate(zip(offset, region, strict=True)):
         parameter = parameter.narrow(dimension, begin, stop - start)
     return parameter

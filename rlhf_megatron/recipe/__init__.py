@@ -1,7 +1,7 @@
 """Recipes: what a run is asked to do, as checked, frozen values. Needs neither torch nor a GPU."""
 
 from rlhf_megatron.recipe.algorithm import AlgorithmSection
-from rlhf_megatron.recipe.checks import check_architecture, check_world
+from rlhf_megatron.recipe.checks import check_architecture, check_world, role_ranks
 from rlhf_megatron.recipe.data import DataSection
 from rlhf_megatron.recipe.dry_run import dry_run
 from rlhf_megatron.recipe.errors import RecipeError, UserError
@@ -44,6 +44,7 @@ __all__ = [
     "known_keys",
     "load_recipe",
     "make_recipe",
+    "role_ranks",
     "resolved_yaml",
     "unsupported",
 ]

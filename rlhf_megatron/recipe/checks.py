@@ -7,11 +7,12 @@ from typing import Any
 
 from rlhf_megatron.recipe.errors import RecipeError
 from rlhf_megatron.recipe.model_shape import role_config
+from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
 from rlhf_megatron.recipe.rollout import RolloutLayoutSection
 
-_KEY_VALUE_HEADS = "key-value heads (num_key_value_heads)"
+_EXPERT_COLUMNS = "columns of an expert (moe_intermediate_size)"
 
 
 def roles_of(recipe: Recipe) -> dict[str, RoleSection]:
@@ -23,6 +24,12 @@ def roles_of(recipe: Recipe) -> dict[str, RoleSection]:
 def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
     """The role's own layout, or the actor's."""
     return section.layout or recipe.actor.layout
+
+
+def role_ranks(recipe: Recipe, name: str, world_size: int) -> list[int]:
+    """The rising global ranks of the role of this name; raises RecipeError where it names others."""
+    section = roles_of(recipe)[name]
+    return ranks_of(f"{name}.ranks", section.ranks, world_size, recipe.cluster.gpus_per_node)
 
 
 def stage_layers(layout: LayoutSection, layers: int) -> list[int]:
@@ -40,7 +47,13 @@ def stage_layers(layout: LayoutSection, layers: int) -> list[int]:
             f"layout.pipeline={layout.pipeline}: {layers} layers do not divide over {layout.pipeline} stages{besides}; "
             "set first_stage_layers and last_stage_layers so that the stages between are equal"
         )
-    return [given.get(stage, left // stages if stages else 0) for stage in range(layout.pipeline)]
+    counts = [given.get(stage, left // stages if stages else 0) for stage in range(layout.pipeline)]
+    if layout.virtual_pipeline and any(count % layout.virtual_pipeline for count in counts):
+        raise RecipeError(
+            f"layout.virtual_pipeline={layout.virtual_pipeline} does not divide the layers of every pipeline stage, "
+            f"{', '.join(map(str, counts))}; use a divisor"
+        )
+    return counts
 
 
 def check_world(recipe: Recipe, world_size: int) -> None:
@@ -48,7 +61,14 @@ def check_world(recipe: Recipe, world_size: int) -> None:
     for name, section in roles_of(recipe).items():
         layout = layout_of(recipe, section)
         parts = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": layout.data}
-        _check_fill(f"{name}.layout", parts, world_size)
+        ranks = len(role_ranks(recipe, name, world_size))
+        _check_fill(f"{name}.layout", parts, ranks)
+        stage = ranks // layout.pipeline
+        if stage % layout.expert_gpus:
+            raise RecipeError(
+                f"{name}.layout: expert {layout.expert} x expert_tensor {layout.expert_gpus // layout.expert} does not "
+                f"divide the {stage} GPUs of a pipeline stage; change one"
+            )
     if recipe.loop == "rl" and recipe.rollout is not None:
         rollout: RolloutLayoutSection = recipe.rollout.layout
         _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, world_size)
@@ -75,8 +95,9 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
     """Raises RecipeError where the model of a Hugging Face ``config`` cannot be cut as the layouts ask."""
     for name, section in roles_of(recipe).items():
         layout, own = layout_of(recipe, section), role_config(recipe, section, config)
-        for what, count in _cut_by_tensor(own).items():
-            _check_divides(f"{name}.layout.tensor={layout.tensor}", layout.tensor, what, count)
+        _check_tensor(f"{name}.layout.tensor={layout.tensor}", layout.tensor, own)
+        _check_experts(f"{name}.layout", layout, own)
+        _check_exchange_of_heads(name, section, layout, _key_value_heads(own))
         try:
             stage_layers(layout, _number(own, "num_hidden_layers"))
         except RecipeError as error:
@@ -84,14 +105,11 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
     if recipe.loop == "rl" and recipe.rollout is not None:
         tensor = recipe.rollout.layout.tensor
         where = f"rollout.layout.tensor={tensor}"
-        counts = _cut_by_tensor(config)
-        key_value_heads = counts.pop(_KEY_VALUE_HEADS)
-        for what, count in counts.items():
-            _check_divides(where, tensor, what, count)
-        if key_value_heads % tensor and tensor % key_value_heads:  # vLLM repeats heads where there are too few
-            raise RecipeError(
-                f"{where} neither divides the model's {key_value_heads} key-value heads nor is a multiple; change it"
-            )
+        _check_tensor(where, tensor, config)
+        if recipe.rollout.layout.expert_parallel:
+            _check_divides(where, tensor, "experts (rollout.layout.expert_parallel)", _experts(config))
+        elif _experts(config):
+            _check_divides(where, tensor, _EXPERT_COLUMNS, _number(config, "moe_intermediate_size"))
         longest, limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length, _positions(config)
         if limit is not None and longest > limit:
             raise RecipeError(
@@ -101,14 +119,47 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
             )
 
 
-def _cut_by_tensor(config: dict[str, Any]) -> dict[str, int]:
-    """What tensor parallelism divides, by the name that a user reads."""
-    heads = _number(config, "num_attention_heads")
-    return {
-        "attention heads (num_attention_heads)": heads,
-        _KEY_VALUE_HEADS: int(config.get("num_key_value_heads") or heads),
-        "columns of the feed-forward layers (intermediate_size)": _number(config, "intermediate_size"),
-    }
+def _check_exchange_of_heads(name: str, section: RoleSection, layout: LayoutSection, key_value_heads: int) -> None:
+    per_rank = max(1, key_value_heads // layout.tensor)
+    if section.cp_comm_type == "a2a" and per_rank % layout.context:
+        raise RecipeError(
+            f"{name}.layout.context={layout.context} does not divide the {per_rank} key-value heads of a GPU, which "
+            f"{name}.cp_comm_type=a2a deals out; use p2p or all_gather, or a divisor"
+        )
+
+
+def _check_tensor(where: str, tensor: int, config: dict[str, Any]) -> None:
+    """What tensor parallelism divides beside experts. Key-value heads that are too few are shared."""
+    _check_divides(where, tensor, "attention heads (num_attention_heads)", _number(config, "num_attention_heads"))
+    key_value_heads = _key_value_heads(config)
+    if key_value_heads % tensor and tensor % key_value_heads:
+        raise RecipeError(
+            f"{where} neither divides the model's {key_value_heads} key-value heads (num_key_value_heads) nor is a "
+            "multiple; change it"
+        )
+    if not _experts(config):
+        what = "columns of the feed-forward layers (intermediate_size)"
+        _check_divides(where, tensor, what, _number(config, "intermediate_size"))
+
+
+def _check_experts(where: str, layout: LayoutSection, config: dict[str, Any]) -> None:
+    experts = _experts(config)
+    if not experts:
+        if layout.expert > 1 or layout.expert_tensor not in (None, layout.tensor):
+            raise RecipeError(f"{where}.expert and expert_tensor are for models with experts; leave them out")
+        return
+    _check_divides(f"{where}.expert={layout.expert}", layout.expert, "experts (num_experts)", experts)
+    parts = layout.expert_gpus // layout.expert
+    _check_divides(f"{where}.expert_tensor={parts}", parts, _EXPERT_COLUMNS, _number(config, "moe_intermediate_size"))
+
+
+def _key_value_heads(config: dict[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or _number(config, "num_attention_heads"))
+
+
+def _experts(config: dict[str, Any]) -> int:
+    """The number of experts of a layer, 0 in a dense model; transformers has two names for it."""
+    return int(config.get("num_local_experts") or config.get("num_experts") or 0)
 
 
 def _check_divides(where: str, tensor: int, what: str, count: int) -> None:

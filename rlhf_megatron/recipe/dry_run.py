@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlhf_megatron.recipe.checks import check_architecture, check_world, layout_of, roles_of, stage_layers
+from rlhf_megatron.recipe.checks import check_architecture, check_world, layout_of, role_ranks, roles_of, stage_layers
 from rlhf_megatron.recipe.estimate import (
     Estimate,
     StageMemory,
@@ -48,10 +48,14 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
 
 
 def _model_line(recipe: Recipe, shape: ModelShape) -> str:
+    experts = ""
+    if shape.experts:
+        active = f"{shape.active_parameters / 1e9:.2f}B"
+        experts = f", {shape.experts} experts of which {shape.experts_per_token} work on a token ({active} parameters)"
     return (
         f"{shape.parameters:,} parameters ({shape.parameters / 1e9:.2f}B) in {recipe.model.dtype}: "
         f"{shape.layers} layers of {shape.hidden}, {shape.heads} heads, {shape.key_value_heads} key-value heads, "
-        f"vocabulary {shape.vocabulary}"
+        f"vocabulary {shape.vocabulary}{experts}"
     )
 
 
@@ -62,29 +66,43 @@ def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterato
             yield f"{name}: not made, since {why}"
             continue
         own = role_shape(recipe, name, section, shape)
-        yield from _role_lines(name, section, layout_of(recipe, section), own, world_size)
+        ranks = role_ranks(recipe, name, world_size)
+        yield from _role_lines(name, section, layout_of(recipe, section), own, len(ranks))
     if recipe.loop == "rl" and recipe.rollout is not None:
         tensor = recipe.rollout.layout.tensor
         replicas = world_size // tensor
-        yield f"rollout: {_count(replicas, 'replica')} of tensor {tensor}, on ranks {_groups(tensor, 1, world_size)}"
+        whole = ", experts whole" if recipe.rollout.layout.expert_parallel else ""
+        groups = _groups(tensor, 1, world_size)
+        yield f"rollout: {_count(replicas, 'replica')} of tensor {tensor}{whole}, on ranks {groups}"
 
 
 def _role_lines(name: str, section: RoleSection, layout: LayoutSection, shape: ModelShape, world: int) -> Iterator[str]:
     data = world // layout.model_gpus
     degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": data}
     shown = " x ".join(f"{key} {value}" for key, value in degrees.items() if value > 1 or key in ("tensor", "data"))
-    extras = ", sequence parallel" if section.sequence_parallel and layout.tensor > 1 else ""
-    yield f"{name}: {shown} on ranks {_span(0, world)}{extras}"
-    # Ranks are numbered tensor first, then data, then pipeline, which is the order of topology.Layout.
+    cut = section.sequence_parallel or shape.experts
+    extras = ", sequence parallel" if cut and layout.tensor > 1 else ""
+    where = _span(0, world) if section.ranks == "all" else f"{section.ranks} (counted from 0 below)"
+    yield f"{name}: {shown} on ranks {where}{extras}"
+    # Ranks are numbered tensor first, then context, data, pipeline, which is the order of topology.Layout.
     if layout.tensor > 1:
         yield f"  tensor groups: {_groups(layout.tensor, 1, world)}"
+    if layout.context > 1:
+        yield f"  context groups: {_groups(layout.tensor * layout.context, layout.tensor, world)}"
+    if shape.experts:
+        held, parts = shape.experts // layout.expert, layout.expert_gpus // layout.expert
+        yield f"  experts: {held} on each GPU" + ("" if parts == 1 else f", 1/{parts} of each")
+    if layout.expert > 1:
+        yield f"  expert groups: {_groups(layout.expert_gpus, layout.expert_gpus // layout.expert, world)}"
     stage_size = world // layout.pipeline
     if layout.pipeline > 1:
-        first = 0
-        for stage, layers in enumerate(stage_layers(layout, shape.layers)):
+        counts, chunks = stage_layers(layout, shape.layers), layout.virtual_pipeline or 1
+        for stage, count in enumerate(counts):
             ranks = _span(stage * stage_size, (stage + 1) * stage_size)
-            yield f"  stage {stage}: layers {_span(first, first + layers)} on ranks {ranks}"
-            first += layers
+            # The stages take chunks in turns.
+            starts = [(chunk * shape.layers + sum(counts[:stage])) // chunks for chunk in range(chunks)]
+            layers = ", ".join(_span(start, start + count // chunks) for start in starts)
+            yield f"  stage {stage}: layers {layers} on ranks {ranks}"
     if data > 1:
         yield f"  data groups: {_groups(stage_size, layout.tensor * layout.context, world)}"
 
@@ -112,7 +130,7 @@ def _groups(size: int, stride: int, world: int) -> str:
 
 def _batch_lines(recipe: Recipe, world_size: int, memory: Estimate) -> Iterator[str]:
     batch = recipe.batch
-    data = world_size // recipe.actor.layout.model_gpus
+    data = len(role_ranks(recipe, "actor", world_size)) // recipe.actor.layout.model_gpus
     rows = batch.prompts_per_step * batch.responses_per_prompt
     updates = batch.minibatches_per_step * batch.epochs_per_step
     if recipe.loop == "rl":
@@ -170,12 +188,16 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
     if not role.gradients:
         parts = (("weights", role.weights), ("forward pass", role.logprobs))
     shown = " + ".join(f"{part} {size:.1f}" for part, size in parts)
-    return f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}"
+    away = role.held - role.resident
+    offloaded = f", of which {away:.1f} leave between phases" if away else ""
+    return f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}{offloaded}"
 
 
 def _advice(recipe: Recipe, phase: str) -> str:
     if phase == "generate":
-        return "lower rollout.gpu_memory_utilization, or raise actor.layout.tensor or pipeline"
+        return (
+            "lower rollout.gpu_memory_utilization, set offload of the roles, or raise actor.layout.tensor or pipeline"
+        )
     if phase == "logprobs":
         return "lower logprob_tokens_per_gpu of each role"
     if recipe.actor.recompute.granularity != "full":

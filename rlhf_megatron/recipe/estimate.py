@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhf_megatron.recipe.checks import layout_of, roles_of, stage_layers
+from rlhf_megatron.recipe.checks import layout_of, role_ranks, roles_of, stage_layers
 from rlhf_megatron.recipe.model_shape import ModelShape, role_config, shape_of
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.roles import RoleSection
+from rlhf_megatron.recipe.roles import LayoutSection, OffloadSection, RoleSection
 
 GB = 2**30
 RESERVED_GB = 2.0  # CUDA context, NCCL buffers, workspaces of cuBLAS and attention
 SLEEPING_GB = 2.0  # what a sleeping vLLM keeps: its CUDA graphs and their memory
 ROLLOUT_ACTIVATIONS_GB = 2.0  # vLLM's own activations and sampling buffers, within its share
-STAGING_GB = 0.25  # the regathering's buffers
-_LOGIT_CHUNK_TOKENS = 2048  # as in kernels.vocab_parallel_logprob
+_LOGIT_BLOCK_BYTES = 256 << 20  # as in kernels.linear_logprob
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,6 +26,7 @@ class StageMemory:
 
     stage: int
     parameters: int
+    offload: OffloadSection
     weights: float
     gradients: float
     optimizer: float
@@ -35,14 +35,26 @@ class StageMemory:
     logprobs: float
 
     @property
-    def resident(self) -> float:
-        """What stays on the GPU in every phase."""
+    def held(self) -> float:
+        """Weights, gradients and optimizer together, as in an update."""
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def resident(self) -> float:
+        """What of them stays on the GPU in every phase."""
+        leaves = self.offload
+        away = self.weights * leaves.parameters + self.gradients * leaves.gradients + self.optimizer * leaves.optimizer
+        return self.held - away
+
+    @property
+    def forward(self) -> float:
+        """What a pass for logprobs adds to what is resident."""
+        return self.logprobs + (self.weights if self.offload.parameters else 0.0)
 
     @property
     def peak(self) -> float:
         """Everything at once, in an update; without gradients, in a pass for logprobs."""
-        return self.resident + max(self.activations + self.logits, self.logprobs)
+        return self.held + max(self.activations + self.logits, self.logprobs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,28 +81,34 @@ class Estimate:
 def estimate(recipe: Recipe, shape: ModelShape, world_size: int) -> Estimate:
     """The memory of ``recipe`` on ``world_size`` GPUs, whose layouts have been checked."""
     roles = {
-        name: _role_memory(recipe, section, role_shape(recipe, name, section, shape), world_size)
+        name: _role_memory(
+            recipe, section, role_shape(recipe, name, section, shape), len(role_ranks(recipe, name, world_size))
+        )
         for name, section in roles_of(recipe).items()
         if is_made(recipe, name)
     }
     rollout = _rollout_memory(recipe, shape, world_size) if recipe.loop == "rl" else None
-    return Estimate(roles, rollout, _phases(recipe, roles, rollout))
+    placed = {name: set(role_ranks(recipe, name, world_size)) for name in roles}
+    together = {frozenset(name for name in roles if rank in placed[name]) for rank in range(world_size)}
+    phases = [_phases(recipe, {name: roles[name] for name in roles if name in names}, rollout) for names in together]
+    return Estimate(roles, rollout, {phase: max(each[phase] for each in phases) for phase in phases[0]})
 
 
 def _phases(recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: RolloutMemory | None) -> dict[str, float]:
-    """What the fullest GPU needs in each phase. With two layouts, their fullest stages are taken to meet on one GPU."""
+    """What a GPU with these roles needs in each phase; their fullest stages are taken to meet on one GPU."""
     fullest = {name: max(stage.resident for stage in stages) for name, stages in roles.items()}
     resident = RESERVED_GB + sum(fullest.values())
-    update = max(
-        resident - fullest[name] + max(stage.resident + stage.activations + stage.logits for stage in stages)
+    updates = (
+        resident - fullest[name] + max(stage.held + stage.activations + stage.logits for stage in stages)
         for name, stages in roles.items()
     )
+    update = max(updates, default=resident)
     if rollout is None or recipe.rollout is None:
         return {"update": update}
     asleep = SLEEPING_GB if recipe.rollout.sleep else rollout.share
-    forward = max(stage.logprobs for stages in roles.values() for stage in stages)
+    forward = max((stage.forward for stages in roles.values() for stage in stages), default=0.0)
     return {
-        "generate": resident + rollout.share + STAGING_GB,
+        "generate": resident + rollout.share + recipe.regather.buffer_mb / 1024,
         "logprobs": resident + asleep + forward,
         "update": update + asleep,
     }
@@ -127,39 +145,55 @@ def longest_row(recipe: Recipe) -> int:
 
 
 def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
-    """Tokens of the largest micro-batch of an update or of a pass for logprobs: the budget, or a longer row alone."""
+    """Tokens of the largest micro-batch of an update or of a pass for logprobs, over the GPUs that context parallelism
+    cuts it over: the budget, or a longer row alone."""
     budget = section.tokens_per_gpu if gradients else section.logprob_tokens_per_gpu or section.tokens_per_gpu
-    return max(budget, longest_row(recipe))
+    return max(budget * layout_of(recipe, section).context, longest_row(recipe))
 
 
-def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, world_size: int) -> list[StageMemory]:
-    """Every pipeline stage of a role."""
+def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: int) -> list[StageMemory]:
+    """Every pipeline stage of a role on ``gpus``."""
     layout, learning = layout_of(recipe, section), getattr(section, "optimizer", None)
     stages = stage_layers(layout, shape.layers)
-    data = world_size // layout.model_gpus
+    data = gpus // layout.model_gpus
     size = _ELEMENT_BYTES[recipe.model.dtype]
     tokens = micro_batch_tokens(recipe, section)
     forward_tokens = micro_batch_tokens(recipe, section, gradients=False) // layout.context
-    forward_layer = forward_tokens * _layer_activations(shape, layout.tensor, section.sequence_parallel, size)
+    forward_layer = forward_tokens * _layer_activations(section, shape, layout, size)
     per_stage = []
     for stage in range(layout.pipeline):
-        count = shape.rank_parameters(layout.tensor, stages, stage)
+        count = shape.rank_parameters(layout.tensor, stages, stage, expert_shards=layout.expert_gpus)
+        of_experts = stages[stage] * shape.expert_parameters(layout.expert_gpus)
         last = stage == layout.pipeline - 1
         gradients = optimizer = activations = logits = 0.0
         if learning is not None:
             # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
-            gradients, moments = 4.0 * count, (8.0 if size == 4 else 12.0) * count
-            optimizer = moments / (data * layout.context if learning.distributed else 1)
-            # 1F1B: stage s holds the activations of up to (stages - s) micro-batches.
-            in_flight = min(layout.pipeline - stage, _most_micro_batches(recipe, tokens, data))
-            activations = _stage_activations(section, shape, stages[stage], tokens, layout.tensor, size, in_flight)
+            gradients, moments = 4.0 * count, 8.0 if size == 4 else 12.0
+            copies, expert_copies = data * layout.context, gpus // layout.pipeline // layout.expert_gpus
+            if not learning.distributed:
+                copies = expert_copies = 1
+            optimizer = moments * ((count - of_experts) / copies + of_experts / expert_copies)
+            in_flight = min(_micro_batches_in_flight(layout, stage), _most_micro_batches(recipe, tokens, data))
+            activations = _stage_activations(section, shape, layout, stages[stage], tokens, size, in_flight)
             activations /= layout.context
         if learning is not None and last:
             logits = _logit_bytes(shape, tokens // layout.context, layout.tensor, size, gradients=True)
         forward = _logit_bytes(shape, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
         parts = (size * count, gradients, optimizer, activations, logits, max(forward, forward_layer))
-        per_stage.append(StageMemory(stage, count, *(part / GB for part in parts)))
+        per_stage.append(StageMemory(stage, count, section.offload, *(part / GB for part in parts)))
     return per_stage
+
+
+def _micro_batches_in_flight(layout: LayoutSection, stage: int) -> float:
+    """How many micro-batches' activations a stage holds at most, by the one-forward-one-backward schedule.
+
+    With virtual stages, the interleaved one (arXiv 2104.04473, section 2.2, with the warm-up of megatron-core's
+    schedules.py): its forward passes before the first backward pass are each of one chunk.
+    """
+    behind, chunks = layout.pipeline - stage - 1, layout.virtual_pipeline or 1
+    if chunks == 1:
+        return behind + 1
+    return (2 * behind + (chunks - 1) * layout.pipeline + 1) / chunks
 
 
 def _most_micro_batches(recipe: Recipe, tokens: int, data: int) -> int:
@@ -174,37 +208,55 @@ def rows_per_response(recipe: Recipe) -> int:
     return 2 if recipe.loop == "reward_modeling" else 1
 
 
-def _layer_activations(shape: ModelShape, tensor: int, sequence_parallel: bool, size: int) -> float:
+def _sequence_parts(section: RoleSection, shape: ModelShape, layout: LayoutSection) -> int:
+    """Over how many GPUs norms are cut; with experts always over the tensor-parallel ones."""
+    return layout.tensor if section.sequence_parallel or shape.experts else 1
+
+
+def _layer_activations(section: RoleSection, shape: ModelShape, layout: LayoutSection, size: int) -> float:
     """Bytes per token that one decoder layer keeps for its backward pass, in the manner of arXiv 2205.05198, section 4.
 
     Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden). Inside: query, key, value and
     the attention's output; and of the gated feed-forward layer, which is not fused, gate and up, silu(gate), a copy of
-    up, and their product. Attention itself keeps nothing of the order of tokens squared.
+    up, and their product. Attention itself keeps nothing of the order of tokens squared. Experts, taken to be equally
+    busy, keep the same of each token that they get, and its input and output.
     """
-    outside = 4 * shape.hidden / (tensor if sequence_parallel else 1)
-    inside = (2 * shape.query + 2 * shape.key_value + 5 * shape.feed_forward) / tensor
+    outside = 4 * shape.hidden / _sequence_parts(section, shape, layout)
+    feed_forward = 5 * shape.feed_forward
+    if shape.experts:
+        parts = layout.expert_gpus // layout.expert
+        feed_forward = shape.experts_per_token * (5 * shape.expert_feed_forward + 2 * shape.hidden * parts)
+    inside = (2 * shape.query + 2 * shape.key_value + feed_forward) / layout.tensor
     return size * (outside + inside)
 
 
 def _stage_activations(
-    section: RoleSection, shape: ModelShape, layers: int, tokens: int, tensor: int, size: int, in_flight: int
+    section: RoleSection,
+    shape: ModelShape,
+    layout: LayoutSection,
+    layers: int,
+    tokens: int,
+    size: int,
+    in_flight: float,
 ) -> float:
     """Bytes that one stage keeps; layers that are recomputed keep their input, and one of them at a time is whole."""
-    whole = _layer_activations(shape, tensor, section.sequence_parallel, size)
+    whole = _layer_activations(section, shape, layout, size)
     if section.recompute.granularity != "full":  # selective: fused attention has nothing large to give up
         return tokens * layers * whole * in_flight
     recomputed = min(layers, section.recompute.layers or layers)
-    layer_input = size * shape.hidden / (tensor if section.sequence_parallel else 1)
+    layer_input = size * shape.hidden / _sequence_parts(section, shape, layout)
     kept = (layers - recomputed) * whole + recomputed * layer_input
     return tokens * (kept * in_flight + whole)
 
 
 def _logit_bytes(shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool) -> float:
-    """Logits, the rows of them that predict sampled tokens, both gradients; and a chunk's softmax in float32."""
+    """A block of logits; the tokens that are read, their gradient in float32 and the gradient of the output layer."""
     if shape.scalar_head:
         return 0.0
-    columns, copies = shape.padded_vocabulary(tensor) // tensor, 4 if gradients else 2
-    return float(columns * (copies * size * tokens + 3 * 4 * min(tokens, _LOGIT_CHUNK_TOKENS)))
+    columns = shape.padded_vocabulary(tensor) // tensor
+    block = min(_LOGIT_BLOCK_BYTES, size * tokens * columns)
+    learning = 4 * tokens * shape.hidden + size * columns * shape.hidden if gradients else 0
+    return float(block + size * tokens * shape.hidden + learning)
 
 
 def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> RolloutMemory | None:
@@ -212,7 +264,7 @@ def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> Rollo
     if section is None:
         return None
     tensor, size = section.layout.tensor, _ELEMENT_BYTES[section.dtype or recipe.model.dtype]
-    weights = size * shape.rank_parameters(tensor, [shape.layers], 0) / GB
+    weights = size * shape.rank_parameters(tensor, [shape.layers], 0, repeated_heads=True) / GB
     if section.kv_cache_gb is not None:
         cache = section.kv_cache_gb
         share = weights + ROLLOUT_ACTIVATIONS_GB + cache

@@ -6,7 +6,7 @@ import difflib
 import io
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,9 @@ def make_recipe(values: dict[str, Any], where: str) -> Recipe:
         raise RecipeError(f"{where}: " + "; ".join(_complaint(item) for item in error.errors())) from error
 
 
-def resolved_yaml(recipe: Recipe) -> str:
-    """The recipe with every value written out; loading it gives the same recipe."""
-    text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def resolved_yaml(recipe: Recipe, hide: Callable[[Any], Any] = dict) -> str:
+    """The recipe with every value written out, less what ``hide`` takes away; loading it gives the same recipe."""
+    text: str = yaml.safe_dump(hide(recipe.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
     return text
 
 

@@ -1,6 +1,7 @@
 """The sizes of a model, read from its Hugging Face config.json for planning. Needs no weights.
 
-Which configs can be trained is decided by ``models.architecture``; here every dense decoder of the usual form counts.
+Which configs can be trained is decided by ``models.architecture``; here every decoder of the usual form counts, dense
+or with experts in each layer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _VOCABULARY_MULTIPLE = 64  # as in models.architecture: vLLM pads to it too
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What decides the size of a dense decoder-only transformer."""
+    """What decides the size of a decoder-only transformer; ``feed_forward`` does not where it has experts."""
 
     layers: int
     hidden: int
@@ -31,6 +32,9 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     query_key_norm: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_feed_forward: int = 0
     scalar_head: bool = False
 
     @property
@@ -48,16 +52,34 @@ class ModelShape:
         """Parameters of the whole model, without padding, as its model card counts them."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied_embeddings or self.scalar_head else 2)
         head = self.hidden if self.scalar_head else 0
-        return embeddings + self.layers * self.layer_parameters() + self.hidden + head
+        layers = self.layers * (self.layer_parameters() + self.expert_parameters())
+        return embeddings + layers + self.hidden + head
 
-    def layer_parameters(self, tensor: int = 1) -> int:
-        """Parameters of one decoder layer on one of ``tensor`` ranks; too few key-value heads are repeated (vLLM)."""
+    @property
+    def active_parameters(self) -> int:
+        """Those that work on one token: all, but of the experts only the chosen ones."""
+        idle = self.experts - self.experts_per_token
+        return self.parameters - self.layers * idle * 3 * self.hidden * self.expert_feed_forward
+
+    def layer_parameters(self, tensor: int = 1, repeated_heads: bool = False) -> int:
+        """Parameters of one decoder layer beside its experts on one of ``tensor`` ranks.
+
+        Key-value heads fewer than ranks are divided further (Megatron), or, with ``repeated_heads``, each rank has one
+        (vLLM).
+        """
         query = self.query // tensor
-        key_value = max(self.key_value // tensor, self.head_dim)
-        qkv = query + 2 * key_value
+        qkv = (self.query + 2 * self.key_value) // tensor
+        if repeated_heads:
+            qkv = query + 2 * max(self.key_value // tensor, self.head_dim)
         attention = qkv * self.hidden + (qkv if self.qkv_bias else 0) + query * self.hidden
         norms = 2 * self.hidden + (2 * self.head_dim if self.query_key_norm else 0)
+        if self.experts:
+            return attention + norms + self.experts * self.hidden  # the router, which every rank has
         return attention + norms + 3 * self.hidden * (self.feed_forward // tensor)
+
+    def expert_parameters(self, shards: int = 1) -> int:
+        """Parameters of one layer's experts on each of the ``shards`` ranks that they are dealt out to and cut over."""
+        return self.experts * 3 * self.hidden * self.expert_feed_forward // shards
 
     def padded_vocabulary(self, tensor: int) -> int:
         """Rows of the embedding over all ranks: a multiple of 64 that ``tensor`` divides."""
@@ -70,10 +92,22 @@ class ModelShape:
         """Parameters of the embedding, or of the output layer, on one of ``tensor`` ranks."""
         return self.padded_vocabulary(tensor) // tensor * self.hidden
 
-    def rank_parameters(self, tensor: int, stage_layers: list[int], stage: int) -> int:
-        """Parameters that one rank of a pipeline ``stage`` holds, where stage s has ``stage_layers[s]`` layers."""
+    def rank_parameters(
+        self,
+        tensor: int,
+        stage_layers: list[int],
+        stage: int,
+        *,
+        expert_shards: int | None = None,
+        repeated_heads: bool = False,
+    ) -> int:
+        """Parameters that one rank of a pipeline ``stage`` holds, where stage s has ``stage_layers[s]`` layers.
+
+        ``expert_shards``: the ranks that share the experts, by default the ``tensor`` ones.
+        """
         first, last = stage == 0, stage == len(stage_layers) - 1
-        count = stage_layers[stage] * self.layer_parameters(tensor)
+        layer = self.layer_parameters(tensor, repeated_heads) + self.expert_parameters(expert_shards or tensor)
+        count = stage_layers[stage] * layer
         embeddings = int(first) + int(last and not self.scalar_head)
         if self.tied_embeddings and first and last:
             embeddings = 1
@@ -122,6 +156,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
             raise RecipeError(f"config.json: {field} must be a number; it is {shown}") from None
 
     heads, kind = number("num_attention_heads"), config.get("model_type")
+    experts = next((number(field) for field in ("num_local_experts", "num_experts") if field in config), 0)
     return ModelShape(
         layers=number("num_hidden_layers"),
         hidden=number("hidden_size"),
@@ -132,5 +167,8 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         vocabulary=number("vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
-        query_key_norm=kind == "qwen3",
+        query_key_norm=kind in ("qwen3", "qwen3_moe"),
+        experts=experts,
+        experts_per_token=number("num_experts_per_tok") if experts else 0,
+        expert_feed_forward=number("moe_intermediate_size") if experts else 0,
     )

@@ -79,6 +79,16 @@ class MonitorSection(Section):
     """Answers kept from each evaluation in samples/step-N.parquet."""
 
 
+class RegatherSection(Section):
+    """How weights go from the actor to the rollout."""
+
+    buffer_mb: int = Field(default=256, gt=0)
+    """MB of 2^20 bytes on each GPU for what travels; a regathering that finds less memory makes do with less."""
+    verify: int = Field(default=0, ge=0)
+    """Regatherings between checks of every weight by its checksum, on both ends; a difference stops the run. 0:
+    none."""
+
+
 class ClusterSection(Section):
     """The machines, for planning and for choosing near sources."""
 

@@ -16,6 +16,7 @@ from rlhf_megatron.recipe.operations import (
     ClusterSection,
     EvaluationSection,
     MonitorSection,
+    RegatherSection,
 )
 from rlhf_megatron.recipe.reward import RewardSection
 from rlhf_megatron.recipe.roles import ActorSection, CriticSection, FrozenRoleSection, RewardModelSection
@@ -54,6 +55,8 @@ class Recipe(Section):
     """A model that gives rewards."""
     rollout: RolloutSection | None = None
     """How responses are generated; needed by rl."""
+    regather: RegatherSection = RegatherSection()
+    """How its weights follow the actor's."""
     algorithm: AlgorithmSection = AlgorithmSection()
     """The objective."""
     reward: RewardSection = RewardSection()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_megatron.recipe.section import Section
 
@@ -17,11 +17,14 @@ class LayoutSection(Section):
     pipeline: int = Field(default=1, gt=0)
     """Pipeline parallelism: layers are dealt out to this many stages."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
-    """Virtual stages per pipeline stage."""
+    """Chunks of layers on each pipeline stage, which the stages take in turns: less idle time, more messages."""
     context: int = Field(default=1, gt=0)
-    """Context parallelism: long sequences are cut over this many GPUs."""
+    """Context parallelism: every sequence is cut over this many GPUs."""
     expert: int = Field(default=1, gt=0)
-    """Expert parallelism."""
+    """Expert parallelism: the experts of a layer are dealt out to this many GPUs, which tokens travel to. They are some
+    of the tensor x context x data GPUs of a pipeline stage, not more GPUs."""
+    expert_tensor: int | None = Field(default=None, gt=0)
+    """Tensor parallelism of the experts; default: that of the rest. 1 keeps each expert whole."""
     data: int | None = Field(default=None, gt=0)
     """Data parallelism; default: what the other degrees leave of the role's GPUs."""
     first_stage_layers: int | None = Field(default=None, gt=0)
@@ -31,10 +34,16 @@ class LayoutSection(Section):
 
     @model_validator(mode="after")
     def _stages_exist(self) -> LayoutSection:
-        given = [key for key in ("first_stage_layers", "last_stage_layers") if getattr(self, key) is not None]
+        staged = ("virtual_pipeline", "first_stage_layers", "last_stage_layers")
+        given = [key for key in staged if getattr(self, key) is not None]
         if given and self.pipeline == 1:
             raise ValueError(f"{given[0]} needs pipeline of 2 or more; pipeline is 1, leave it out")
         return self
+
+    @property
+    def expert_gpus(self) -> int:
+        """GPUs that hold one copy of a layer's experts."""
+        return self.expert * (self.expert_tensor or self.tensor)
 
     @property
     def model_gpus(self) -> int:
@@ -91,6 +100,8 @@ class OptimizerSection(Section):
     """Adam's term against division by zero."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest norm of the gradient over all parameters; 0 is off."""
+    skip_grad_norm: float | None = Field(default=None, gt=0)
+    """A step whose gradient has a larger norm than this, before it is cut, is a spike and is skipped."""
     distributed: bool = True
     """Cut the optimizer's state over data-parallel ranks."""
 
@@ -107,13 +118,16 @@ class RoleSection(Section):
     """A model that computes: where, in which layout, how much at a time."""
 
     ranks: str = "all"
-    """GPUs of the role: all, "0-3", or "node0:0-3;node1:0-3"."""
+    """GPUs of the role: all, "0-3", "0,2-3", or "node0:0-3;node1:0-3". On GPUs of their own roles learn at once."""
     layout: LayoutSection | None = None
     """Degrees of parallelism; default: the actor's."""
     sequence_parallel: bool = False
-    """With tensor parallelism: cut norms and dropout over the sequence too. Needs Transformer Engine."""
+    """With tensor parallelism: cut norms and dropout over the sequence too. Models with experts always do."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """With context parallelism, how attention sees the whole sequence: keys and values go round in a ring (p2p), are
+    gathered at once (all_gather), or heads are exchanged for tokens (a2a, known as Ulysses)."""
     tokens_per_gpu: int = Field(gt=0)
-    """Tokens of one packed micro-batch; the knob for memory and speed. A longer sequence goes alone."""
+    """Tokens of one packed micro-batch on each GPU; the knob for memory and speed. A longer sequence goes alone."""
     logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
     """The same for passes without gradients; default: tokens_per_gpu."""
     recompute: RecomputeSection = RecomputeSection()
@@ -122,6 +136,11 @@ class RoleSection(Section):
     """What moves to host memory between phases."""
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of Transformer Engine, or Megatron's own in plain PyTorch; auto: the former on GPUs that have it."""
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _one_rank_is_a_number(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) else value
 
 
 class ActorSection(RoleSection):

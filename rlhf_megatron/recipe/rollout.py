@@ -14,6 +14,8 @@ class RolloutLayoutSection(Section):
 
     tensor: int = Field(default=1, gt=0)
     """GPUs of one vLLM replica."""
+    expert_parallel: bool = False
+    """With experts: each GPU of a replica holds some of them whole; else a part of each."""
     data: int | None = Field(default=None, gt=0)
     """Replicas; default: as many as the GPUs hold."""
 

@@ -33,26 +33,6 @@ def _each_role(key: str, asked: Callable[[RoleSection], bool], advice: str) -> I
 
 _ALWAYS: tuple[Limit, ...] = (
     Limit("model.dtype", lambda r: r.model.dtype == "float16", "there is no loss scaling yet; use bfloat16 or float32"),
-    *_each_role("ranks", lambda s: s.ranks != "all", "all roles share all GPUs so far; use all"),
-    *_each_role(
-        "layout.context", lambda s: s.layout is not None and s.layout.context > 1, "no context parallelism yet; use 1"
-    ),
-    *_each_role(
-        "layout.expert", lambda s: s.layout is not None and s.layout.expert > 1, "no expert parallelism yet; use 1"
-    ),
-    *_each_role(
-        "layout.virtual_pipeline",
-        lambda s: s.layout is not None and s.layout.virtual_pipeline is not None,
-        "no interleaved schedule yet; leave it out",
-    ),
-    *_each_role(
-        "sequence_parallel",
-        lambda s: s.sequence_parallel and s.transformer_implementation == "local",
-        "only Transformer Engine's layers cut the sequence; set transformer_implementation to auto",
-    ),
-    *_each_role("offload.parameters", lambda s: s.offload.parameters, "no offloading yet; use false"),
-    *_each_role("offload.gradients", lambda s: s.offload.gradients, "no offloading yet; use false"),
-    *_each_role("offload.optimizer", lambda s: s.offload.optimizer, "no offloading yet; use false"),
 )
 
 _RL: tuple[Limit, ...] = (

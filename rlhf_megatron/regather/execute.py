@@ -2,80 +2,156 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from rlhf_megatron.kernels.rectangle_copy import RectangleCopies
 from rlhf_megatron.models.hf_files import window
-from rlhf_megatron.regather.plan import Copy, rounds
-from rlhf_megatron.regather.transport import Transport
+from rlhf_megatron.regather.plan import Copy, RankPlan
+from rlhf_megatron.regather.staging import IN_FLIGHT, STAGING_BYTES, Half, stage
+from rlhf_megatron.regather.transport import Pending, PointToPoint, Transport
+from rlhf_megatron.regather.verify import RegatherError, compare_plans, verify_weights
 
-STAGING_BYTES = 256 << 20
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """A round, bound to the parameters that it is from and for."""
+
+    pack: RectangleCopies
+    sends: dict[int, Tensor]
+    receives: dict[int, Tensor]
+    unpack: RectangleCopies
 
 
 class Regather:
-    """A plan made ready for one rank; ``run`` may be called any number of times."""
+    """A plan made ready for one rank; ``run`` may be called any number of times, and allocates in the first alone."""
 
     def __init__(
         self,
-        copies: Sequence[Copy],
-        rank: int,
+        plan: RankPlan,
         dtype: torch.dtype,
         device: torch.device | str,
-        transport: Transport,
+        transport: Transport | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """``dtype`` is the destination's: numbers are cast before they travel, if that is what they become."""
-        self._dtype, self._device, self._transport = dtype, device, transport
-        peers: dict[int, set[tuple[int, bool]]] = defaultdict(set)
-        for copy in copies:
-            if copy.source != copy.destination:
-                peers[copy.source].add((copy.destination, True))
-                peers[copy.destination].add((copy.source, False))
-        busiest = max((len(of_rank) for of_rank in peers.values()), default=1)
-        limit = max(1, staging_bytes // busiest // dtype.itemsize)
-        self.bytes_received = sum(
-            copy.elements * dtype.itemsize for copy in copies if copy.destination == rank != copy.source
-        )
-        self._local = [copy for copy in copies if copy.source == copy.destination == rank]
-        self._rounds = [
-            ([copy for copy in turn if copy.source == rank], [copy for copy in turn if copy.destination == rank])
-            for turn in rounds(copies, limit)
-        ]
+        """Compares the plans of all ranks and allocates at most ``staging_bytes``; collective over the world.
+
+        ``dtype`` is the destination's: numbers are cast before they travel, if that is what they become. Raises
+        RegatherError on every rank where two ends of a transfer do not plan the same.
+        """
+        compare_plans(plan, dtype)
+        self.plan, self._dtype, self._device = plan, dtype, torch.device(device)
+        self._transport = transport or PointToPoint()
+        self._rounds = stage(plan, dtype, device, staging_bytes)
+        self._places: tuple[int, ...] = ()
+        self._padding: list[Tensor] = []
+        self._local = RectangleCopies([], [])
+        self._turns: list[_Turn] = []
+        self._side_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
+
+    @property
+    def bytes_received(self) -> int:
+        """What reaches this rank from others in a run."""
+        return self.plan.bytes_received(self._dtype.itemsize)
+
+    @property
+    def staging_bytes(self) -> int:
+        """What the buffers take on this rank."""
+        halves = [half for turn in self._rounds[:IN_FLIGHT] for half in (turn.sends, turn.receives)]
+        storages = [next(iter(half.buffers.values())).untyped_storage() for half in halves if half.buffers]
+        return sum(storage.nbytes() for storage in storages)
 
     @torch.no_grad()
     def run(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Fills ``destinations`` (this rank's, by parameter name) from every rank's ``sources``.
 
-        Collective over all ranks of the plan. Storage stays where it is; staging is bounded by ``staging_bytes``.
+        Collective over the world. Storage stays where it is; rows that pad a vocabulary become zero. On a GPU
+        the copies are on their way when this returns, in order on the current stream. Raises RegatherError where a peer
+        is gone.
         """
-        for copy in self._local:
-            _target(copy, destinations).copy_(_origin(copy, sources))
-        for outgoing, incoming in self._rounds:
-            sends = {
-                rank: torch.cat([_origin(copy, sources).reshape(-1).to(self._dtype) for copy in copies])
-                for rank, copies in _by_peer(outgoing, "destination").items()
-            }
-            expected = _by_peer(incoming, "source")
-            receives = {
-                rank: torch.empty(sum(copy.elements for copy in copies), dtype=self._dtype, device=self._device)
-                for rank, copies in expected.items()
-            }
-            self._transport.exchange(sends, receives)
-            for rank, copies in expected.items():
-                pieces = receives[rank].split([copy.elements for copy in copies])
-                for copy, piece in zip(copies, pieces, strict=True):
-                    target = _target(copy, destinations)
-                    target.copy_(piece.view(target.shape))
+        self._bind(sources, destinations)
+        for rows in self._padding:
+            rows.zero_()
+        with self._beside():
+            self._local.run()
+        try:
+            self._exchange()
+        except RuntimeError as error:
+            peers = sorted({peer for turn in self._rounds for peer in (*turn.sends.buffers, *turn.receives.buffers)})
+            raise RegatherError(f"regathering: the exchange with ranks {peers} broke off ({error})") from error
+        if self._side_stream:
+            torch.cuda.current_stream().wait_stream(self._side_stream)
 
+    def verify(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        """Raises RegatherError on every rank where ``destinations`` is not what ``sources`` is; collective."""
+        verify_weights(self.plan, self._dtype, self._transport, sources, destinations)
 
-def _by_peer(copies: Sequence[Copy], end: str) -> dict[int, list[Copy]]:
-    peers: dict[int, list[Copy]] = defaultdict(list)
-    for copy in copies:
-        peers[getattr(copy, end)].append(copy)
-    return peers
+    def _exchange(self) -> None:
+        """Packs a round while the one before it travels, then unpacks that one."""
+        under_way = self._start(self._turns[0]) if self._turns else []
+        for turn, following in itertools.zip_longest(self._turns, self._turns[1:]):
+            next_under_way = self._start(following) if following else []
+            for pending in under_way:
+                pending.wait()
+            turn.unpack.run()
+            under_way = next_under_way
+
+    def _start(self, turn: _Turn) -> list[Pending]:
+        turn.pack.run()
+        return self._transport.start(turn.sends, turn.receives)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU a stream of its own, so that copies within the rank do not hold up what travels."""
+        if self._side_stream is None:
+            yield
+            return
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            yield
+
+    def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        """Works out the copies between parameters and buffers, unless all are where they were the last time."""
+        places = tuple(tensor.data_ptr() for side in (sources, destinations) for tensor in side.values())
+        if places == self._places:
+            return
+        self._padding = _padding(self.plan, destinations)
+        local = self.plan.local
+        self._local = RectangleCopies(
+            [_target(copy, destinations) for copy in local], [_origin(copy, sources) for copy in local]
+        )
+        self._turns = []
+        for turn in self._rounds:
+            sends, origins, packed = self._buffers(turn.sends, lambda copy: _origin(copy, sources))
+            receives, targets, unpacked = self._buffers(turn.receives, lambda copy: _target(copy, destinations))
+            pack, unpack = RectangleCopies(packed, origins), RectangleCopies(targets, unpacked)
+            self._turns.append(_Turn(pack, sends, receives, unpack))
+        self._places = places
+
+    def _buffers(
+        self, half: Half, view_of: Callable[[Copy], Tensor]
+    ) -> tuple[dict[int, Tensor], list[Tensor], list[Tensor]]:
+        """What travels to or from each peer; windows of parameters, and the places in buffers that belong to them.
+
+        A contiguous window that travels alone does so without a buffer.
+        """
+        buffers: dict[int, Tensor] = {}
+        views: list[Tensor] = []
+        places: list[Tensor] = []
+        for peer, pieces in half.pieces.items():
+            of_peer = [view_of(copy) for copy, _ in pieces]
+            if len(of_peer) == 1 and of_peer[0].is_contiguous() and of_peer[0].dtype == self._dtype:
+                buffers[peer] = of_peer[0].view(-1)
+                continue
+            buffers[peer] = half.buffers[peer]
+            views += of_peer
+            places += [place for _, place in pieces]
+        return buffers, views, places
 
 
 def _origin(copy: Copy, sources: Mapping[str, Tensor]) -> Tensor:
@@ -84,3 +160,23 @@ def _origin(copy: Copy, sources: Mapping[str, Tensor]) -> Tensor:
 
 def _target(copy: Copy, destinations: Mapping[str, Tensor]) -> Tensor:
     return window(destinations[copy.destination_parameter], copy.destination_offset, copy.region)
+
+
+def _padding(plan: RankPlan, destinations: Mapping[str, Tensor]) -> list[Tensor]:
+    """The last rows of a parameter that no copy fills; raises RegatherError where anything else is not filled."""
+    filled, ends = dict.fromkeys(destinations, 0), dict.fromkeys(destinations, 0)
+    for copy in (*plan.local, *plan.receives):
+        start, stop = copy.region[0]
+        name = copy.destination_parameter
+        filled[name] += copy.elements
+        ends[name] = max(ends[name], copy.destination_offset[0] + stop - start)
+    tails = []
+    for name, tensor in destinations.items():
+        missing = tensor.numel() - filled[name]
+        tail = tensor[ends[name] :]
+        if not filled[name] or (missing and tail.numel() != missing):
+            raise RegatherError(
+                f"regathering: {filled[name]} of {tensor.numel()} elements of {name} {list(tensor.shape)} have a source"
+            )
+        tails += [tail] if missing else []
+    return tails

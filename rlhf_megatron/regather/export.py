@@ -14,8 +14,7 @@ from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.hf_files import write_checkpoint
 from rlhf_megatron.models.weight_map import Block, whole_blocks
 from rlhf_megatron.regather.execute import Regather
-from rlhf_megatron.regather.plan import elements, plan_regather
-from rlhf_megatron.regather.transport import PointToPoint, Transport
+from rlhf_megatron.regather.plan import Shard, Side, elements, plan_regather
 
 PORTION_BYTES = 1 << 30
 
@@ -24,22 +23,23 @@ def export_weights(
     folder: Path,
     companions: Path,
     architecture: Architecture,
-    sources: Mapping[int, Sequence[Block]],
+    sources: Side,
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Writes the model that ``sources`` (blocks by rank) hold; collective over these ranks, the first one writes.
+    """Writes the model that ``sources`` hold; collective over the world, the first rank that holds some of it writes.
 
     ``companions`` is the folder whose config and tokenizer files go along. About ``PORTION_BYTES`` of full tensors are
     in memory at a time, beside the shard being written.
     """
-    writer = min(sources)
+    writer = min(sources.shard_of)
+    held = {shard: sources.blocks_of(shard) for shard in sources.ranks}
     portions = _portions(whole_blocks(architecture), dtype)
     tensors = (
         pair
         for blocks in portions
-        for pair in _gather(blocks, sources, parameters, writer, dtype, device, PointToPoint())
+        for pair in _gather(blocks, _part(sources.shard_of, held, blocks), parameters, writer, dtype, device)
     )
     if dist.get_rank() == writer:
         write_checkpoint(folder, companions, tensors, dtype, head=architecture.head)
@@ -56,23 +56,26 @@ def _portions(blocks: Sequence[Block], dtype: torch.dtype) -> list[list[Block]]:
     return [[block for block, _ in run] for _, run in itertools.groupby(numbered, key=lambda pair: pair[1])]
 
 
+def _part(shard_of: Mapping[int, Shard], held: Mapping[Shard, Sequence[Block]], wanted: Sequence[Block]) -> Side:
+    """What the ranks hold of the tensors of ``wanted``."""
+    tensors = {block.tensor for block in wanted}
+    return Side(shard_of, lambda shard: [block for block in held[shard] if block.tensor in tensors])
+
+
 def _gather(
     blocks: Sequence[Block],
-    sources: Mapping[int, Sequence[Block]],
+    sources: Side,
     parameters: Mapping[str, Tensor],
     writer: int,
     dtype: torch.dtype,
     device: torch.device | str,
-    transport: Transport,
 ) -> Iterator[tuple[str, Tensor]]:
-    wanted = {block.tensor for block in blocks}
-    held = {rank: [block for block in of_rank if block.tensor in wanted] for rank, of_rank in sources.items()}
-    copies = plan_regather(held, {writer: blocks})
     rank = dist.get_rank()
+    plan = plan_regather(sources, Side.of({writer: blocks}), rank)
     whole = {
         block.tensor: torch.empty([stop for _, stop in block.region], dtype=dtype, device=device)
         for block in blocks
         if rank == writer
     }
-    Regather(copies, rank, dtype, device, transport).run(parameters, whole)
+    Regather(plan, dtype, device).run(parameters, whole)
     yield from whole.items()

@@ -1,6 +1,7 @@
-"""The plan of a regathering: which rectangle goes from which rank's parameter to which rank's parameter.
+"""The plan of a regathering for one rank: which rectangles it sends, to whom, and which it receives, from whom.
 
-Pure: it needs the blocks that each rank holds and wants, and no process group. Every rank computes the same plan.
+Pure: it needs what ranks hold and want, and no process group. Every rank plans its own part, and the two ends of a
+transfer find the same pieces in the same order without a word to each other.
 """
 
 from __future__ import annotations
@@ -8,17 +9,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from rlhf_megatron.models.weight_map import Block, Region
+from rlhf_megatron.models.weight_map import Block, Region, layer_of
+from rlhf_megatron.regather.sources import share_demand
+
+Shard = Any  # the name of a shard, whatever each side takes for it; hashable
 
 
 class PlanError(RuntimeError):
     """Sources that do not hold all that the destinations want: a fault of the weight map, never of a user."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """One rectangle of a Hugging Face tensor, from a window of one rank's parameter to a window of another's."""
 
     tensor: str
@@ -36,6 +40,218 @@ class Copy:
         return elements(self.region)
 
 
+class Side:
+    """One end of a regathering: which ranks have which blocks.
+
+    Ranks with the same blocks (data-parallel ones, replicas of a rollout) form a shard. Its blocks are made when they
+    are asked for: there are fewer shards than ranks, and a plan looks at one after the other.
+    """
+
+    def __init__(
+        self,
+        shard_of: Mapping[int, Shard],
+        blocks_of: Callable[[Shard], Sequence[Block]],
+        blocks_in: Callable[[Shard, set[int]], Sequence[Block]] | None = None,
+    ) -> None:
+        """``shard_of`` names the shard of each rank, ``blocks_of`` gives a shard's blocks, always in one order.
+
+        ``blocks_in`` gives those of some decoder layers and of none, in the same order, where that is less work.
+        """
+        self.shard_of, self.blocks_of = dict(shard_of), blocks_of
+        self.blocks_in = blocks_in or (lambda shard, layers: blocks_of(shard))
+        self.ranks: dict[Shard, list[int]] = defaultdict(list)
+        for rank in sorted(self.shard_of):
+            self.ranks[self.shard_of[rank]].append(rank)
+
+    @classmethod
+    def of(cls, blocks: Mapping[int, Sequence[Block]]) -> Side:
+        """From each rank's list of blocks."""
+        return cls({rank: rank for rank in blocks}, lambda rank: blocks[rank])
+
+    def blocks(self, rank: int) -> Sequence[Block]:
+        """What ``rank`` has; nothing if it is not on this side."""
+        return self.blocks_of(self.shard_of[rank]) if rank in self.shard_of else []
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """What one rank does in a regathering; each list is in an order that both ends of a transfer share."""
+
+    rank: int
+    sends: list[Copy]
+    receives: list[Copy]
+    local: list[Copy]
+
+    def bytes_received(self, element_bytes: int) -> int:
+        """What reaches this rank from others."""
+        return sum(copy.elements for copy in self.receives) * element_bytes
+
+    def bytes_kept(self, element_bytes: int) -> int:
+        """What this rank has of the destination's weights in the end."""
+        return self.bytes_received(element_bytes) + sum(copy.elements for copy in self.local) * element_bytes
+
+    def bytes_sent(self, element_bytes: int) -> int:
+        """What others get from this rank."""
+        return sum(copy.elements for copy in self.sends) * element_bytes
+
+
+class _Item(NamedTuple):
+    """A rectangle that every rank of a shard wants, and the block of each shard that holds it."""
+
+    region: Region
+    holders: Mapping[Shard, Block]
+    wanted: Block
+
+
+_Index = dict[str, dict[Region, dict[Shard, Block]]]
+_Holders = tuple[Shard, ...]  # the shards whose ranks hold the same rectangle
+
+
+def plan_regather(sources: Side, destinations: Side, rank: int, ranks_per_node: int = 8) -> RankPlan:
+    """What ``rank`` sends, receives and copies within itself, so that every destination gets each element once.
+
+    A destination takes what it holds itself; of the rest it takes a rectangle that several ranks hold from its own
+    node if one of them is there, and else from all of them in shares that even out what they send
+    (``sources.share_demand``). Raises PlanError where an element that this rank wants is held by nobody.
+
+    Time and memory grow with the model's tensors and the number of shards, hardly with the number of ranks.
+    """
+    own, wanted = sources.blocks(rank), destinations.blocks(rank)
+    index = _index(sources, {block.tensor for block in (*own, *wanted)})
+    shares = _Shares(sources, destinations, ranks_per_node)
+    receives, local = _receives(index, shares, wanted, rank)
+    sends = _sends(index, shares, own, rank)
+    return RankPlan(rank, sorted(sends, key=_where_to), sorted(receives, key=_where_to), local)
+
+
+def _where_to(copy: Copy) -> tuple[str, tuple[int, ...]]:
+    return copy.destination_parameter, copy.destination_offset
+
+
+def _index(sources: Side, tensors: set[str]) -> _Index:
+    """Which shards hold which rectangles of ``tensors``."""
+    index: _Index = defaultdict(dict)
+    for shard in sources.ranks:
+        for block in sources.blocks_of(shard):
+            if block.tensor in tensors:
+                index[block.tensor].setdefault(block.region, {}).setdefault(shard, block)
+    return index
+
+
+class _Shares:
+    """Who serves whom, worked out once for all rectangles with the same holders and the same destinations."""
+
+    def __init__(self, sources: Side, destinations: Side, ranks_per_node: int) -> None:
+        self.sources, self.destinations, self._ranks_per_node = sources, destinations, ranks_per_node
+        self._found: dict[tuple[_Holders, Shard], dict[int, list[tuple[int, float]]]] = {}
+
+    def of(self, holders: _Holders, shard: Shard) -> dict[int, list[tuple[int, float]]]:
+        """For each rank of the destinations' ``shard``: its sources, and up to which fraction it takes from each."""
+        key = (holders, shard)
+        if key not in self._found:
+            ranks = sorted(rank for holder in holders for rank in self.sources.ranks[holder])
+            self._found[key] = share_demand(ranks, self.destinations.ranks[shard], self._ranks_per_node)
+        return self._found[key]
+
+
+def _receives(index: _Index, shares: _Shares, wanted: Sequence[Block], rank: int) -> tuple[list[Copy], list[Copy]]:
+    """What ``rank`` gets from others, and what it has itself."""
+    demand: dict[_Holders, list[_Item]] = defaultdict(list)
+    for block in wanted:
+        covered = 0
+        for region, holders in index.get(block.tensor, {}).items():
+            common = intersect(region, block.region)
+            if common is not None:
+                demand[tuple(holders)].append(_Item(common, holders, block))
+                covered += elements(common)
+        if covered != elements(block.region):
+            raise PlanError(
+                f"{block.tensor}{list(block.region)} for rank {rank}: {covered} of {elements(block.region)} elements "
+                "have a source"
+            )
+    receives: list[Copy] = []
+    local: list[Copy] = []
+    for holders_key, items in demand.items():
+        shard_of = shares.sources.shard_of
+        if shard_of.get(rank) in holders_key:
+            local += [_copy(item, item.holders[shard_of[rank]], item.region, rank, rank) for item in items]
+            continue
+        takes = shares.of(holders_key, shares.destinations.shard_of[rank])[rank]
+        receives += [
+            _copy(item, item.holders[shard_of[source]], region, source, rank)
+            for source, item, region in _deal(items, takes)
+        ]
+    return receives, local
+
+
+def _sends(index: _Index, shares: _Shares, own: Sequence[Block], rank: int) -> Iterator[Copy]:
+    """What others get from ``rank``: for each shard of the destinations, the shares that fall to it."""
+    mine: dict[str, list[Block]] = defaultdict(list)
+    for block in own:
+        mine[block.tensor].append(block)
+    layers = {layer for tensor in mine if (layer := layer_of(tensor)) is not None}
+    for shard in shares.destinations.ranks:
+        demand: dict[_Holders, list[_Item]] = defaultdict(list)
+        for wanted in shares.destinations.blocks_in(shard, layers):
+            for held in mine.get(wanted.tensor, ()):
+                common = intersect(held.region, wanted.region)
+                if common is not None:
+                    holders = index[held.tensor][held.region]
+                    demand[tuple(holders)].append(_Item(common, holders, wanted))
+        for holders_key, items in demand.items():
+            for destination, takes in shares.of(holders_key, shard).items():
+                if all(source != rank for source, _ in takes):
+                    continue
+                for source, item, region in _deal(items, takes):
+                    if source == rank:
+                        held = item.holders[shares.sources.shard_of[rank]]
+                        yield _copy(item, held, region, rank, destination)
+
+
+def _deal(items: Sequence[_Item], takes: Sequence[tuple[int, float]]) -> Iterator[tuple[int, _Item, Region]]:
+    """``items`` one behind the other, cut between rows into the fractions of ``takes``: (source, item, its part)."""
+    if len(takes) == 1:
+        yield from ((takes[0][0], item, item.region) for item in items)
+        return
+    total = sum(elements(item.region) for item in items)
+    bounds = [(source, until * total) for source, until in takes]
+    turn, position = 0, 0
+    for item in items:
+        (start, stop), *rest = item.region
+        width = elements(item.region) // (stop - start)
+        while start < stop:
+            source, until = bounds[turn]
+            last = turn == len(bounds) - 1
+            rows = stop - start if last else min(stop - start, round((until - position) / width))
+            if rows <= 0:
+                turn += 1
+                continue
+            yield source, item, ((start, start + rows), *rest)
+            start, position = start + rows, position + rows * width
+
+
+def _copy(item: _Item, held: Block, region: Region, source: int, destination: int) -> Copy:
+    wanted = item.wanted
+    return Copy(
+        wanted.tensor,
+        region,
+        source,
+        held.parameter,
+        _offset(held, region),
+        destination,
+        wanted.parameter,
+        _offset(wanted, region),
+    )
+
+
+def _offset(block: Block, region: Region) -> tuple[int, ...]:
+    """Where ``region`` begins in the parameter of ``block``."""
+    if region == block.region:
+        return block.offset
+    zipped = zip(block.offset, region, block.region, strict=True)
+    return tuple([begin + start - whole_start for begin, (start, _), (whole_start, _) in zipped])
+
+
 def elements(region: Region) -> int:
     """The number of elements in a rectangle."""
     count = 1
@@ -46,110 +262,47 @@ def elements(region: Region) -> int:
 
 def intersect(one: Region, other: Region) -> Region | None:
     """The common rectangle of two, or None."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
-
-
-def plan_regather(
-    sources: Mapping[int, Sequence[Block]], destinations: Mapping[int, Sequence[Block]], ranks_per_node: int = 8
-) -> list[Copy]:
-    """Covers every element that each destination rank wants exactly once.
-
-    ``sources`` and ``destinations`` map ranks to what they hold and want. Where several ranks hold the same rectangle,
-    the destination takes its own, else one on its node, else one of them by turns. Raises PlanError where an element is
-    held by nobody. The order is by destination, then as its blocks are listed, so both ends of a transfer agree on it.
-    """
-    holders: dict[str, dict[Region, dict[int, Block]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, blocks in sources.items():
-        for block in blocks:
-            holders[block.tensor][block.region].setdefault(rank, block)
-    copies = []
-    for destination, wanted_blocks in destinations.items():
-        for wanted in wanted_blocks:
-            covered = 0
-            for region, by_rank in holders[wanted.tensor].items():
-                common = intersect(region, wanted.region)
-                if common is None:
-                    continue
-                source = _choose(list(by_rank), destination, ranks_per_node)
-                copies.append(_copy(common, by_rank[source], source, wanted, destination))
-                covered += elements(common)
-            if covered != elements(wanted.region):
-                raise PlanError(
-                    f"{wanted.tensor}{list(wanted.region)} for rank {destination}: {covered} of "
-                    f"{elements(wanted.region)} elements have a source"
-                )
-    return copies
-
-
-def _choose(ranks: list[int], destination: int, ranks_per_node: int) -> int:
-    if destination in ranks:
-        return destination
-    near = [rank for rank in ranks if rank // ranks_per_node == destination // ranks_per_node]
-    candidates = near or ranks
-    return candidates[destination % len(candidates)]
-
-
-def _copy(region: Region, held: Block, source: int, wanted: Block, destination: int) -> Copy:
-    def offset(block: Block) -> tuple[int, ...]:
-        return tuple(
-            begin + start - block_start
-            for begin, (start, _), (block_start, _) in zip(block.offset, region, block.region, strict=True)
-        )
-
-    return Copy(
-        wanted.tensor,
-        region,
-        source,
-        held.parameter,
-        offset(held),
-        destination,
-        wanted.parameter,
-        offset(wanted),
-    )
+    if one == other:
+        return one
+    common = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        start, stop = a if a > c else c, b if b < d else d
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
 
 
 def split_copy(copy: Copy, limit: int) -> list[Copy]:
-    """``copy`` in pieces of at most ``limit`` elements, cut along its first dimension (a single row is never cut)."""
+    """``copy`` in equal pieces of at most ``limit`` elements, cut between rows (a single row is never cut)."""
     (start, stop), *rest = copy.region
-    rows = max(1, limit // max(1, copy.elements // (stop - start)))
-    pieces = []
-    for first in range(start, stop, rows):
-        shift = first - start
-        pieces.append(
-            dataclasses.replace(
-                copy,
-                region=((first, min(first + rows, stop)), *rest),
-                source_offset=(copy.source_offset[0] + shift, *copy.source_offset[1:]),
-                destination_offset=(copy.destination_offset[0] + shift, *copy.destination_offset[1:]),
-            )
+    most = max(1, limit // max(1, copy.elements // (stop - start)))  # rows of a piece
+    rows = -(-(stop - start) // -(-(stop - start) // most))
+    return [
+        copy._replace(
+            region=((first, min(first + rows, stop)), *rest),
+            source_offset=(copy.source_offset[0] + first - start, *copy.source_offset[1:]),
+            destination_offset=(copy.destination_offset[0] + first - start, *copy.destination_offset[1:]),
         )
-    return pieces
+        for first in range(start, stop, rows)
+    ]
 
 
 def rounds(copies: Sequence[Copy], limit: int) -> list[list[Copy]]:
-    """The transfers between ranks in rounds, so that no pair of ranks moves over ``limit`` elements in one.
+    """The transfers of one pair of ranks, at most ``limit`` elements at a time; both ends find the same rounds.
 
-    Copies within a rank need no round and are left out. Both ends see the same rounds.
+    A piece above half of ``limit`` goes alone: where it is contiguous it then needs no buffer.
     """
-    filled: dict[tuple[int, int], tuple[int, int]] = {}  # pair -> (its current round, elements in it)
-    result: list[list[Copy]] = []
-    remote = (copy for copy in copies if copy.source != copy.destination)
-    for piece in itertools.chain.from_iterable(split_copy(copy, limit) for copy in remote):
-        pair = (piece.source, piece.destination)
-        number, load = filled.get(pair, (0, 0))
-        if load and load + piece.elements > limit:
-            number, load = number + 1, 0
-        filled[pair] = (number, load + piece.elements)
-        while len(result) <= number:
-            result.append([])
-        result[number].append(piece)
-    return result
-
-
-def bytes_received(copies: Sequence[Copy], element_bytes: int) -> dict[int, int]:
-    """For each rank the bytes that reach it from others."""
-    received: dict[int, int] = defaultdict(int)
-    for copy in copies:
-        received[copy.destination] += copy.elements * element_bytes * (copy.source != copy.destination)
-    return dict(received)
+    alone: list[list[Copy]] = []
+    together: list[list[Copy]] = []
+    load = limit
+    for piece in itertools.chain.from_iterable(split_copy(copy, limit) for copy in copies):
+        if 2 * piece.elements > limit:
+            alone.append([piece])
+            continue
+        if load + piece.elements > limit:
+            together.append([])
+            load = 0
+        together[-1].append(piece)
+        load += piece.elements
+    return alone + together

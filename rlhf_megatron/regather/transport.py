@@ -9,20 +9,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class Pending(Protocol):
+    """A transfer that is under way."""
+
+    def wait(self) -> object:
+        """Returns when it has arrived; on a GPU, makes the current stream wait instead."""
+        ...
+
+
 class Transport(Protocol):
     """Moves one flat buffer per peer in each direction."""
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Sends ``sends[rank]`` to each rank and fills ``receives[rank]`` from each; returns when all have arrived."""
+    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+        """Begins to send ``sends[rank]`` to each rank and to fill ``receives[rank]`` from each.
+
+        Buffers are left alone until what is returned has been waited for. Raises RuntimeError where a peer is gone.
+        """
         ...
 
 
 class PointToPoint:
     """torch.distributed's batched isend and irecv: NCCL over NVLink or RDMA on GPUs, gloo on CPUs."""
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
         """See Transport. Operations are posted by rank, receives first, so that pairs match up on both ends."""
         operations = [dist.P2POp(dist.irecv, receives[rank], rank) for rank in sorted(receives)]
         operations += [dist.P2POp(dist.isend, sends[rank], rank) for rank in sorted(sends)]
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
+        return list(dist.batch_isend_irecv(operations)) if operations else []

@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 from types import ModuleType
@@ -27,8 +28,10 @@ PREFIX = "reasoning_gym/"
 SYMPY_TASKS = frozenset(
     {"simple_integration", "intermediate_integration", "polynomial_multiplication", "puzzle24", "countdown"}
 )
-# These hand it to eval, although only literals are right; literal_eval in their modules runs nothing.
-LITERAL_TASKS = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
+# These, and one that calls eval, evaluate what the row's entry holds as well.
+ENTRY_TASKS = SYMPY_TASKS | {"bitwise_arithmetic"}
+# These hand it (or the entry) to eval, although only literals are right; literal_eval in their modules runs nothing.
+LITERAL_TASKS = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "number_sorting"})
 _UNSAFE = re.compile(r"__|[\"'`;\[\]{}\\@]|[^\W\d]\s*\.|\)\s*\.|\b(?:lambda|import|eval|exec|open|getattr|globals)\b")
 
 
@@ -78,6 +81,8 @@ def scorer_value(data_source: str, solution: str, ground_truth: str, extra_info:
         return 0.0
     scorer = _scorer(task, extra_info.get("config") or "{}")
     entry = _entry(ground_truth, extra_info)
+    if task in ENTRY_TASKS and any(map(_UNSAFE.search, _texts([entry["answer"], entry["metadata"]]))):
+        raise EntryError(f"extra_info.entry of a row of {task} holds more than a formula, which its scorer would run")
     try:
         return float(scorer.score_answer(answer, entry))
     except Exception as error:
@@ -180,6 +185,17 @@ def _entry(ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
         return entry
     metadata = extra_info.get("metadata") or {}
     return {"answer": ground_truth, "metadata": decode(metadata) if isinstance(metadata, str) else metadata}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All text within a value, but for the keys of mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _texts(item)
 
 
 def _same_truth_value(answer: str, truth: str) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.tokenizer import Message, Tokenizer
-from rlhf_megatron.roles.role import Role
+from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.topology.exchange import gather_batches
 
 
@@ -20,7 +20,7 @@ class RewardModel:
     policy's tokens: these may be of another vocabulary, of another template, or end where no template ends.
     """
 
-    def __init__(self, role: Role, tokenizer: Tokenizer, policy_tokenizer: Tokenizer) -> None:
+    def __init__(self, role: PlacedRole, tokenizer: Tokenizer, policy_tokenizer: Tokenizer) -> None:
         """``tokenizer`` is the reward model's, ``policy_tokenizer`` the one that the rollouts are in."""
         self._role, self._tokenizer, self._policy_tokenizer = role, tokenizer, policy_tokenizer
 

@@ -7,7 +7,6 @@ the whole batch come back on every rank.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,35 +18,39 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.context import part_of
 from rlhf_megatron.data.packing import MicroBatch, make_micro_batch, plan_micro_batches
 from rlhf_megatron.models.architecture import Architecture, transformer_config
 from rlhf_megatron.models.build import build_model, choose_implementation
+from rlhf_megatron.models.flops import attention_cost
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.recipe.errors import UserError
-from rlhf_megatron.roles.outputs import SCORES, VALUES, Output, Scalars, TokenLogprobs
+from rlhf_megatron.regather.plan import Side
+from rlhf_megatron.regather.sides import trainer_side
+from rlhf_megatron.roles.offload import RoleMemory
+from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, Scalars, TokenLogprobs, TokenOutputs, joined
 from rlhf_megatron.roles.schedule import learning_rate
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.health import describe_nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
 from rlhf_megatron.topology.megatron_groups import as_world
-
-# (each tensor [n] of the output, fields [n]) -> (loss, summed over tokens or rows that carry their global weight;
-# metrics as (sum, count) pairs). A policy's objective gets (logprobs, entropy, fields), a critic's (values, fields).
-Objective = Callable[..., tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]]
+from rlhf_megatron.topology.pipeline import PipelineLinks
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenOutputs:
-    """Per-token results for a whole batch, on the CPU of every rank; 0 on tokens that were not sampled."""
-
-    logprobs: Tensor  # [T] float32
-    entropy: Tensor  # [T] float32
+def implementation_of(name: str, section: RoleSection) -> Implementation:
+    """Whose layers a role has; raises UserError where it asks for Transformer Engine's and they are not there."""
+    chosen = choose_implementation(section.transformer_implementation)
+    if chosen == "transformer_engine" and choose_implementation("auto") != chosen:
+        raise UserError(
+            f"{name}.transformer_implementation needs Transformer Engine; it is not installed here, or there is no "
+            "GPU: set it to auto"
+        )
+    return chosen
 
 
 class Role:
@@ -80,47 +83,44 @@ class Role:
             if architecture.head == "scalar"
             else TokenLogprobs(self.groups.tp, architecture.vocabulary, temperature)
         )
+        self._attention_cost = attention_cost(architecture)
         self.steps_taken = 0
         self.bad_gradients = ""
         self._training_steps = training_steps
         self._optimizer_section = optimizer
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self.implementation = self._choose_implementation()
+        self.implementation = implementation_of(name, section)
         self.config = transformer_config(
             architecture,
             layout,
             dtype,
             sequence_parallel=section.sequence_parallel,
+            cp_comm_type=section.cp_comm_type,
             recompute_granularity=section.recompute.granularity,
             recompute_layers=section.recompute.layers,
             fused=self.implementation == "transformer_engine",
         )
-        self._alignment = layout.tensor if self.config.sequence_parallel else 1
-        self.module = build_model(architecture, self.config, groups, self.implementation, seed)
-        self._model: Any = self.module
+        self._row_alignment = 2 * layout.context if layout.context > 1 else 1
+        self._alignment = self._row_alignment * (layout.tensor if self.config.sequence_parallel else 1)
+        self._chunks: list[Any] = list(build_model(architecture, self.config, groups, self.implementation, seed))
+        # Parameters of several chunks are named by the chunk's number first.
+        self.module: torch.nn.Module = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
         self._optimizer: Any = None
         if optimizer is None:
             self.module.requires_grad_(False).eval()
         else:
             self._make_trainable(optimizer, dtype)
-        self._communicator = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
-
-    def _choose_implementation(self) -> Implementation:
-        """Whose layers; raises UserError where the section needs Transformer Engine's and they are not there."""
-        section, advice = self.section, "; it is not installed here, or there is no GPU"
-        chosen = choose_implementation(section.transformer_implementation)
-        if chosen == "transformer_engine" and choose_implementation("auto") != chosen:
-            raise UserError(f"{self.name}.transformer_implementation needs Transformer Engine{advice}: set it to auto")
-        if section.sequence_parallel and self.layout.tensor > 1 and chosen == "local":
-            raise UserError(f"{self.name}.sequence_parallel needs Transformer Engine's layers{advice}: set it to false")
-        return chosen
+        self._communicator = PipelineLinks(self.groups, self.config)
+        self._memory = RoleMemory(section.offload, self._chunks, self._optimizer)
 
     def _make_trainable(self, section: OptimizerSection, dtype: str) -> None:
         self.module.train()
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed, check_for_nan_in_grad=False
         )
-        self._model = DistributedDataParallel(self.config, ddp_config, self.module, pg_collection=self.groups)
+        self._chunks = [
+            DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=self.groups) for chunk in self._chunks
+        ]
         settings = OptimizerConfig(
             optimizer="adam",
             lr=section.learning_rate,
@@ -137,7 +137,7 @@ class Role:
         with as_world(self.groups.intra_dist_opt):
             self._optimizer = get_megatron_optimizer(
                 settings,
-                [self._model],
+                self._chunks,
                 config_overrides=get_standard_config_overrides(settings),  # no weight decay on norms and biases
                 use_gloo_process_groups=False,
                 pg_collection=self.groups,
@@ -150,13 +150,19 @@ class Role:
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer, or None where the role does not learn; for ``state`` alone."""
+        """Megatron's optimizer, on the device, or None where the role does not learn; for ``state`` alone."""
+        self._memory.come_back()
         return self._optimizer
+
+    def offload(self) -> None:
+        """Frees the device of what ``section.offload`` names, until a method of the role needs it."""
+        self._memory.leave()
 
     # ---- weights
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's live parameters by Megatron's names."""
+        self._memory.come_back("parameters")
         return {name: parameter.data for name, parameter in self.module.named_parameters()}
 
     def blocks(self, position: int | None = None) -> list[Block]:
@@ -164,8 +170,13 @@ class Role:
         place = self.position if position is None else position
         return megatron_blocks(self.architecture, self.layout, place, self.implementation)
 
+    def side(self) -> Side:
+        """What all ranks of the role hold, as one end of a regathering."""
+        return trainer_side(self.architecture, self.layout, self.ranks, self.implementation)
+
     def load(self, source: WeightSource) -> None:
         """Fills this rank's parameters; the optimizer's own copies follow."""
+        self._memory.come_back()
         load_blocks(self.blocks(), self.parameters(), source)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
@@ -194,6 +205,7 @@ class Role:
 
     def _compute(self, batch: RolloutBatch, output: Output) -> Tensor:
         """[count, T], or [count, R] of an output per row, on the CPU of every rank."""
+        self._memory.come_back("parameters")
         budget = self.section.logprob_tokens_per_gpu or self.section.tokens_per_gpu
         found = torch.zeros(output.count, batch.rows if output.per_row else len(batch.tokens), device=self.device)
 
@@ -203,7 +215,7 @@ class Role:
 
         with torch.no_grad():
             self._run(batch, {}, budget, output, collect, forward_only=True)
-        if self.groups.tp.rank() or not self._is_last_stage():
+        if not self._speaks():
             found.zero_()  # each token counts once in the sum below
         dist.all_reduce(found, group=self.groups.intra_dist_opt)
         return found.cpu()
@@ -224,8 +236,8 @@ class Role:
         two of a pair.
 
         Returns the objective's metrics over the whole batch (sum / count), ``loss``, ``grad_norm``, ``learning_rate``.
-        A step whose gradient is not finite is skipped and reported as ``skipped`` = 1; ``bad_gradients`` then says
-        which parameters' gradients on which ranks.
+        A step whose gradient is not finite, or whose norm is above ``skip_grad_norm``, is skipped and reported as
+        ``skipped`` = 1; ``bad_gradients`` then says why, or which parameters' gradients on which ranks.
         """
         assert self._optimizer is not None and self._optimizer_section is not None, f"{self.name} does not learn"
         totals: dict[str, Tensor] = {}
@@ -237,10 +249,12 @@ class Role:
                 totals[name] = totals[name] + value if name in totals else value
             return loss
 
+        self._memory.come_back()
         rate = learning_rate(self.steps_taken, self._optimizer_section, self._training_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         faults.spoil(self.module.parameters())
         self._run(
@@ -255,18 +269,21 @@ class Role:
         # Megatron looks for infinities under fp16's loss scaling only.
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        finite = math.isfinite(grad_norm)
-        if finite:
+        highest = self._optimizer_section.skip_grad_norm or math.inf
+        taken = math.isfinite(grad_norm) and grad_norm <= highest
+        if taken:
             self._optimizer.step()
+        elif math.isfinite(grad_norm):
+            self.bad_gradients = f"its norm {grad_norm:.4g} is above optimizer.skip_grad_norm={highest:g}"
         else:
-            self.bad_gradients = describe_nonfinite_gradients(
+            self.bad_gradients = "not finite: " + describe_nonfinite_gradients(
                 self.module.named_parameters(), self.groups.intra_dist_opt
             )
         self.steps_taken += 1
         return self._reduced(totals) | {
             "grad_norm": grad_norm,
             "learning_rate": rate,
-            "skipped": float(not finite),
+            "skipped": float(not taken),
         }
 
     def _run(
@@ -285,59 +302,92 @@ class Role:
         ``loss_of`` gets what ``output`` reads of each, on the last stage.
         """
         assert (self.architecture.head == "scalar") == isinstance(output, Scalars), f"{self.name} has another head"
-        plan = plan_micro_batches(batch.lengths.tolist(), tokens_per_gpu, self.layout.data, rows_together)
+        budget = tokens_per_gpu * self.layout.context
+        chunks = len(self._chunks)
+        # The interleaved schedule deals micro-batches of one length out, as many at a time as there are stages.
+        multiple = self.layout.pipeline if chunks > 1 else 1
+        lengths = batch.lengths.tolist()
+        plan = plan_micro_batches(lengths, budget, self.layout.data, rows_together, multiple, self._attention_cost)
         mine = plan[self.groups.dp.rank()]
-        schedule = get_forward_backward_func(pp_size=self.layout.pipeline, vp_size=None)
+        length = self._common_length(batch, mine) if chunks > 1 else self._alignment
+        schedule = get_forward_backward_func(pp_size=self.layout.pipeline, vp_size=chunks if chunks > 1 else None)
+        iterators = [
+            (self._micro_batch(batch, rows, fields, output.per_row, length) for rows in mine) for _ in range(chunks)
+        ]
         schedule(
             forward_step_func=functools.partial(self._forward_step, output=output, loss_of=loss_of),
-            data_iterator=(
-                make_micro_batch(
-                    batch,
-                    rows,
-                    fields,
-                    per_row=output.per_row,
-                    pad_token_id=self.architecture.pad_token_id,
-                    alignment=self._alignment,
-                    device=self.device,
-                )
-                for rows in mine
-            ),
-            model=[self._model],
+            data_iterator=iterators if chunks > 1 else iterators[0],
+            model=self._chunks,
             num_microbatches=len(mine),
-            seq_length=tokens_per_gpu,  # a hint only: shapes travel with the activations
+            seq_length=length,  # of one chunk a hint only: shapes travel with the activations
             micro_batch_size=1,
             forward_only=forward_only,
             pg_collection=self.groups,
             p2p_communicator=self._communicator,
         )
 
+    def _common_length(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> int:
+        """A multiple of the alignment that the rows of every micro-batch fit into."""
+        padded = -(-batch.lengths // self._row_alignment) * self._row_alignment
+        longest = max(int(padded[list(rows)].sum()) for rows in micro_batches)
+        return max(1, -(-longest // self._alignment)) * self._alignment
+
+    def _micro_batch(
+        self, batch: RolloutBatch, rows: Sequence[int], fields: dict[str, Tensor], per_row: bool, alignment: int
+    ) -> MicroBatch:
+        """This rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
+        whole = make_micro_batch(
+            batch,
+            rows,
+            fields,
+            per_row=per_row,
+            pad_token_id=self.architecture.pad_token_id,
+            row_alignment=self._row_alignment,
+            alignment=alignment,
+            device=self.device,
+        )
+        return part_of(whole, self.layout.context, self.groups.cp.rank())
+
     def _forward_step(
         self, micro_batches: Iterator[MicroBatch], model: Any, output: Output, loss_of: Callable[..., Tensor]
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         micro = next(micro_batches)
+        # Transformer Engine's context parallelism asks for the boundaries with padding, which here are the boundaries.
+        padded = micro.cu_seqlens if self.layout.context > 1 else None
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=micro.cu_seqlens,
             cu_seqlens_kv=micro.cu_seqlens,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
             max_seqlen_q=micro.longest,
             max_seqlen_kv=micro.longest,
         )
 
-        def finish(of_model: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def read(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
+            return torch.stack(output(hidden_states, output_layer, output_weight, micro))
+
+        def finish(parts: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             # Megatron wants a count of tokens too; the loss carries its weights already.
-            return loss_of(output(of_model, micro), micro), torch.zeros([], dtype=torch.int), {}
+            whole = joined(parts.unbind(), micro, self.groups.cp)
+            return loss_of(whole, micro), torch.zeros([], dtype=torch.int), {}
 
-        return model(micro.tokens[None], micro.positions[None], None, packed_seq_params=packed), finish
+        of_model = model(
+            micro.tokens[None], micro.positions[None], None, packed_seq_params=packed, output_processor=read
+        )
+        return of_model, finish
 
-    def _is_last_stage(self) -> bool:
-        return bool(self.groups.pp.rank() == self.layout.pipeline - 1)
+    def _speaks(self) -> bool:
+        """Whether what this rank has at the end of the model counts: others of its model have the same, or nothing."""
+        last_stage = self.groups.pp.rank() == self.layout.pipeline - 1
+        return bool(last_stage and self.groups.tp.rank() == self.groups.cp.rank() == 0)
 
     def _reduced(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """(sum, count) pairs, which only the last stage has, to means over the role, equal on all its ranks."""
         names: list[Any] = [sorted(totals)]
         dist.broadcast_object_list(names, src=self.ranks[-1], group=self.groups.intra_dist_opt)
         values = torch.zeros(len(names[0]), 2, dtype=torch.float64, device=self.device)
-        if self._is_last_stage() and self.groups.tp.rank() == 0:
+        if self._speaks():
             for index, name in enumerate(names[0]):
                 values[index] = totals[name]
         dist.all_reduce(values, group=self.groups.intra_dist_opt)

@@ -19,8 +19,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rlhf_megatron.models.weight_map import megatron_blocks
-from rlhf_megatron.regather.plan import Copy, plan_regather
+from rlhf_megatron.models.weight_map import is_expert, megatron_blocks
+from rlhf_megatron.regather.plan import Copy, Side, plan_regather
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile
 from rlhf_megatron.topology.layout import Layout
@@ -41,16 +41,27 @@ class _Owned:
     counters: dict[str, Any]  # where the optimizer counts its steps as "step"
 
 
-def role_tensors(role: Role) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(CPU copies of what this rank owns, what a reader must know about them)."""
+def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(CPU copies of what this rank owns, what a reader must know about them).
+
+    ``held`` keeps the copies' memory for the next call, which overwrites it: page-locked memory takes long to get, and
+    without it the copy takes long.
+    """
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
-    if not _is_distributed(role) and role.groups.dp.rank():
-        return tensors, pieces  # the first data-parallel rank has the same
+    distributed = _is_distributed(role)
     for owned in _owned(role):
+        group = role.groups.expt_dp if is_expert(owned.name) else role.groups.dp_cp
+        if group.rank() and not distributed:
+            continue  # the first data-parallel rank has the same
         pieces[owned.name] = {"start": owned.start, "stop": owned.stop, "shape": list(owned.shape)}
         for kind, value in {"weights": owned.weights, **_moments(owned)}.items():
-            tensors[f"{role.name}/{kind}/{owned.name}"] = value.detach().reshape(-1).to("cpu", copy=True)
+            name, flat = f"{role.name}/{kind}/{owned.name}", value.detach().reshape(-1)
+            if name not in held:
+                held[name] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
+            tensors[name] = held[name].copy_(flat, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return tensors, pieces
 
 
@@ -58,6 +69,7 @@ def role_state(role: Role) -> dict[str, Any]:
     """What is the same on all ranks of a role (plain JSON): its layout, and how far it has learnt."""
     return {
         "layout": dataclasses.asdict(role.layout),
+        "ranks": role.ranks,
         "architecture": dataclasses.asdict(role.architecture),
         "implementation": role.implementation,
         "steps_taken": role.steps_taken,
@@ -66,7 +78,7 @@ def role_state(role: Role) -> dict[str, Any]:
 
 
 def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
-    """Fills weights, moments and counters of this rank from the files of all ranks that wrote the checkpoint.
+    """Fills weights, moments and counters of this rank from the files of the role's ranks that wrote the checkpoint.
 
     Raises CheckpointError where they do not hold all of the model.
     """
@@ -81,7 +93,7 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
         for position in reader.positions
     }
     by_parameter: dict[str, list[Copy]] = defaultdict(list)
-    for copy in plan_regather(sources, {-1: role.blocks()}):
+    for copy in plan_regather(Side.of(sources), Side.of({-1: role.blocks()}), rank=-1).receives:
         by_parameter[copy.destination_parameter].append(copy)
     with torch.no_grad():
         for name, copies in by_parameter.items():
@@ -115,20 +127,33 @@ def _check_architecture(role: Role, saved: Mapping[str, Any]) -> None:
         )
 
 
+_Place = tuple[str, int, int, int]
+
+
+def _places(layout: Layout, position: int) -> tuple[_Place, _Place]:
+    """What tells the shards of most parameters apart, and what those of experts; data-parallel ranks have the same."""
+    place, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
+    return (
+        ("layer", place.pipeline, place.tensor, 0),
+        ("experts", of_experts.pipeline, of_experts.tensor, of_experts.expert),
+    )
+
+
 class _Reader:
     """Whole parameters of the layout that wrote a checkpoint, joined from the ranges of its data-parallel ranks."""
 
     def __init__(self, role: str, layout: Layout, files: Sequence[TensorFile]) -> None:
         self._role, self._files = role, files
-        self._peers: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._place: dict[int, tuple[int, int]] = {}
         if len(files) != layout.size:
             raise CheckpointError(f"the checkpoint has files of {len(files)} ranks; its {role} had {layout.size}")
-        for position in range(layout.size):
-            coordinates = layout.coordinates(position)
-            self._place[position] = (coordinates.tensor, coordinates.pipeline)
-            self._peers[self._place[position]].append(position)
-        self.positions = [ranks[0] for ranks in self._peers.values()]
+        self._peers: dict[_Place, list[int]] = defaultdict(list)
+        self._places = [_places(layout, position) for position in range(layout.size)]
+        first: dict[tuple[_Place, _Place], int] = {}
+        for position, places in enumerate(self._places):
+            first.setdefault(places, position)
+            for place in places:
+                self._peers[place].append(position)
+        self.positions = list(first.values())
         self.parameter = lru_cache(maxsize=2)(self._parameter)
 
     def fill(self, whole: Tensor, copies: Sequence[Copy], kind: str) -> None:
@@ -143,7 +168,8 @@ class _Reader:
     def _parameter(self, position: int, name: str, kind: str) -> Tensor:
         found = 0
         whole: Tensor | None = None
-        for peer in self._peers[self._place[position]]:
+        of_layer, of_experts = self._places[position]
+        for peer in self._peers[of_experts if is_expert(name) else of_layer]:
             piece = self._files[peer].about["pieces"][self._role].get(name)
             if piece is None:
                 continue

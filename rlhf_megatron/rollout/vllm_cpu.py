@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
+from torch import Tensor
 
 
 @functools.cache
@@ -21,6 +23,7 @@ def install() -> None:
     # It says that Triton has no CPU backend, before its own log level is in force.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     _keep_weights_unpacked()
+    _keep_experts_unpacked()
     _name_shared_memory_by_job()
 
 
@@ -47,9 +50,41 @@ def _keep_weights_unpacked() -> None:
     import vllm.model_executor.layers.utils as layers
 
     def use_plain_linear(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = use_plain_linear
+
+
+def _keep_experts_unpacked() -> None:
+    """The same for the stacked weights of experts, which are multiplied one expert after the other."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def apply(
+        _: Any,
+        *,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        expert_map: Tensor | None,
+        **__: Any,
+    ) -> None:
+        assert activation.value == "silu", activation
+        held = topk_ids if expert_map is None else expert_map[topk_ids]  # -1: another rank's
+        output.zero_()
+        for expert in held.unique().tolist():
+            if expert < 0:
+                continue
+            tokens, places = (held == expert).nonzero(as_tuple=True)
+            gate, up = functional.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+            result = functional.linear(functional.silu(gate) * up, w2[expert])
+            output.index_add_(0, tokens, (result * topk_weights[tokens, places, None]).to(output.dtype))
+
+    CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
+    CPUUnquantizedExperts.apply = apply
 
 
 def _name_shared_memory_by_job() -> None:

@@ -92,6 +92,7 @@ class VllmEngine:
             "enable_prefix_caching": section.enable_prefix_caching,
             "enforce_eager": section.enforce_eager or not self._on_gpu,
             "tensor_parallel_size": section.layout.tensor,
+            "enable_expert_parallel": section.layout.expert_parallel,
             # Logprobs of the distribution that was sampled from, so that the trainer's can be held against them.
             "logprobs_mode": "processed_logprobs",
             "async_scheduling": section.async_scheduling,
@@ -105,6 +106,7 @@ class VllmEngine:
             arguments["distributed_executor_backend"] = "external_launcher"
         kv_cache_gb = section.kv_cache_gb
         if self._on_gpu:
+            arguments["moe_backend"] = "triton"  # others shuffle the rows of experts, which are written in place
             arguments["enable_sleep_mode"] = self._can_sleep
             arguments["gpu_memory_utilization"] = _gpu_memory_share(section)
         else:

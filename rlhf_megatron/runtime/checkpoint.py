@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.runtime import faults
 
 FORMAT = 1
 _MANIFEST, _LATEST, _BEST, _PARTIAL, _REPLACED = "manifest.json", "latest", "best", ".partial", ".replaced"
@@ -100,6 +101,7 @@ def publish(
     if folder.exists():  # the step was run again after a resume from an earlier one
         os.rename(folder, replaced)
     os.rename(partial, folder)
+    faults.at("publish", step_of(folder))
     shutil.rmtree(replaced, ignore_errors=True)
     _point(folder.parent / _LATEST, folder.name)
     best = best_of(folder.parent)
@@ -178,7 +180,11 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {content['format']}; this version reads {FORMAT}")
-        return Manifest([WrittenFile(**file) for file in content["files"]], content["state"])
+        files = [WrittenFile(**file) for file in content["files"]]
+        outside = next((file.name for file in files if Path(file.name).name != file.name), None)
+        if outside is not None:
+            raise CheckpointError(f"{path}: names the file {outside!r}, which does not lie in this folder")
+        return Manifest(files, content["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -2,25 +2,34 @@
 
     KIND@PHASE:STEP[-LAST_STEP][:RANK]
 
-KIND is what happens as PHASE (a name under time/ in the metrics, or engine, step, evaluate, save) begins in these steps
-(0: before the first), on one rank or on all. Of several, separated by commas, each attempt of torchrun has the one in
-its place, and later ones have none: a restart can succeed.
+KIND is what happens as PHASE begins in these steps (0: before the first), on one rank or on all. Phases are the names
+under time/ in the metrics, and engine, resume, step, evaluate, save, write (a checkpoint's files are being written),
+publish (it has its name, ``latest`` has not moved) and export. Of several, separated by commas, each attempt of
+torchrun has the one in its place, and later ones have none: a restart can succeed.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
-from collections.abc import Iterable, Mapping
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from rlhf_megatron.recipe.errors import UserError
 
 VARIABLE = "RLHF_MEGATRON_FAULT"
-KINDS = ("kill", "stop", "exception", "out_of_memory", "nan")
+KINDS = ("kill", "stop", "exception", "out_of_memory", "nan", "disk_full", "clock", "store", "network")
+# disk_full: no file of this process grows beyond it. Metrics and logs of a test are smaller, a model's files larger.
+LARGEST_FILE_BYTES = 1 << 18
+CLOCK_SECONDS = 3600.0
 _FORM = re.compile(r"(?P<kind>\w+)@(?P<phase>\w+):(?P<first>\d+)(?:-(?P<last>\d+))?(?::(?P<rank>\d+))?")
 
 
@@ -57,36 +66,70 @@ def fault_of(environment: Mapping[str, str]) -> Fault | None:
 
 
 class _Armed:
-    """The fault of this process, read when a phase first begins, and whether gradients are to be spoilt now."""
+    """The fault of this process, read when a phase first begins, and what it still changes."""
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self.is_read, self.spoils_gradients = False, False
+        self.undo: Callable[[], None] | None = None
 
 
 _armed = _Armed()
 
 
 def at(phase: str, step: int) -> None:
-    """Has happen what is to happen as ``phase`` of ``step`` begins."""
+    """Has happen what is to happen as ``phase`` of ``step`` begins. Only for the main thread."""
     if not _armed.is_read:
         _armed.fault, _armed.is_read = fault_of(os.environ), True
     fault = _armed.fault
-    is_due = fault is not None and fault.is_due(phase, step)
     _armed.spoils_gradients = False
-    if fault is None or not is_due:
+    if fault is None:
         return
-    match fault.kind:
+    if _armed.undo and step > fault.last:
+        _armed.undo()
+        _armed.undo = None
+    if fault.is_due(phase, step):
+        words = f"{VARIABLE}: {fault.kind} in {phase} of step {step}"
+        print(words, file=sys.stderr, flush=True)
+        _happen(fault.kind, words)
+
+
+def _happen(kind: str, words: str) -> None:
+    match kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "exception":
-            raise RuntimeError(f"{VARIABLE} raises this in {phase} of step {step}")
+            raise RuntimeError(words)
         case "out_of_memory":
-            raise torch.OutOfMemoryError(f"{VARIABLE} raises this in {phase} of step {step}")
+            raise torch.OutOfMemoryError(words)
         case "nan":
             _armed.spoils_gradients = True
+        case "disk_full" if _armed.undo is None:
+            _armed.undo = _limit_files(LARGEST_FILE_BYTES)
+        case "clock":  # what a correction of the system's clock looks like; time.monotonic() goes on
+            right_time = time.time
+            time.time = lambda: right_time() + CLOCK_SECONDS
+        case "store":
+            _disconnect(lambda port: port == int(os.environ["MASTER_PORT"]))
+        case "network":
+            _disconnect(lambda port: port != int(os.environ["MASTER_PORT"]))
+
+
+def _limit_files(size: int) -> Callable[[], None]:
+    """Makes writes beyond ``size`` bytes of a file fail, as on a full disk; returns what takes that back."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _disconnect(is_meant: Callable[[int], bool]) -> None:
+    """Ends the TCP connections of this process whose other end has such a port."""
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and is_meant(connection.raddr.port):
+            with socket.socket(fileno=os.dup(connection.fd)) as end:
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def spoil(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -5,6 +5,7 @@ A request is only noted here; loops/checkpoints.py has all ranks act on it toget
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SECONDS_OF_ONE_WARNING = 3.0
 # When the job ends, in seconds since 1970; the first that is set counts.
 DEADLINES = ("RLHF_MEGATRON_DEADLINE", "SLURM_JOB_END_TIME")
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 # A stopped rank's exit status: start me again.
 REQUEUE_STATUS = 85
 
@@ -63,6 +65,17 @@ class StopSignals:
             self._noted = number, now
         elif self._noted is None or now - self._noted[1] > SECONDS_OF_ONE_WARNING:
             os._exit(128 + number)
+
+
+def end_with_parent() -> None:
+    """Has the system kill this process when the one that started it ends, however that ends (Linux).
+
+    Ranks that outlive a killed torchrun would train on, and write into a run that is started again meanwhile.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before the system knew
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _unlisten() -> None:

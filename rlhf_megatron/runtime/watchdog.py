@@ -21,6 +21,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rlhf_megatron.recipe.slurm import RetrySection
 from rlhf_megatron.runtime.ranks import named_ranks
 from rlhf_megatron.runtime.recovery import RecoveryLog
@@ -99,6 +101,7 @@ class _Watch:
         if is_first:
             self._note()
         recorder.join(_SECONDS_TO_WRITE)
+        kill_stopped_neighbours()
 
     def _announce(self) -> bool:
         """Has all ranks report; whether this one is the first to say so."""
@@ -141,6 +144,17 @@ class _Watch:
         dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
         if dump is not None and torch.cuda.is_available():
             (self._link / f"rank-{self._rank}.nccl.json").write_bytes(dump())
+
+
+def kill_stopped_neighbours() -> None:
+    """Kills what torchrun has started on this node and somebody has stopped (SIGSTOP).
+
+    It cannot follow torchrun's SIGTERM, for which torchrun would wait half a minute.
+    """
+    for process in psutil.Process(os.getppid()).children():
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.kill()
 
 
 watchdog = Watchdog()

@@ -22,45 +22,94 @@ class Coordinates:
     """Where one rank stands in its role's layout; each counts from 0."""
 
     tensor: int
+    context: int
     data: int
     pipeline: int
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertCoordinates:
+    """Where one rank stands in the grid of a mixture of experts, which cuts a pipeline stage in its own way."""
+
+    tensor: int
+    expert: int
+    data: int
+    pipeline: int
+
+
+_AXES = ("tensor", "context", "data", "pipeline")
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. Ranks are numbered tensor first, then data, then pipeline: Megatron's default order."""
+    """Degrees of parallelism. Ranks are numbered tensor first, then context, data, pipeline: Megatron's own order."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    virtual_pipeline: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    expert: int = 1
+    expert_tensor: int | None = None  # default: tensor
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data"):
+        for name in (*_AXES, "virtual_pipeline"):
             if getattr(self, name) < 1:
                 raise RecipeError(f"layout: {name} is {getattr(self, name)}; every degree must be at least 1")
+        stage, shared = self.tensor * self.context * self.data, self.expert * self.expert_parts
+        if self.expert < 1 or self.expert_parts < 1 or stage % shared:
+            raise RecipeError(
+                f"layout: expert {self.expert} x expert_tensor {self.expert_parts} = {shared} does not divide the "
+                f"{stage} ranks of a pipeline stage (tensor x context x data)"
+            )
 
     @property
     def size(self) -> int:
         """The number of ranks that the layout needs."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def expert_parts(self) -> int:
+        """The number of ranks that one expert is cut over."""
+        return self.expert_tensor or self.tensor
+
+    def expert_coordinates(self, position: int) -> ExpertCoordinates:
+        """The place of the rank at ``position`` for experts, which count tensor first, then expert, data, pipeline.
+
+        So the ranks that share the experts are neighbours, whatever they are to the rest of the layer.
+        """
+        pipeline, within = divmod(position, self.size // self.pipeline)
+        group, tensor = divmod(within, self.expert_parts)
+        data, expert = divmod(group, self.expert)
+        return ExpertCoordinates(tensor, expert, data, pipeline)
+
+    def expert_groups_along(self, *axes: str) -> Iterator[list[int]]:
+        """As ``groups_along``, in the experts' coordinates."""
+        fixed = [field.name for field in dataclasses.fields(ExpertCoordinates) if field.name not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for position in range(self.size):
+            place = self.expert_coordinates(position)
+            groups.setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(position)
+        yield from groups.values()
 
     def coordinates(self, position: int) -> Coordinates:
         """The coordinates of the rank at ``position`` (0 <= position < size) among the role's ranks."""
         return Coordinates(
             tensor=position % self.tensor,
-            data=position // self.tensor % self.data,
-            pipeline=position // (self.tensor * self.data),
+            context=position // self.tensor % self.context,
+            data=position // (self.tensor * self.context) % self.data,
+            pipeline=position // (self.tensor * self.context * self.data),
         )
 
-    def position(self, tensor: int, data: int, pipeline: int) -> int:
+    def position(self, tensor: int, data: int, pipeline: int, context: int = 0) -> int:
         """The inverse of ``coordinates``."""
-        return tensor + self.tensor * (data + self.data * pipeline)
+        return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
 
     def groups_along(self, *axes: str) -> Iterator[list[int]]:
         """The groups of positions that differ only in the coordinates named by ``axes``, each in rising order."""
-        fixed = [axis for axis in ("tensor", "data", "pipeline") if axis not in axes]
+        fixed = [axis for axis in _AXES if axis not in axes]
         for values in itertools.product(*(range(getattr(self, axis)) for axis in fixed)):
             chosen = dict(zip(fixed, values, strict=True))
             yield [
@@ -69,10 +118,11 @@ class Layout:
                 if all(getattr(self.coordinates(p), axis) == value for axis, value in chosen.items())
             ]
 
-    def stage_layers(self, layers: int) -> list[range]:
+    def stage_chunks(self, layers: int) -> list[list[range]]:
         """The decoder layers of each pipeline stage; the first and last stage may hold a number of their own.
 
-        Raises RecipeError where the layers between cannot be split evenly.
+        Each stage has ``virtual_pipeline`` chunks, which the stages take in turns: the first chunks of all stages hold
+        the front of the model. Raises RecipeError where the layers cannot be split evenly.
         """
         edge = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
         given = {stage: count for stage, count in edge.items() if count is not None}
@@ -85,16 +135,22 @@ class Layout:
                 "set layout.first_stage_layers and layout.last_stage_layers"
             )
         counts = [given.get(stage, left // even_stages if even_stages else 0) for stage in range(self.pipeline)]
-        starts = list(itertools.accumulate(counts, initial=0))
-        return [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        if any(count % self.virtual_pipeline for count in counts):
+            raise RecipeError(
+                f"layout: virtual_pipeline={self.virtual_pipeline} does not divide the {counts} layers of the stages"
+            )
+        in_turn = [count // self.virtual_pipeline for count in counts] * self.virtual_pipeline
+        starts = list(itertools.accumulate(in_turn, initial=0))
+        chunks = [range(start, start + count) for start, count in zip(starts, in_turn, strict=False)]
+        return [chunks[stage :: self.pipeline] for stage in range(self.pipeline)]
 
 
 def make_groups(layout: Layout, ranks: Sequence[int]) -> ProcessGroupCollection | None:
     """The process groups of one role whose positions are the global ``ranks``, in that order.
 
     Collective over the whole world: every rank calls it for every role, in the same order. Ranks outside the role get
-    None. Equal sets of ranks share one communicator. Every field that megatron-core 0.19 reads for dense models is set,
-    since it takes a missing one for a group of size 1.
+    None. Equal sets of ranks share one communicator. Every field that megatron-core 0.19 reads is set, since it takes a
+    missing one for a group of size 1; ``pp_gradients`` is our own.
     """
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -115,32 +171,33 @@ def make_groups(layout: Layout, ranks: Sequence[int]) -> ProcessGroupCollection 
         return mine
 
     tensor = group_of(layout.groups_along("tensor"))
-    data = group_of(layout.groups_along("data"))
+    data_context = group_of(layout.groups_along("context", "data"))
     pipeline_lists = list(layout.groups_along("pipeline"))
     model = group_of(layout.groups_along("tensor", "pipeline"))
-    everyone = group_of(layout.groups_along("tensor", "data", "pipeline"))
-    alone = group_of(layout.groups_along())
+    everyone = group_of(layout.groups_along(*_AXES))
+    expert_data = group_of(layout.expert_groups_along("data"))
+    expert_model = group_of(layout.expert_groups_along("tensor", "expert", "pipeline"))
     fields = {
         "tp": tensor,
         "pp": group_of(pipeline_lists),
-        "cp": alone,
-        "dp": data,
-        "dp_cp": data,
-        "tp_cp": tensor,
+        "cp": group_of(layout.groups_along("context")),
+        "dp": group_of(layout.groups_along("data")),
+        "dp_cp": data_context,
+        "tp_cp": group_of(layout.groups_along("tensor", "context")),
         "mp": model,
-        "tp_dp_cp": group_of(layout.groups_along("tensor", "data")),
+        "tp_dp_cp": group_of(layout.groups_along("tensor", "context", "data")),
         "embd": group_of([sorted({members[0], members[-1]}) for members in pipeline_lists]),
         "pos_embd": group_of([[members[0]] for members in pipeline_lists]),
-        "ep": alone,
-        "expt_tp": tensor,
-        "expt_dp": data,
-        "tp_ep": tensor,
-        "tp_ep_pp": model,
-        "tp_ep_pp_with_egtp_remat": model,
-        "expt_dp_gtp_remat": data,
-        "dp_cp_gtp_remat": data,
-        "intra_dp_cp": data,
-        "intra_expt_dp": data,
+        "ep": group_of(layout.expert_groups_along("expert")),
+        "expt_tp": group_of(layout.expert_groups_along("tensor")),
+        "expt_dp": expert_data,
+        "tp_ep": group_of(layout.expert_groups_along("tensor", "expert")),
+        "tp_ep_pp": expert_model,
+        "tp_ep_pp_with_egtp_remat": expert_model,
+        "expt_dp_gtp_remat": expert_data,
+        "dp_cp_gtp_remat": data_context,
+        "intra_dp_cp": data_context,
+        "intra_expt_dp": expert_data,
         "intra_dist_opt": everyone,
         "inter_dist_opt": None,
         "gtp_remat": None,
@@ -149,4 +206,9 @@ def make_groups(layout: Layout, ranks: Sequence[int]) -> ProcessGroupCollection 
         "dp_cp_ag": None,
         "expt_dp_ag": None,
     }
-    return ProcessGroupCollection(**fields) if me in ranks else None
+    collection: Any = ProcessGroupCollection(**fields)
+    # With virtual stages on two ranks, gradients have groups of their own (see ``pipeline``), of the same ranks.
+    made.clear()
+    ring_of_two = layout.virtual_pipeline > 1 and layout.pipeline == 2
+    collection.pp_gradients = group_of(pipeline_lists) if ring_of_two else collection.pp
+    return collection if me in ranks else None

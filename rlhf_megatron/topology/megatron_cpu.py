@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 
@@ -157,6 +158,35 @@ def _mend_tensor_methods() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
 
 
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """``maybe_move_tensor_to_cpu``, which leaves a tensor that is there already as it is, where numbers are wanted."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _mend_uneven_collectives() -> None:
+    """gloo gathers and scatters equal parts only; the tokens of experts that are cut come in unequal ones."""
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(mine: torch.Tensor, group: Any, sizes: list[int] | None = None, buffered: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return even_gather(mine, group, sizes, buffered)
+        parts = [mine.new_empty(size, *mine.shape[1:]) for size in sizes]
+        parts[group.rank()].copy_(mine)
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group=group, group_src=rank)
+        return torch.cat(parts)
+
+    def scatter(all_of: torch.Tensor, group: Any, sizes: list[int] | None = None, buffered: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return even_scatter(all_of, group, sizes, buffered)
+        total = all_of.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, scatter
+
+
 @functools.cache
 def install() -> None:
     """Mends every ``megatron.core`` module for this process, once; does nothing where CUDA is present."""
@@ -172,4 +202,7 @@ def install() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     random.CudaRNGStatesTracker.fork = _fork
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _to_cpu
+    _mend_uneven_collectives()
     _mend_tensor_methods()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.topology.store import serve_store
 
 _STORE_SECONDS = 5.0
 
@@ -24,7 +25,7 @@ def join_world(timeout_minutes: float = 30.0) -> None:
         raise UserError("this command runs under torchrun: torchrun --nproc-per-node N launch/train.py RECIPE")
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=timeout, **_store_of_this_attempt())
+        dist.init_process_group("gloo", timeout=timeout, **_store_of_this_attempt(timeout))
         return
     local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= devices:
@@ -32,22 +33,32 @@ def join_world(timeout_minutes: float = 30.0) -> None:
     torch.cuda.set_device(local_rank)
     # With its device named, NCCL connects at once: a first transfer between two ranks then needs no others.
     device = torch.device("cuda", local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **_store_of_this_attempt())
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **_store_of_this_attempt(timeout))
 
 
-def _store_of_this_attempt() -> dict[str, Any]:
-    """Where ranks that torchrun has started again find each other: its store still has the addresses of the dead.
+def _store_of_this_attempt(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where the ranks of this attempt find each other, as arguments of init_process_group; empty: torch's own choice.
 
-    On several nodes the agents do not agree on the number of the attempt (github.com/pytorch/pytorch/issues/135712);
-    there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt a store of its own, as launch/slurm/node.sh does.
+    Ranks that torchrun has started again need another part of its store, which still has the addresses of the dead. On
+    several nodes the agents do not agree on the number of the attempt (github.com/pytorch/pytorch/issues/135712);
+    there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has each attempt make a store of its own, as launch/slurm/node.sh does.
     """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if attempt == "0" or not one_node or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    store: dist.Store | None = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = serve_store(address, port, nodes) if rank == 0 else None
+        store = store or dist.TCPStore(
+            address, port, is_master=rank == 0, timeout=timeout, multi_tenant=True, wait_for_workers=False
+        )
+    elif attempt != "0" and nodes == 1:
+        store = dist.PrefixStore(f"attempt-{attempt}", dist.TCPStore(address, port, is_master=False))
+    if store is None:
         return {}
-    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store = dist.PrefixStore(f"attempt-{attempt}", shared)
-    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    store.set_timeout(timeout)
+    return {"store": store, "rank": rank, "world_size": world}
 
 
 def first_to_say(text: str) -> bool:

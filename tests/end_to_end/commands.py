@@ -9,6 +9,7 @@ Import it as `from end_to_end.commands import ...`. No test lives here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -73,8 +74,9 @@ class Command:
         if len(children) == 1:  # torchrun's own starter of ranks, see nursery
             children += children[0].children()
         for process in children:
-            if process.environ().get("RANK") == str(number):
-                return process
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.environ().get("RANK") == str(number):
+                    return process
         raise LookupError(f"no rank {number} is running")
 
     def family(self) -> list[psutil.Process]:

@@ -139,7 +139,7 @@ def test_a_run_without_torchrun_is_told_how_to_start_it(folder: Path) -> None:
 
 
 def test_what_this_version_cannot_do_is_refused_in_a_run_and_listed_by_a_dry_run(folder: Path) -> None:
-    asked = ["actor.layout.context=2", "rollout.async_scheduling=true", "actor.offload.optimizer=true"]
+    asked = ["model.dtype=float16", "rollout.async_scheduling=true", "rollout.ranks='0'"]
     refused = python(TRAIN, "rl.yaml", *asked, folder=folder)
     assert refused.status == 2
     head, *lines = refused.err.splitlines()
@@ -183,8 +183,8 @@ def test_tools_tell_bad_input_in_one_line(folder: Path, arguments: list[str], li
         (["actor.layout.data=3"], "error: actor.layout: tensor 1 x data 3 = 3 is not 2 GPUs; change a degree, or "),
         (["model.path=nowhere"], "error: nowhere/config.json: no such file; model.path must be a folder in Hugging "),
         (
-            ["actor.layout.tensor=2", "actor.sequence_parallel=true"],
-            "error: actor.sequence_parallel needs Transformer Engine's layers; ",
+            ["actor.transformer_implementation=transformer_engine"],
+            "error: actor.transformer_implementation needs Transformer Engine; ",
         ),
     ],
 )

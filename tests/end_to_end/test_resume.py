@@ -148,7 +148,9 @@ def test_a_killed_run_goes_on_to_the_last_bit(
     newest = max((path for path in (run / "checkpoints").glob("step-?")), key=lambda path: path.name)
     tensors = newest / "rank-00001.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-8])
-    finished = train("name=killed")
+    # What is left goes on with memory that leaves the device, which is no part of the state.
+    everything = "{parameters: true, gradients: true, optimizer: true}"
+    finished = train("name=killed", f"actor.offload={everything}", "reference.offload={parameters: true}")
     before = f"step-{int(newest.name[-1]) - 1}"
     assert f"{newest}/rank-00001.safetensors: has ".removeprefix(f"{folder}/") in finished.out
     assert f"going on from runs/killed/checkpoints/{before}, after step {before[-1]}" in finished.out
@@ -193,12 +195,34 @@ def test_a_run_killed_at_ten_random_moments_is_the_same_to_the_last_bit(folder: 
 def test_another_layout_goes_on_to_rounding(
     folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:
-    layout = ["actor.layout.tensor=1", "actor.layout.pipeline=2"]
-    train("name=pipeline", "--resume=runs/whole/checkpoints/step-2", *layout)
-    metrics = metrics_of(folder / "runs" / "pipeline")
-    assert sorted(metrics) == [3, 4]
-    for step, found in metrics.items():
-        assert found == pytest.approx(whole[step], rel=1e-3, abs=1e-6)
+    for name, checkpoint in (("context", "whole/checkpoints/step-2"), ("pipeline", "context/checkpoints/step-3")):
+        layout = ["actor.layout.tensor=1", f"actor.layout.{name}=2"]
+        train(f"name={name}", f"--resume=runs/{checkpoint}", *layout)
+        metrics = metrics_of(folder / "runs" / name)
+        assert sorted(metrics) == list(range(int(checkpoint[-1]) + 1, STEPS + 1))
+        for step, found in metrics.items():
+            assert found == pytest.approx(whole[step], rel=1e-3, abs=1e-6)
+
+
+def test_roles_on_ranks_of_their_own_go_on_and_back(folder: Path) -> None:
+    """From all roles on both ranks to actor and reference on one and the critic on the other, and back again."""
+    apart = ["actor.ranks=0", "actor.layout.tensor=1", "reference.ranks=0", "critic.ranks=1", "critic.layout.data=1"]
+    start = ("steps=3", "critic.warmup_steps=1", "evaluation.interval=3", "checkpoint.keep_last_k=3")
+    found = {}
+    for name, arguments in (
+        ("together", []),
+        ("apart", ["--resume=runs/together/checkpoints/step-1", *apart]),
+        ("together_again", ["--resume=runs/apart/checkpoints/step-2"]),
+    ):
+        with torchrun(2, TRAIN, "ppo.yaml", f"name={name}", *start, *arguments, folder=folder) as command:
+            finished = command.finish()
+        assert finished.status == 0, finished.err
+        found[name] = metrics_of(folder / "runs" / name)
+    assert [sorted(metrics) for metrics in found.values()] == [[1, 2, 3], [2, 3], [3]]
+    assert found["together"][3]["critic/loss"] > 0 and found["together"][3]["train/grad_norm"] > 0
+    for name in ("apart", "together_again"):
+        for step, metrics in found[name].items():
+            assert metrics == pytest.approx(found["together"][step], rel=1e-3, abs=1e-6)
 
 
 def test_a_checkpoint_that_is_not_there_is_told_in_one_line(folder: Path) -> None:

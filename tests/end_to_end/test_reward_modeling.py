@@ -109,15 +109,15 @@ TAUGHT: dict[str, Any] = {
     "actor": {"tokens_per_gpu": 2048, "optimizer": {"learning_rate": 5e-3, "warmup_steps": 5}},
     "checkpoint": {},
 }
-TARGET = 0.5
+TARGET = 0.6
 PREFERRED: dict[str, Any] = {
     "name": "preferred",
     "loop": "rl",
-    "steps": 10,
+    "steps": 12,
     "model": {"path": "runs/taught/export/step-60", "dtype": "float32"},
     "data": {"train_files": ["asked.parquet"], "validation_files": ["asked_later.parquet"], "max_prompt_length": 64},
-    "batch": {"prompts_per_step": 64, "responses_per_prompt": 1, "minibatch_prompts": 32},
-    "actor": {"layout": {"tensor": 2}, "tokens_per_gpu": 1024, "optimizer": {"learning_rate": 3e-4}},
+    "batch": {"prompts_per_step": 128, "responses_per_prompt": 1, "minibatch_prompts": 32},
+    "actor": {"layout": {"tensor": 2}, "tokens_per_gpu": 1024, "optimizer": {"learning_rate": 5e-4}},
     "critic": {
         "path": f"runs/judge/export/step-{STEPS}",
         "tokens_per_gpu": 512,

@@ -118,15 +118,35 @@ def test_a_run_leaves_recipe_metrics_picture_samples_and_model(
 def test_the_exported_model_is_the_trained_one_in_plain_transformers(
     folder: Path, tensor_parallel: dict[int, dict[str, float]]
 ) -> None:
+    check_export(folder, "tensor", RECIPE["model"]["path"])
+
+
+def test_a_mixture_of_experts_trains(folder: Path, grpo: Callable[..., dict[int, dict[str, float]]]) -> None:
+    sizes = ["--layers=2", "--hidden-size=64", "--heads=2", "--kv-heads=2", "--experts=4", "--expert-size=32"]
+    made = python("tools/make_tiny_model.py", "--output=mixture", *sizes, folder=folder)
+    assert made.status == 0, made.err
+    steps = grpo(
+        "experts",
+        "model.path=mixture",
+        "actor.layout={expert: 2}",
+        "reference.layout={tensor: 2}",
+        "rollout.layout={tensor: 2, expert_parallel: true}",
+        "regather.verify=1",
+    )
+    assert all(steps[step]["train/rollout_logprob_abs_diff_max"] < 1e-4 for step in (1, 2))
+    check_export(folder, "experts", "mixture")
+
+
+def check_export(folder: Path, run: str, before: str) -> None:
     transformers = pytest.importorskip("transformers")
-    exported = folder / "runs" / "tensor" / "export" / "step-2"
+    exported = folder / "runs" / run / "export" / "step-2"
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    start = transformers.AutoModelForCausalLM.from_pretrained(folder / RECIPE["model"]["path"], dtype=torch.float32)
+    start = transformers.AutoModelForCausalLM.from_pretrained(folder / before, dtype=torch.float32)
     moved = [(a - b).abs().max() for a, b in zip(model.parameters(), start.parameters(), strict=True)]
     assert all(0 < distance < 1e-2 for distance in moved)
     # The run's last evaluation was greedy, by vLLM; transformers says the same from the exported files.
-    for row in pyarrow.parquet.read_table(folder / "runs" / "tensor" / "samples" / "step-2.parquet").to_pylist():
+    for row in pyarrow.parquet.read_table(folder / "runs" / run / "samples" / "step-2.parquet").to_pylist():
         prompt = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt")
         length = prompt["input_ids"].shape[1]
         answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, length:]
@@ -136,7 +156,7 @@ def test_the_exported_model_is_the_trained_one_in_plain_transformers(
 def test_the_layout_changes_nothing_but_rounding(
     grpo: Callable[..., dict[int, dict[str, float]]], tensor_parallel: dict[int, dict[str, float]]
 ) -> None:
-    overrides = ("actor.layout.tensor=1", "actor.tokens_per_gpu=64", "rollout.layout.tensor=2")
+    overrides = ("actor.layout.tensor=1", "actor.tokens_per_gpu=64", "rollout.layout.tensor=2", "regather.verify=1")
     other = grpo("data", *overrides, "reference.layout={pipeline: 2}")
     for step in (1, 2):
         for metric in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,20 +11,34 @@ import torch
 from hugging_face import load_model, make_model, random_rows, row_logprobs
 from parallel.ranks import run_ranks
 from parallel.regather_ranks import learn_and_answer
+from rlhf_megatron.topology.layout import Layout
 
 UPDATES = 3
 
 
 @pytest.mark.parametrize(
-    ("layout", "rollout_tensor", "eager"),
-    [([1, 1, 1], 1, False), ([2, 1, 1], 1, True), ([1, 1, 2], 2, True), ([1, 2, 1], 1, True)],
-    ids=["TP1 to TP1 with CUDA graphs", "TP2 to TP1x2", "TP1x2 to TP2", "PP2 to TP1x2"],
+    ("family", "layout", "rollout_layout", "eager"),
+    [
+        ("qwen3", {}, {"tensor": 1}, False),
+        ("qwen3", {"tensor": 2}, {"tensor": 1}, True),
+        ("qwen3", {"data": 2}, {"tensor": 2}, True),
+        ("qwen3", {"pipeline": 2}, {"tensor": 1}, True),
+        ("qwen3_moe", {}, {"tensor": 1}, False),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}, True),
+        ("qwen3_moe", {"tensor": 2}, {"tensor": 2, "expert_parallel": True}, True),
+    ],
+    ids=[
+        *("TP1 to TP1 with CUDA graphs", "TP2 to TP1x2", "TP1x2 to TP2", "PP2 to TP1x2"),
+        *("experts with CUDA graphs", "EP2 to TP2", "TP2 to TP2 with whole experts"),
+    ],
 )
-def test_vllm_follows_the_trainer(layout: list[int], rollout_tensor: int, eager: bool, tmp_path: Path) -> None:
-    world = layout[0] * layout[1] * layout[2]
+def test_vllm_follows_the_trainer(
+    family: str, layout: dict[str, int], rollout_layout: dict[str, Any], eager: bool, tmp_path: Path
+) -> None:
+    world = Layout(**layout).size
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, there are {torch.cuda.device_count()}")
-    folder = make_model(tmp_path / "model", "qwen3", tied=layout[0] == 2, vocabulary=250)
+    folder = make_model(tmp_path / "model", family, tied="tensor" in layout, vocabulary=250)
     prompts = random_rows(32, 250, seed=3)[0]
     ranks = run_ranks(
         learn_and_answer,
@@ -31,7 +46,7 @@ def test_vllm_follows_the_trainer(layout: list[int], rollout_tensor: int, eager:
         {
             "model": str(folder),
             "layout": layout,
-            "rollout_tensor": rollout_tensor,
+            "rollout_layout": rollout_layout,
             "rows": list(random_rows(24, 250)),
             "prompts": prompts,
             "updates": UPDATES,
@@ -50,11 +65,13 @@ def test_vllm_follows_the_trainer(layout: list[int], rollout_tensor: int, eager:
             difference = (rollout - trainer).abs()
             print(f"update {number}: largest {difference.max():.2e}, median {difference.median():.2e}")
             assert difference.median() < 1e-2
-            assert difference.max() < 0.15
+            if family == "qwen3":  # near ties of a router may fall otherwise, and the few tokens concerned are far off
+                assert difference.max() < 0.15
             with torch.no_grad():  # and both are the exported model, not merely each other
                 expected = torch.cat(
                     [row_logprobs(model, p, r) for p, r in zip(prompts, result["sampled"], strict=True)]
                 )
             assert (rollout - expected).abs().median() < 1e-2
             assert result["versions"] == [number + 1]
+            assert result["differing"] == []
     assert ranks[0][0]["greedy"] != ranks[0][1]["greedy"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +22,49 @@ from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
+from rlhf_megatron.roles.state import restore_role, role_state, role_tensors  # noqa: E402
+from rlhf_megatron.runtime.checkpoint import TensorFile, partial_folder, write_tensors  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 
 def learn(
-    model: str, layout: list[int], rows: list[Any], steps: int, section: dict[str, Any], optimizer: dict[str, Any],
-    dtype: str = "float32", exported: str | None = None,
+    model: str, layout: dict[str, int], rows: list[Any], steps: int, section: dict[str, Any], optimizer: dict[str, Any],
+    dtype: str = "float32", exported: str | None = None, then: dict[str, int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result."""
+    """Logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result.
+
+    With ``then``, the updates after the first are those of a role in that layout, which has the first one's state.
+    """
     architecture = read_architecture(model)
-    role = Role(
-        "actor",
-        architecture,
-        Layout(*layout),
-        range(dist.get_world_size()),
-        RoleSection(**section),
-        dtype=dtype,
-        seed=1,
-        optimizer=OptimizerSection(**optimizer),
-        training_steps=steps,
-    )
+
+    def make_role(of_layout: dict[str, int]) -> Role:
+        return Role(
+            "actor",
+            architecture,
+            Layout(**of_layout),
+            range(dist.get_world_size()),
+            RoleSection(**section),
+            dtype=dtype,
+            seed=1,
+            optimizer=OptimizerSection(**optimizer),
+            training_steps=steps,
+        )
+
+    role = make_role(layout)
     with CheckpointFiles(model, architecture) as files:
         role.load(files)
     prompts, responses = rows
     batch = batch_from_rows(prompts, responses)
     outputs = role.logprobs(batch)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
-    updates = [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(steps)]
+    updates = [role.update(batch, {"weights": weights}, negative_log_likelihood)]
+    if then is not None:
+        before, role = role, make_role(then)
+        _hand_over(before, role, Path(f"{model}, checkpoint"))
+    updates += [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(1, steps)]
     if exported:
-        sources = {rank: role.blocks(position) for position, rank in enumerate(role.ranks)}
         export_weights(
-            Path(exported), Path(model), architecture, sources, role.parameters(), torch.float32, role.device
+            Path(exported), Path(model), architecture, role.side(), role.parameters(), torch.float32, role.device
         )
     return {
         "logprobs": outputs.logprobs[batch.response_mask].tolist(),
@@ -59,6 +73,20 @@ def learn(
         "grad_norms": [metrics["grad_norm"] for metrics in updates],
         "parallel_state_untouched": not _megatron_globals_exist(),
     }
+
+
+def _hand_over(before: Role, after: Role, folder: Path) -> None:
+    """The state of one role to another by files, as a checkpoint does; what was there is nothing but zeros."""
+    tensors, pieces = role_tensors(before, {})
+    about = {"pieces": {before.name: pieces}}
+    write_tensors(folder, f"rank-{before.position}.safetensors", tensors, about)
+    state = json.loads(json.dumps(role_state(before)))
+    dist.barrier()
+    for parameter in after.parameters().values():
+        parameter.zero_()
+    with contextlib.ExitStack() as stack:
+        paths = [partial_folder(folder) / f"rank-{position}.safetensors" for position in range(before.layout.size)]
+        restore_role(after, state, [stack.enter_context(TensorFile(path)) for path in paths])
 
 
 def _megatron_globals_exist() -> bool:
@@ -80,7 +108,7 @@ def learn_past_a_nan(model: str, rows: list[Any], dtype: str) -> dict[str, Any]:
     role = Role(
         "actor",
         architecture,
-        Layout(1, 1, world),
+        Layout(data=world),
         range(world),
         RoleSection(tokens_per_gpu=60),
         dtype=dtype,

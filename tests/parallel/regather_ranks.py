@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from rlhf_megatron.topology import megatron_groups
 
@@ -17,12 +18,11 @@ from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
-from rlhf_megatron.models.weight_map import rollout_blocks  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
 from rlhf_megatron.regather.plan import plan_regather  # noqa: E402
-from rlhf_megatron.regather.transport import PointToPoint  # noqa: E402
+from rlhf_megatron.regather.sides import rollout_side  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.rollout.engine import Request, Sampling  # noqa: E402
 from rlhf_megatron.rollout.vllm_engine import VllmEngine  # noqa: E402
@@ -31,8 +31,8 @@ from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 def learn_and_answer(
     model: str,
-    layout: list[int],
-    rollout_tensor: int,
+    layout: dict[str, int],
+    rollout_layout: dict[str, Any],
     rows: list[Any],
     prompts: list[list[int]],
     updates: int,
@@ -49,7 +49,7 @@ def learn_and_answer(
     role = Role(
         "actor",
         architecture,
-        Layout(*layout),
+        Layout(**layout),
         range(world),
         RoleSection(tokens_per_gpu=200),
         dtype=dtype,
@@ -58,14 +58,14 @@ def learn_and_answer(
     )
     with CheckpointFiles(model, architecture) as files:
         role.load(files)
-    section = RolloutSection(max_response_length=16, layout={"tensor": rollout_tensor}, **(rollout or {}))
+    section = RolloutSection(max_response_length=16, layout=rollout_layout, **(rollout or {}))
     engine = VllmEngine(model, section, dtype, 32, seed=1)
     for parameter in engine.parameters().values():
         parameter.fill_(torch.nan)  # what a regathering leaves out is seen
-    held = {position: role.blocks(position) for position in range(world)}
-    wanted = {other: rollout_blocks(architecture, rollout_tensor, other % rollout_tensor) for other in range(world)}
+    wanted = rollout_side(architecture, section.layout.tensor, world, section.layout.expert_parallel)
+    plan = plan_regather(role.side(), wanted, rank)
     weights_dtype = next(iter(engine.parameters().values())).dtype
-    regather = Regather(plan_regather(held, wanted), rank, weights_dtype, role.device, PointToPoint(), staging_bytes)
+    regather = Regather(plan, weights_dtype, role.device, staging_bytes=staging_bytes)
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     results = []
@@ -74,7 +74,6 @@ def learn_and_answer(
         role.update(batch, {"weights": weights}, negative_log_likelihood)
         engine.wake_weights()
         regather.run(role.parameters(), engine.parameters())
-        _clear_padding(engine.parameters())
         engine.wake_kv_cache()
         engine.weights_updated(number + 1)
         requests = [Request(row, prompt, seed=row + 1) for row, prompt in enumerate(prompts)]
@@ -82,11 +81,13 @@ def learn_and_answer(
         sampled = engine.generate(requests, Sampling(1.0, 1.0, -1, 12, [1]))
         own = role.logprobs(batch_from_rows(prompts, [completion.token_ids for completion in sampled]))
         export_weights(
-            Path(exported) / f"update-{number}", Path(model), architecture, held, role.parameters(),
+            Path(exported) / f"update-{number}", Path(model), architecture, role.side(), role.parameters(),
             getattr(torch, dtype), role.device,
         )  # fmt: skip
+        differing = differ_from_loading(engine, Path(exported) / f"update-{number}")
         results.append(
             {
+                "differing": differing,
                 "greedy": [completion.token_ids for completion in greedy],
                 "sampled": [completion.token_ids for completion in sampled],
                 "rollout_logprobs": [value for completion in sampled for value in completion.logprobs],
@@ -98,8 +99,43 @@ def learn_and_answer(
     return results
 
 
-def _clear_padding(parameters: dict[str, torch.Tensor]) -> None:
-    """Rows beyond the vocabulary are nobody's: they are set once, to something that would be seen if it were used."""
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in parameters:
-            parameters[name][parameters[name].isnan()] = 0.0
+def differ_from_loading(engine: VllmEngine, folder: Path) -> list[str]:
+    """The engine's parameters that are not, bit for bit, what vLLM's own loader makes of the files in ``folder``.
+
+    In the end the engine has the loaded ones, in the same places.
+    """
+    parameters = engine.parameters()
+    regathered = {name: parameter.clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.fill_(torch.nan)
+    engine._model().load_weights(
+        pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items()
+    )
+    return [name for name, parameter in parameters.items() if not torch.equal(parameter, regathered[name])]
+
+
+def follow_files(
+    models: list[str], layouts: dict[str, dict[str, int]], rollout_layout: dict[str, Any]
+) -> dict[str, Any]:
+    """One engine, fed by a frozen role in each of ``layouts``, whose weights come from ``models`` by turns.
+
+    For each layout the parameters that differ from what vLLM's own loader makes of the same files, and the version.
+    """
+    architecture, world, rank = read_architecture(models[0]), dist.get_world_size(), dist.get_rank()
+    section = RolloutSection(max_response_length=16, layout=rollout_layout)
+    engine = VllmEngine(models[0], section, "float32", 32, seed=1)
+    wanted = rollout_side(architecture, section.layout.tensor, world, section.layout.expert_parallel)
+    found = {}
+    frozen = RoleSection(tokens_per_gpu=64)
+    for number, (name, layout) in enumerate(layouts.items()):
+        model = models[number % len(models)]
+        role = Role(name, architecture, Layout(**layout), range(world), frozen, dtype="float32", seed=number)
+        with CheckpointFiles(model, architecture) as files:
+            role.load(files)
+        for parameter in engine.parameters().values():
+            parameter.fill_(torch.nan)  # what a regathering leaves out is seen
+        plan = plan_regather(role.side(), wanted, rank)
+        Regather(plan, torch.float32, role.device, staging_bytes=65536).run(role.parameters(), engine.parameters())
+        engine.weights_updated(number + 1)  # which looks whether a parameter has moved
+        found[name] = differ_from_loading(engine, Path(model))
+    return found

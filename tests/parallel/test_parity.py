@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 from hugging_face import load_model, make_model, random_rows, row_logits, row_logprobs, train
 from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
+from rlhf_megatron.topology.layout import Layout
 
 LEARNING_RATE, CLIP, STEPS = 1e-3, 1.0, 2
 VOCABULARY = 250
@@ -20,31 +20,92 @@ VOCABULARY = 250
 OPTIMIZER = {"learning_rate": LEARNING_RATE, "clip_grad": CLIP, "weight_decay": 0.0, "epsilon": 1e-6}
 
 
+class Case(NamedTuple):
+    """A family in a layout; from the second step on in layout ``then``, by way of a checkpoint."""
+
+    family: str
+    tied: bool
+    layout: dict[str, int]
+    section: dict[str, Any] | None = None
+    then: dict[str, int] | None = None
+    layers: int = 4
+
+
 TRANSFORMERS = {
-    "one rank": ("qwen3", True, [1, 1, 1]),
-    "TP2": ("qwen3", True, [2, 1, 1]),
-    "PP2": ("qwen2", False, [1, 2, 1]),
-    "PP2, tied": ("llama", True, [1, 2, 1]),
-    "DP2": ("qwen3", False, [1, 1, 2]),
-    "TP2 PP2": ("qwen2", True, [2, 2, 1]),
+    "one rank": Case("qwen3", True, {}),
+    "TP2": Case("qwen3", True, {"tensor": 2}),
+    "PP2": Case("qwen2", False, {"pipeline": 2}),
+    "PP2, tied": Case("llama", True, {"pipeline": 2}),
+    "DP2": Case("qwen3", False, {"data": 2}),
+    "CP2": Case("llama", False, {"context": 2}),
+    "CP2, Ulysses": Case("qwen3", True, {"context": 2}, {"cp_comm_type": "a2a"}),
+    "PP2 VP2": Case("qwen3", False, {"pipeline": 2, "virtual_pipeline": 2}, {"tokens_per_gpu": 25}),
+    "PP2 VP2, tied": Case("llama", True, {"pipeline": 2, "virtual_pipeline": 2}),
+    "TP2 PP2": Case("qwen2", True, {"tensor": 2, "pipeline": 2}),
+    "TP2 CP2": Case("qwen2", True, {"tensor": 2, "context": 2}),
+    "PP2 CP2": Case("qwen3", True, {"pipeline": 2, "context": 2}),
+    "CP2 DP2, Ulysses": Case("mistral", False, {"context": 2, "data": 2}, {"cp_comm_type": "a2a"}),
+    "TP2 PP2 VP2": Case("qwen2", True, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
+    "PP2 VP2 CP2": Case("mistral", False, {"pipeline": 2, "virtual_pipeline": 2, "context": 2}),
+    "TP2 DP2": Case("qwen3", True, {"tensor": 2, "data": 2}),
+    "PP2 DP2": Case("llama", True, {"pipeline": 2, "data": 2}),
+    "TP2 PP2, sequence parallel": Case("qwen3", True, {"tensor": 2, "pipeline": 2}, {"sequence_parallel": True}),
+    "TP2 CP2, sequence parallel": Case("llama", False, {"tensor": 2, "context": 2}, {"sequence_parallel": True}),
+    "PP2 VP2, then CP2": Case("qwen2", True, {"pipeline": 2, "virtual_pipeline": 2}, then={"context": 2}),
+    "CP2 DP2, then PP2 VP2 DP2": Case(
+        "qwen3", False, {"context": 2, "data": 2}, then={"pipeline": 2, "virtual_pipeline": 2, "data": 2}
+    ),
+    "PP4 VP2": Case("qwen2", True, {"pipeline": 4, "virtual_pipeline": 2}, {"tokens_per_gpu": 25}, layers=8),
+    "CP4": Case("qwen3", False, {"context": 4}),
+    "TP2, sequence parallel": Case("qwen3", False, {"tensor": 2}, {"sequence_parallel": True}),
+    "TP2, scaled rotary embeddings": Case("llama3", True, {"tensor": 2}),
+    "TP4, more ranks than key-value heads": Case("qwen2", True, {"tensor": 4}),
+    "experts, one rank": Case("qwen3_moe", True, {}),
+    "experts, EP2": Case("qwen3_moe_plain", False, {"data": 2, "expert": 2}),
+    "experts, TP2": Case("qwen3_moe", False, {"tensor": 2}),
+    "experts, TP2 and EP2 of the same ranks": Case("qwen3_moe", True, {"tensor": 2, "expert": 2, "expert_tensor": 1}),
+    "experts, CP2 EP2": Case("qwen3_moe", False, {"context": 2, "expert": 2}),
+    "experts, TP2 EP2": Case("qwen3_moe", False, {"tensor": 2, "data": 2, "expert": 2}),
+    "experts, EP2 DP2": Case("qwen3_moe_plain", True, {"data": 4, "expert": 2}),
+    "experts, PP2 EP2": Case("qwen3_moe", False, {"pipeline": 2, "data": 2, "expert": 2}),
+    "experts, EP2, then TP2": Case("qwen3_moe", False, {"data": 2, "expert": 2}, then={"tensor": 2}),
+    "experts, TP2 and EP2, then PP2": Case(
+        "qwen3_moe", True, {"tensor": 2, "expert": 2, "expert_tensor": 1}, then={"pipeline": 2}
+    ),
+    "experts, EP2 DP2, then TP2 EP2": Case(
+        "qwen3_moe", False, {"data": 4, "expert": 2}, then={"tensor": 2, "data": 2, "expert": 2}
+    ),
 }
 # Name: (layout, tokens of a micro-batch, dtype), all of one model and the same rows.
-CUTS = {
-    "whole": ([1, 1, 1], 10_000, "float32"),
-    "in micro-batches": ([1, 1, 1], 25, "float32"),
-    "over two ranks": ([1, 1, 2], 10_000, "float32"),
-    "over two ranks in micro-batches": ([1, 1, 2], 25, "float32"),
-    "bfloat16": ([2, 1, 1], 60, "bfloat16"),
+CUTS: dict[str, tuple[dict[str, int], int, str]] = {
+    "whole": ({}, 10_000, "float32"),
+    "in micro-batches": ({}, 25, "float32"),
+    "over two ranks": ({"data": 2}, 10_000, "float32"),
+    "over two ranks in micro-batches": ({"data": 2}, 25, "float32"),
+    "bfloat16": ({"tensor": 2}, 60, "bfloat16"),
+}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "attention": {"granularity": "selective"},
+    "layers": {"granularity": "full"},
+    "some layers": {"granularity": "full", "layers": 1},
 }
 ORDER = [4, 2, 8, 0, 6, 1, 3, 7, 5]
 
 
-def case(folder: Path, layout: list[int], rows: Any, tokens_per_gpu: int = 60, **arguments: Any) -> dict[str, Any]:
+def case(
+    folder: Path,
+    layout: dict[str, int],
+    rows: Any,
+    tokens_per_gpu: int = 60,
+    section: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
     given = {
         "model": str(folder),
         "layout": layout,
         "rows": rows,
-        "section": {"tokens_per_gpu": tokens_per_gpu},
+        "section": {"tokens_per_gpu": tokens_per_gpu} | (section or {}),
         "optimizer": OPTIMIZER,
         "steps": STEPS,
     }
@@ -60,14 +121,25 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(home: Path) -> dict[str, list[dict[str, Any]]]:
     """Each case's results by rank; all cases of as many ranks share a launch."""
     cases: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
-    for name, (family, tied, layout) in TRANSFORMERS.items():
-        folder = make_model(home / name, family, tied=tied, vocabulary=VOCABULARY)
-        rows = list(random_rows(7, VOCABULARY))
-        cases[math.prod(layout)][name] = case(folder, layout, rows, exported=str(home / f"{name}, exported"))
+    for name, given in TRANSFORMERS.items():
+        folder = make_model(
+            home / name, given.family, tied=given.tied, vocabulary=VOCABULARY, num_hidden_layers=given.layers
+        )
+        cases[Layout(**given.layout).size][name] = case(
+            folder,
+            given.layout,
+            list(random_rows(7, VOCABULARY)),
+            section=given.section,
+            then=given.then,
+            exported=str(home / f"{name}, exported"),
+        )
     folder, rows = make_model(home / "cut", "qwen3", vocabulary=VOCABULARY), list(random_rows(9, VOCABULARY))
     for name, (layout, tokens, dtype) in CUTS.items():
-        cases[math.prod(layout)][name] = case(folder, layout, rows, tokens, dtype=dtype)
-    cases[1]["shuffled"] = case(folder, [1, 1, 1], [[part[row] for row in ORDER] for part in rows], 25)
+        cases[Layout(**layout).size][name] = case(folder, layout, rows, tokens, dtype=dtype)
+    cases[1]["shuffled"] = case(folder, {}, [[part[row] for row in ORDER] for part in rows], 25)
+    for name, recompute in RECOMPUTE.items():
+        layout = {"context": 2, "tensor": 2}
+        cases[4][f"recompute: {name}"] = case(folder, layout, rows, section={"recompute": recompute})
     for dtype in ("float32", "bfloat16"):
         arguments = {"model": str(folder), "rows": rows, "dtype": dtype}
         cases[2][f"NaN in {dtype}"] = {"function": "learn_past_a_nan", "arguments": arguments}
@@ -114,6 +186,12 @@ def test_loss_and_gradients_do_not_depend_on_how_rows_are_dealt(results: dict[st
         cut = one_result(results[name])
         assert cut["losses"] == pytest.approx(whole["losses"], abs=2e-6)
         assert cut["grad_norms"] == pytest.approx(whole["grad_norms"], rel=2e-6)
+
+
+def test_recompute_changes_nothing(results: dict[str, list[dict[str, Any]]]) -> None:
+    kept = one_result(results["recompute: kept"])
+    for name in RECOMPUTE:
+        assert one_result(results[f"recompute: {name}"]) == kept
 
 
 def test_bfloat16_stays_near_float32(results: dict[str, list[dict[str, Any]]]) -> None:

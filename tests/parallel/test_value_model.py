@@ -39,14 +39,26 @@ CONVERSATIONS = [
     [{"role": "user", "content": "Natalia sold clips in May."}],
 ]
 ANSWERS = ["The answer is five.", "it is 38", "half as many clips"]
-FAMILIES = {"one": ("mistral", False), "tensor": ("qwen3", True), "pipeline": ("qwen2", False), "data": ("llama", True)}
+FAMILIES = {
+    "one": ("mistral", False),
+    "data": ("llama", True),
+    "pipeline": ("qwen2", False),
+    "context": ("qwen2", True),
+    "experts": ("qwen3_moe", False),
+    "tensor": ("qwen3", True),
+}
+ON_TWO_RANKS = {
+    "data": {"data": 2},
+    "pipeline": {"pipeline": 2},
+    "context": {"context": 2},
+    "experts": {"data": 2, "expert": 2},
+    "tensor": {"tensor": 2},
+}
 
 
-@pytest.mark.parametrize(
-    "layouts", [{"one": [1, 1, 1]}, {"data": [1, 1, 2], "pipeline": [1, 2, 1], "tensor": [2, 1, 1]}], ids=["1", "2"]
-)
-def test_critics_and_reward_models_equal_transformers(layouts: dict[str, list[int]], tmp_path: Path) -> None:
-    """On two ranks, roles of three layouts and three families are alive together with a policy of TP2."""
+@pytest.mark.parametrize("layouts", [{"one": {}}, ON_TWO_RANKS], ids=["1", "2"])
+def test_critics_and_reward_models_equal_transformers(layouts: dict[str, dict[str, int]], tmp_path: Path) -> None:
+    """On two ranks, roles of five layouts and families are alive together with a policy of TP2."""
     prompts, responses = random_rows(8, 250)
     rows = [prompts, responses]
     # A row is read before closing padding, as transformers does (which gives the padding's embedding no gradient).
@@ -72,7 +84,7 @@ def test_critics_and_reward_models_equal_transformers(layouts: dict[str, list[in
     actor = make_model(tmp_path / "actor", "qwen3", seed=9)
     results: list[dict[str, Any]] = run_ranks(
         learn_scalars,
-        len(layouts["one"]) // 3 if "one" in layouts else 2,
+        1 if "one" in layouts else 2,
         {
             "models": {name: str(folder) for name, folder in models.items()},
             "layouts": layouts,

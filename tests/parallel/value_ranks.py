@@ -35,15 +35,15 @@ def squared_error(values: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, di
 
 
 def make_role(
-    model: str, layout: list[int], head: Head, section: dict[str, Any], optimizer: dict[str, Any] | None, steps: int,
-    dtype: str,
+    model: str, layout: dict[str, int], head: Head, section: dict[str, Any], optimizer: dict[str, Any] | None,
+    steps: int, dtype: str,
 ) -> Role:  # fmt: skip
     """A role on all ranks with the weights of ``model``; it learns if there is an ``optimizer``."""
     architecture = read_architecture(model).with_head(head)
     role = Role(
         f"{head} {layout}",
         architecture,
-        Layout(*layout),
+        Layout(**layout),
         range(dist.get_world_size()),
         RoleSection(**section),
         dtype=dtype,
@@ -57,7 +57,7 @@ def make_role(
 
 
 def learn_scalars(
-    models: dict[str, str], layouts: dict[str, list[int]], section: dict[str, Any], optimizer: dict[str, Any],
+    models: dict[str, str], layouts: dict[str, dict[str, int]], section: dict[str, Any], optimizer: dict[str, Any],
     steps: int, rows: list[Any], returns: list[float], pairs: list[Any], margins: list[float], folder: str, actor: str,
     rollouts: dict[str, Any], dtype: str = "float32",
 ) -> dict[str, Any]:  # fmt: skip
@@ -143,6 +143,5 @@ def learn_scores(judge: Role, batch: RolloutBatch, margins: list[float]) -> dict
 
 def export(role: Role, folder: Path, companions: str) -> None:
     """Writes the role as a Hugging Face folder."""
-    sources = {rank: role.blocks(position) for position, rank in enumerate(role.ranks)}
     parameters = role.parameters()
-    export_weights(folder, Path(companions), role.architecture, sources, parameters, torch.float32, role.device)
+    export_weights(folder, Path(companions), role.architecture, role.side(), parameters, torch.float32, role.device)

@@ -253,6 +253,9 @@ class Learner:
         self.logprobs[batch.tokens] -= torch.autograd.grad(loss, leaf)[0]
         return {name: float(total / count) for name, (total, count) in metrics.items()} | {"loss": float(loss)}
 
+    def everywhere(self, value: Any) -> Any:
+        return value
+
 
 def run_step(**algorithm: object) -> tuple[Learner, KLController, dict[str, float]]:
     """Two prompts with three responses each through with_advantages and update, one prompt per minibatch."""

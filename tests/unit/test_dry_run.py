@@ -29,9 +29,10 @@ RECIPES = {
     "qwen7b_grpo": 8,
     "qwen32b_dapo": 32,
     "qwen70b_dapo": 96,
+    "qwen3_30b_a3b_grpo": 16,
 }
 PLANNED = [name for name in RECIPES if not name.startswith("tiny")]  # the tiny model is made by the demo
-MODELS = ["qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "smollm2-135m"]
+MODELS = ["qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-30b-a3b", "smollm2-135m"]
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +69,12 @@ def test_shipped_recipes_plan_and_fit(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "parameters"),
-    # As on the model cards: 7.61B (exactly this in the safetensors index), 32.8B, 72.7B and 135M.
+    # As on the model cards: 7.61B (exactly this in the safetensors index), 32.8B, 72.7B, 30.5B and 135M.
     [
         ("qwen2.5-7b", 7_615_616_512),
         ("qwen2.5-32b", 32_763_876_352),
         ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-30b-a3b", 30_532_122_624),
         ("smollm2-135m", 134_515_008),
     ],
 )
@@ -99,6 +101,9 @@ def held(blocks: Sequence[Block]) -> int:
         ("qwen2.5-72b", 8, 5),
         ("smollm2-135m", 1, 1),
         ("smollm2-135m", 3, 2),
+        ("qwen2.5-72b", 16, 5),
+        ("qwen3-30b-a3b", 2, 4),
+        ("qwen3-30b-a3b", 8, 1),
     ],
 )
 def test_rank_parameters_agree_with_the_weight_map(model: str, tensor: int, pipeline: int, head: Head) -> None:
@@ -111,11 +116,24 @@ def test_rank_parameters_agree_with_the_weight_map(model: str, tensor: int, pipe
         assert sizes.rank_parameters(tensor, stages, stage) == held(blocks)
 
 
-@pytest.mark.parametrize(("model", "tensor"), [("qwen2.5-7b", 1), ("qwen2.5-7b", 4), ("qwen2.5-72b", 16)])
+def test_expert_parameters_agree_with_the_weight_map() -> None:
+    architecture, sizes = read_architecture(ROOT / "recipes" / "models" / "qwen3-30b-a3b"), shape("qwen3-30b-a3b")
+    assert int(sizes.active_parameters / 1e8) == 33  # the model card says 3.3B
+    layout = Layout(tensor=2, data=4, expert=4, expert_tensor=2)
+    blocks = megatron_blocks(architecture, layout, 5, "transformer_engine")
+    assert sizes.rank_parameters(2, [sizes.layers], 0, expert_shards=8) == held(blocks)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor"),
+    [("qwen2.5-7b", 1), ("qwen2.5-7b", 4), ("qwen2.5-72b", 16), ("qwen3-30b-a3b", 8)],
+)
 def test_rollout_parameters_agree_with_the_weight_map(model: str, tensor: int) -> None:
     """With 16 ranks and 8 key-value heads, vLLM repeats the heads."""
     architecture, sizes = read_architecture(ROOT / "recipes" / "models" / model), shape(model)
-    assert sizes.rank_parameters(tensor, [sizes.layers], 0) == held(rollout_blocks(architecture, tensor, 0))
+    expected = sizes.rank_parameters(tensor, [sizes.layers], 0, repeated_heads=True)
+    for whole_experts in {False, sizes.experts > 0}:
+        assert held(rollout_blocks(architecture, tensor, 0, whole_experts)) == expected
 
 
 def test_the_shipped_configs_are_read_the_same_by_the_trainer() -> None:
@@ -179,12 +197,20 @@ def test_uneven_stages_and_ranks_are_shown() -> None:
         assert line in text
 
 
+def test_virtual_stages_are_shown_chunk_by_chunk() -> None:
+    text = dry_run(recipe_of("qwen70b_dapo", "actor.layout.virtual_pipeline=2"), 96)
+    stages = Layout(8, 6, 2, virtual_pipeline=2, first_stage_layers=12, last_stage_layers=12).stage_chunks(80)
+    for stage, chunks in enumerate(stages):
+        layers = ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in chunks)
+        assert f"stage {stage}: layers {layers} on ranks" in text
+
+
 def test_groups_shown_are_those_of_the_layout() -> None:
-    layout = Layout(tensor=4, pipeline=1, data=2)
-    text = dry_run(recipe_of("qwen7b_grpo"), 8)
-    tensor = "; ".join(f"{group[0]}-{group[-1]}" for group in layout.groups_along("tensor"))
-    data = "; ".join(",".join(map(str, group)) for group in layout.groups_along("data"))
-    assert f"tensor groups: {tensor}\n" in text and f"data groups: {data}\n" in text
+    layout = Layout(tensor=2, context=2, data=2)
+    text = dry_run(recipe_of("qwen7b_grpo", "actor.layout={tensor: 2, context: 2}"), 8)
+    for axis, between in (("tensor", "-"), ("context", ","), ("data", ",")):
+        groups = "; ".join(between.join(map(str, group)) for group in sorted(layout.groups_along(axis)))
+        assert f"{axis} groups: {groups}\n" in text
 
 
 def test_what_does_not_fit_is_said_with_advice() -> None:
@@ -215,6 +241,32 @@ def test_critic_and_reward_model_count_in_every_phase() -> None:
         assert both.phases[phase] >= alone.phases[phase] + value.resident + score.resident - 1e-9
     text = dry_run(recipe_of("qwen7b_grpo", critic, judge, gae), 8)
     assert "critic: tensor 2 x data 4" in text and "reward_model: tensor 1 x data 8" in text
+
+
+def test_what_leaves_between_phases_counts_only_where_it_is_used() -> None:
+    everything = "{parameters: true, gradients: true, optimizer: true}"
+    sizes = shape("qwen2.5-7b")
+    stays = estimate(recipe_of("qwen7b_grpo"), sizes, 8)
+    leaves = estimate(recipe_of("qwen7b_grpo", f"actor.offload={everything}"), sizes, 8)
+    [actor] = leaves.roles["actor"]
+    [reference] = leaves.roles["reference"]
+    assert actor.resident == 0.0 and reference.resident == reference.weights > 0.0
+    assert leaves.phases["generate"] == pytest.approx(stays.phases["generate"] - actor.held)
+    assert leaves.phases["update"] == pytest.approx(stays.phases["update"])
+    text = dry_run(recipe_of("qwen7b_grpo", f"actor.offload={everything}"), 8)
+    assert f", of which {actor.held:.1f} leave between phases" in text
+
+
+def test_roles_on_ranks_of_their_own_share_no_memory() -> None:
+    critic = "critic={tokens_per_gpu: 8192, optimizer: {learning_rate: 1e-5}, layout: {tensor: 2}, ranks: RANKS}"
+    sizes, gae = shape("qwen2.5-7b"), "algorithm.advantage=gae"
+    actor = ["actor.ranks=0-3", "reference.ranks=0-3"]
+    apart = estimate(recipe_of("qwen7b_grpo", critic.replace("RANKS", "4-7"), gae, *actor), sizes, 8)
+    together = estimate(recipe_of("qwen7b_grpo", critic.replace("RANKS", "0-3"), gae, *actor), sizes, 8)
+    [value] = apart.roles["critic"]
+    assert together.phases["generate"] - value.resident <= apart.phases["generate"] < together.phases["generate"]
+    text = dry_run(recipe_of("qwen7b_grpo", critic.replace("RANKS", "4-7"), gae, *actor), 8)
+    assert "critic: tensor 2 x data 2 on ranks 4-7 (counted from 0 below)" in text
 
 
 def test_pairs_are_planned_as_two_rows_each() -> None:

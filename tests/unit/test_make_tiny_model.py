@@ -51,6 +51,14 @@ def test_folder_loads_and_runs(folder: Path, tokenizer: PreTrainedTokenizerFast)
     assert torch.isfinite(logits).all()
 
 
+def test_a_mixture_of_experts_loads_and_runs(tmp_path: Path) -> None:
+    experts = ["--experts", "4", "--expert-size", "32"]
+    assert tool.main(["--output", str(tmp_path / "model"), *SMALL, *experts]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (model.config.model_type, model.config.num_experts, model.config.norm_topk_prob) == ("qwen3_moe", 4, True)
+    assert torch.isfinite(model(input_ids=torch.tensor([[5, 6, 7]])).logits).all()
+
+
 def test_default_size_splits_over_two_tensor_parallel_ranks() -> None:
     size = tool.TinyModelSize()
     size.check()
@@ -110,6 +118,8 @@ def test_same_seed_same_bytes_other_seed_other_weights(folder: Path, tmp_path: P
         (["--layers", "0"], "--layers is 0"),
         (["--vocabulary-size", "100"], "--vocabulary-size is 100"),
         (["--vocabulary-size", "9000"], "choose at most"),
+        (["--experts", "2", "--experts-per-token", "3"], "--experts-per-token is 3: give 1 to 2"),
+        (["--experts", "2", "--hidden-size", "72"], "--hidden-size is 72"),
     ],
 )
 def test_sizes_that_cannot_run_are_one_line_errors(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlhf_megatron.recipe import (
     unsupported,
 )
 from rlhf_megatron.recipe.load import section_of
+from rlhf_megatron.recipe.placement import ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -192,12 +194,47 @@ def test_unreadable_files_say_where(tmp_path: Path) -> None:
         (8, ["reference={tokens_per_gpu: 1, layout: {tensor: 3}}"], "reference.layout: tensor 3 does not divide 8"),
         (8, ["rollout.layout={tensor: 2, data: 2}"], "rollout.layout: tensor 2 x data 2 = 4 is not 8 GPUs"),
         (3, ["rollout.layout={tensor: 2}"], "rollout.layout: tensor 2 does not divide 3 GPUs"),
+        (8, ["actor.layout={tensor: 2, expert: 8}"], "actor.layout: expert 8 x expert_tensor 2 does not divide the 8"),
     ],
 )
 def test_layouts_that_do_not_fill_the_world(small: Path, world: int, overrides: list[str], expected: str) -> None:
     with pytest.raises(RecipeError, match="GPUs") as caught:
         check_world(load_recipe(small, overrides), world)
     assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("all", list(range(16))),
+        ("0-3", [0, 1, 2, 3]),
+        ("0,2-3", [0, 2, 3]),
+        ("node1:0-1", [8, 9]),
+        ("node0:6-7;node1:0-1,7", [6, 7, 8, 9, 15]),
+        ("0-16", "critic.ranks=0-16: there is no 16: the ranks are 0-15"),
+        ("node1:8", "critic.ranks=node1:8: there is no 8: node 1 has GPUs 0-7"),
+        ("node2:0", "critic.ranks=node2:0: there is no rank 16: the ranks are 0-15"),
+        ("3-1", "critic.ranks=3-1: name each rank once, in rising order"),
+        ("0,0", "critic.ranks=0,0: name each rank once, in rising order"),
+        ("host:0", "critic.ranks=host:0: not understood; write all"),
+        ("0-", "critic.ranks=0-: not understood; write all"),
+        ("", "critic.ranks=: not understood; write all"),
+    ],
+)
+def test_ranks_of_a_role(text: str, expected: list[int] | str) -> None:
+    if isinstance(expected, list):
+        assert ranks_of("critic.ranks", text, 16, 8) == expected
+        return
+    with pytest.raises(RecipeError) as caught:
+        ranks_of("critic.ranks", text, 16, 8)
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_layout_fills_the_ranks_of_its_role(small: Path) -> None:
+    critic = "critic={tokens_per_gpu: 9, optimizer: {learning_rate: 1}, layout: {tensor: 2}, ranks: 1-3}"
+    with pytest.raises(RecipeError, match="critic.layout: tensor 2 does not divide 3 GPUs"):
+        check_world(load_recipe(small, [critic, "algorithm.advantage=gae"]), 4)
+    check_world(load_recipe(small, [critic.replace("1-3", "2-3"), "algorithm.advantage=gae"]), 4)
 
 
 def test_layouts_that_fill_the_world_pass(small: Path) -> None:
@@ -210,12 +247,21 @@ def test_layouts_that_fill_the_world_pass(small: Path) -> None:
     ("overrides", "expected"),
     [
         (["actor.layout.tensor=8"], "actor.layout.tensor=8 does not divide the model's 28 attention heads"),
-        (["actor.layout.tensor=7"], "actor.layout.tensor=7 does not divide the model's 4 key-value heads"),
+        (["actor.layout.tensor=7"], "actor.layout.tensor=7 neither divides the model's 4 key-value heads"),
+        (["actor.layout.expert=2"], "actor.layout.expert and expert_tensor are for models with experts"),
         (["actor.layout.pipeline=3"], "actor.layout.pipeline=3: 28 layers do not divide over 3 stages"),
         (["actor.layout={pipeline: 2, first_stage_layers: 10, last_stage_layers: 10}"], "first 10 and last 10 given"),
         (["actor.layout={pipeline: 3, first_stage_layers: 28}"], "28 layers do not divide over 3 stages"),
+        (
+            ["actor.layout={tensor: 2, context: 4}", "actor.cp_comm_type=a2a"],
+            "actor.layout.context=4 does not divide the 2 key-value heads of a GPU",
+        ),
+        (
+            ["actor.layout={pipeline: 2, virtual_pipeline: 3}"],
+            "actor.layout.virtual_pipeline=3 does not divide the layers of every pipeline stage, 14, 14",
+        ),
         (["rollout.layout.tensor=8"], "rollout.layout.tensor=8 does not divide the model's 28 attention heads"),
-        (["rollout.layout.tensor=7"], "rollout.layout.tensor=7 does not divide the model's 18944 columns"),
+        (["rollout.layout.tensor=7"], "rollout.layout.tensor=7 neither divides the model's 4 key-value heads"),
         (["rollout.max_response_length=1000"], "= 1100 is beyond the model's 1024 positions"),
     ],
 )
@@ -225,9 +271,35 @@ def test_layouts_that_do_not_fit_the_model(small: Path, overrides: list[str], ex
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["actor.layout.expert=12"], "actor.layout.expert=12 does not divide the model's 64 experts"),
+        (
+            ["actor.layout={expert: 2, expert_tensor: 9}"],
+            "actor.layout.expert_tensor=9 does not divide the model's 512",
+        ),
+        (
+            ["rollout.layout={tensor: 28, expert_parallel: true}"],
+            "rollout.layout.tensor=28 does not divide the model's 64",
+        ),
+        (
+            ["rollout.layout={tensor: 28}"],
+            "rollout.layout.tensor=28 does not divide the model's 512 columns of an expert",
+        ),
+        (["actor.layout={tensor: 4, expert: 16, expert_tensor: 1}", "rollout.layout.expert_parallel=true"], None),
+    ],
+)
+def test_layouts_and_experts(small: Path, overrides: list[str], expected: str | None) -> None:
+    config = CONFIG | {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    with pytest.raises(RecipeError, match=expected) if expected else nullcontext():
+        check_architecture(load_recipe(small, overrides), config)
+
+
 def test_layouts_that_fit_the_model(small: Path) -> None:
     check_architecture(load_recipe(small, ["actor.layout={tensor: 4, pipeline: 3, first_stage_layers: 8}"]), CONFIG)
     check_architecture(load_recipe(small, ["rollout.layout.tensor=4"]), CONFIG)
+    check_architecture(load_recipe(small, ["actor.layout={tensor: 2, context: 2}", "actor.cp_comm_type=a2a"]), CONFIG)
     with pytest.raises(RecipeError, match="num_hidden_layers must be a number; it is 'missing'"):
         check_architecture(load_recipe(small), {k: v for k, v in CONFIG.items() if k != "num_hidden_layers"})
 
@@ -238,13 +310,6 @@ REFERENCE = "reference.tokens_per_gpu=100"
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("actor.layout.context", ["actor.layout.context=2"]),
-        ("actor.layout.expert", ["actor.layout.expert=2"]),
-        ("actor.layout.virtual_pipeline", ["actor.layout.virtual_pipeline=2"]),
-        ("actor.ranks", ["actor.ranks=0-3"]),
-        ("actor.sequence_parallel", ["actor.sequence_parallel=true", "actor.transformer_implementation=local"]),
-        ("actor.offload.optimizer", ["actor.offload.optimizer=true"]),
-        ("reference.offload.parameters", [REFERENCE, "reference.offload.parameters=true"]),
         ("rollout.ranks", ["rollout.ranks=node0:0-3"]),
         ("rollout.async_scheduling", ["rollout.async_scheduling=true"]),
         ("model.dtype", ["model.dtype=float16"]),

@@ -97,7 +97,8 @@ def test_the_exit_status_asks_for_a_requeue_unless_torchrun_would_restart_for_it
 
 def test_the_time_is_up_when_the_next_step_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
+    for name in ("time", "monotonic"):
+        monkeypatch.setattr(time, name, lambda: clock[0])
     limit = _TimeLimit(60.0, job_end({"SLURM_JOB_END_TIME": "1200"}))
     reached = []
     for seconds in (30.0, 40.0, 29.0, 2.0):  # ends at 1030, 1070, 1099, 1101; the longest step takes 40, 60 are left

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -216,6 +218,21 @@ def test_reasoning_gym_runs_no_code_from_an_answer(scorer: Scorer, tmp_path: Pat
     trace = tmp_path / "trace"
     code = f"__import__('pathlib').Path({str(trace)!r}).write_text('x')"
     assert scorer.score([reasoning_item(task, f"<answer>{code}</answer>")]) == [0.0]
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "task", ["number_sorting", "bitwise_arithmetic", "polynomial_multiplication", "simple_integration"]
+)
+def test_reasoning_gym_runs_no_code_from_a_row(scorer: Scorer, tmp_path: Path, task: str) -> None:
+    trace = tmp_path / "trace"
+    code = f"__import__('pathlib').Path({str(trace)!r}).write_text('x')"
+    right = reasoning_item(task)
+    entry = reasoning_gym.decode(right.extra_info["entry"]) | {"answer": code}
+    entry["metadata"] |= {"problem": code, "integrand": code}
+    hostile = dataclasses.replace(right, extra_info=right.extra_info | {"entry": reasoning_gym.encode(entry)})
+    with contextlib.suppress(RewardError):
+        assert scorer.score([hostile]) == [0.0]
     assert not trace.exists()
 
 

@@ -57,3 +57,14 @@ def test_a_call_that_keeps_pythons_lock_ends_too(tmp_path: Path) -> None:
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 1
     assert "Timeout" in error and "in waits_for_ever" in error
+
+
+def test_a_rank_ends_with_the_process_that_has_started_it() -> None:
+    child = "import time; from rlhf_megatron.runtime.signals import end_with_parent; end_with_parent(); print('ready', "
+    child += "flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-P', '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        assert parent.stdout.read() == "", "the child has closed its end: it is gone"

@@ -1,59 +1,19 @@
-"""The weight map and the regather plan, against tensors cut by hand and against brute force; no process group."""
+"""The weight map, against tensors cut by hand and against brute force; no process group."""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
-from rlhf_megatron.models.architecture import Architecture, Head, ModelError
+from rlhf_megatron.models.architecture import Experts, Head, ModelError, parse_architecture
 from rlhf_megatron.models.hf_files import window
-from rlhf_megatron.models.weight_map import SCORE, Block, megatron_blocks, rollout_blocks, tensor_shapes, whole_blocks
-from rlhf_megatron.regather.plan import PlanError, bytes_received, elements, plan_regather, rounds, split_copy
+from rlhf_megatron.models.weight_map import SCORE, Implementation, megatron_blocks, rollout_blocks, tensor_shapes
+from rlhf_megatron.recipe.errors import RecipeError
 from rlhf_megatron.topology.layout import Layout
-
-
-def architecture(tied: bool = True, key_value_heads: int = 4, layers: int = 4, vocabulary: int = 200) -> Architecture:
-    return Architecture(
-        family="qwen3",
-        layers=layers,
-        hidden=16,
-        feed_forward=24,
-        heads=8,
-        key_value_heads=key_value_heads,
-        head_dim=4,
-        vocabulary=vocabulary,
-        max_positions=64,
-        norm_epsilon=1e-6,
-        rope_theta=1e4,
-        rope_scaling_factor=None,
-        tied_embeddings=tied,
-        query_key_norm=True,
-        qkv_bias=True,
-    )
-
-
-def checkpoint(a: Architecture) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in tensor_shapes(a).items()}
-
-
-def filled(blocks: list[Block], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters as large as the blocks say, NaN where no block reaches."""
-    sizes: dict[str, list[int]] = {}
-    for block in blocks:
-        ends = [begin + stop - start for begin, (start, stop) in zip(block.offset, block.region, strict=True)]
-        known = sizes.setdefault(block.parameter, ends)
-        sizes[block.parameter] = [max(pair) for pair in zip(known, ends, strict=True)]
-    parameters = {name: torch.full(size, torch.nan) for name, size in sizes.items()}
-    for block in blocks:
-        target = window(parameters[block.parameter], block.offset, block.region)
-        assert target.isnan().all(), f"{block} overlaps another block"
-        target.copy_(tensors[block.tensor][tuple(slice(*span) for span in block.region)])
-    return parameters
-
+from shards import architecture, checkpoint, filled
 
 LAYOUTS = [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 2, 2), Layout(4, 1, 2), Layout(1, 4, 1)]
 
@@ -98,77 +58,122 @@ def test_vllm_puts_queries_first_and_repeats_keys_where_there_are_more_ranks_tha
     assert torch.equal(parameters["model.layers.0.self_attn.qkv_proj.weight"], torch.cat([q[24:], k[4:], v[4:]]))
 
 
-@pytest.mark.parametrize("rollout_tensor", [1, 2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_plan_fills_every_rollout_shard_exactly(layout: Layout, rollout_tensor: int) -> None:
-    for tied, key_value_heads in itertools.product([True, False], [4, 8]):
-        a = architecture(tied, key_value_heads)
-        tensors = checkpoint(a)
-        world = max(layout.size, rollout_tensor)
-        sources = {rank: megatron_blocks(a, layout, rank, "transformer_engine") for rank in range(layout.size)}
-        wanted = {rank: rollout_blocks(a, rollout_tensor, rank % rollout_tensor) for rank in range(world)}
-        held = {rank: filled(blocks, tensors) for rank, blocks in sources.items()}
-        targets = {
-            rank: {name: torch.full_like(value, torch.nan) for name, value in filled(blocks, tensors).items()}
-            for rank, blocks in wanted.items()
-        }
-        written = {
-            rank: {name: torch.zeros_like(value) for name, value in parameters.items()}
-            for rank, parameters in targets.items()
-        }
-        for copy in plan_regather(sources, wanted):
-            for piece in split_copy(copy, 50):
-                origin = window(held[piece.source][piece.source_parameter], piece.source_offset, piece.region)
-                spot = (piece.destination_parameter, piece.destination_offset, piece.region)
-                window(targets[piece.destination][spot[0]], spot[1], spot[2]).copy_(origin)
-                window(written[piece.destination][spot[0]], spot[1], spot[2]).add_(1)
-        for rank, blocks in wanted.items():
-            for name, expected in filled(blocks, tensors).items():
-                assert torch.equal(targets[rank][name], expected), (rank, name)
-                assert (written[rank][name] == 1).all(), (rank, name)
+def test_megatron_cuts_through_a_group_where_there_are_more_ranks_than_keys() -> None:
+    a = architecture(key_value_heads=2)
+    tensors = checkpoint(a)
+    q, k, v = (tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv")
+    whole = torch.cat(
+        [torch.cat([q[g * 16 : g * 16 + 16], k[g * 4 : g * 4 + 4], v[g * 4 : g * 4 + 4]]) for g in (0, 1)]
+    )
+    for rank, part in enumerate(whole.chunk(4)):
+        parameters = filled(megatron_blocks(a, Layout(4), rank, "local"), tensors)
+        assert torch.equal(parameters["decoder.layers.0.self_attention.linear_qkv.weight"], part)
 
 
-def test_equal_layouts_move_nothing() -> None:
-    a = architecture(tied=False)
-    sources = {rank: megatron_blocks(a, Layout(2), rank, "local") for rank in range(2)}
-    wanted = {rank: rollout_blocks(a, 2, rank) for rank in range(2)}
-    assert sum(bytes_received(plan_regather(sources, wanted), 2).values()) == 0
+EXPERTS = {
+    "local": "decoder.layers.0.mlp.experts.local_experts.1.linear_{}.weight",
+    "transformer_engine": "decoder.layers.0.mlp.experts.linear_{}.weight1",
+}
 
 
-def test_a_rank_receives_only_what_it_lacks() -> None:
-    a = architecture(tied=False, vocabulary=192)
-    sources = {rank: megatron_blocks(a, Layout(2), rank, "local") for rank in range(2)}
-    wanted = {rank: rollout_blocks(a, 1, 0) for rank in range(2)}
-    cut = sum(elements(((0, s[0]), *((0, n) for n in s[1:]))) for n, s in tensor_shapes(a).items() if "norm" not in n)
-    assert bytes_received(plan_regather(sources, wanted), 4) == {0: cut // 2 * 4, 1: cut // 2 * 4}
+@pytest.mark.parametrize("implementation", EXPERTS)
+def test_megatron_has_each_expert_for_itself(implementation: Implementation) -> None:
+    """The second expert of the rank that holds experts 2 and 3, or its half of it."""
+    a = architecture(experts=4)
+    tensors = checkpoint(a)
+    gate, up, down = (tensors[f"model.layers.0.mlp.experts.3.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    for layout, position, rows in (
+        (Layout(data=2, expert=2), 1, slice(0, 8)),
+        (Layout(tensor=2, expert=2, expert_tensor=1), 1, slice(0, 8)),
+        (Layout(tensor=2, data=2, expert=2), 3, slice(4, 8)),
+    ):
+        parameters = filled(megatron_blocks(a, layout, position, implementation), tensors)
+        name = EXPERTS[implementation]
+        assert torch.equal(parameters[name.format("fc1")], torch.cat([gate[rows], up[rows]]))
+        assert torch.equal(parameters[name.format("fc2")], down[:, rows])
+        router = parameters["decoder.layers.0.mlp.router.weight"]
+        assert torch.equal(router, tensors["model.layers.0.mlp.gate.weight"])
+        norm = parameters["decoder.layers.0.pre_mlp_layernorm.weight"]
+        assert torch.equal(norm, tensors["model.layers.0.post_attention_layernorm.weight"])
 
 
-def test_a_source_on_the_same_node_is_preferred() -> None:
-    a = architecture()
-    sources = {rank: megatron_blocks(a, Layout(1, 1, 4), rank, "local") for rank in (0, 1, 2, 3)}
-    wanted = {rank: whole_blocks(a) for rank in (4, 5)}
-    sources[6] = sources.pop(3)
-    assert {copy.source for copy in plan_regather(sources, wanted, ranks_per_node=4)} == {6}
+@pytest.mark.parametrize(("whole", "experts", "rows"), [(False, range(4), slice(4, 8)), (True, (2, 3), slice(0, 8))])
+def test_vllm_stacks_experts(whole: bool, experts: Sequence[int], rows: slice) -> None:
+    a = architecture(experts=4)
+    tensors = checkpoint(a)
+    blocks = rollout_blocks(a, 2, 1, whole)
+    parts = {
+        name: [tensors[f"model.layers.3.mlp.experts.{expert}.{name}_proj.weight"] for expert in experts]
+        for name in ("gate", "up", "down")
+    }
+    width = rows.stop - rows.start
+    stacked = {
+        "w13_weight": torch.stack(
+            [torch.cat([g[rows], u[rows]]) for g, u in zip(parts["gate"], parts["up"], strict=True)]
+        ),
+        "w2_weight": torch.stack([down[:, rows] for down in parts["down"]]),
+    }
+    assert stacked["w13_weight"].shape == (len(experts), 2 * width, 16)
+    for name, expected in stacked.items():
+        parameter = f"model.layers.3.mlp.experts.routed_experts.{name}"
+        found = torch.full_like(expected, torch.nan)
+        for block in blocks:
+            if block.parameter == parameter:
+                source = tensors[block.tensor][tuple(slice(*span) for span in block.region)]
+                window(found, block.offset, block.region).copy_(source)
+        assert torch.equal(found, expected)
 
 
-def test_a_missing_source_is_named() -> None:
-    a = architecture()
-    half = {0: megatron_blocks(a, Layout(2), 0, "local")}
-    with pytest.raises(PlanError, match=r"model\.embed_tokens\.weight.*rank 0.*of 3200 elements"):
-        plan_regather(half, {0: whole_blocks(a)})
+def test_experts_have_coordinates_of_their_own() -> None:
+    layout = Layout(tensor=2, pipeline=2, data=4, expert=4, expert_tensor=1)
+    assert list(layout.expert_groups_along("expert")) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert list(layout.expert_groups_along("data"))[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert list(layout.expert_groups_along("tensor")) == [[rank] for rank in range(16)]
+    default = Layout(tensor=2, context=2, data=2, expert=2)
+    assert default.expert_parts == 2
+    assert list(default.expert_groups_along("expert")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    with pytest.raises(RecipeError, match="expert 4 x expert_tensor 2 = 8 does not divide the 4 ranks"):
+        Layout(tensor=2, data=2, expert=4)
 
 
-def test_rounds_bound_what_a_pair_moves_at_once_and_lose_nothing() -> None:
-    a = architecture(tied=False)
-    sources = {rank: megatron_blocks(a, Layout(4), rank, "local") for rank in range(4)}
-    copies = plan_regather(sources, {rank: rollout_blocks(a, 1, 0) for rank in range(4)})
-    turns = rounds(copies, 100)
-    for turn in turns:
-        for pair in {(copy.source, copy.destination) for copy in turn}:
-            moved = [copy.elements for copy in turn if (copy.source, copy.destination) == pair]
-            assert sum(moved) <= 100 or len(moved) == 1
-    remote = sum(copy.elements for copy in copies if copy.source != copy.destination)
-    assert sum(copy.elements for turn in turns for copy in turn) == remote
+def test_layouts_and_experts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ModelError, match="the model is dense"):
+        architecture().check_layout(Layout(data=2, expert=2))
+    with pytest.raises(ModelError, match="layout.expert=4 does not divide the model's 6 experts"):
+        architecture(experts=6).check_layout(Layout(data=4, expert=4))
+    with pytest.raises(ModelError, match=r"layout.expert_tensor=3 \(by default tensor\) does not divide"):
+        architecture(experts=6).check_layout(Layout(data=3, expert_tensor=3))
+    with pytest.raises(ModelError, match="neither divides the model's 2 key-value heads nor is a multiple"):
+        dataclasses.replace(architecture(key_value_heads=2), heads=6).check_layout(Layout(tensor=3))
+    architecture(key_value_heads=2).check_layout(Layout(tensor=4))
+
+
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+    "intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "qwen2_moe"),
+        ("hidden_act", "gelu"),
+        ("mlp_only_layers", [0]),
+        ("decoder_sparse_step", 2),
+        ("attention_bias", True),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_what_is_not_supported_is_named(field: str, value: object) -> None:
+    assert parse_architecture(CONFIG, "here").experts == Experts(count=8, chosen=2, feed_forward=32, normalized=False)
+    with pytest.raises(ModelError, match=rf"^here/config.json: {field}.* is .*, which is not supported; supported: "):
+        parse_architecture(CONFIG | {field: value}, "here")
+    with pytest.raises(ModelError, match="num_experts is missing"):
+        parse_architecture({key: value for key, value in CONFIG.items() if key != "num_experts"}, "here")
 
 
 def test_layouts_that_do_not_fit_are_refused_in_one_line() -> None:
@@ -176,7 +181,20 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line() -> None:
         architecture().check_layout(Layout(3))
     with pytest.raises(ValueError, match="4 layers do not split over 3 pipeline stages"):
         architecture().check_layout(Layout(1, 3))
-    assert [len(s) for s in Layout(1, 3, first_stage_layers=1, last_stage_layers=1).stage_layers(4)] == [1, 2, 1]
+    assert Layout(1, 3, first_stage_layers=1, last_stage_layers=1).stage_chunks(4) == [
+        [range(0, 1)],
+        [range(1, 3)],
+        [range(3, 4)],
+    ]
+
+
+def test_virtual_stages_take_turns() -> None:
+    assert Layout(pipeline=2, virtual_pipeline=2).stage_chunks(8) == [
+        [range(0, 2), range(4, 6)],
+        [range(2, 4), range(6, 8)],
+    ]
+    with pytest.raises(RecipeError, match=r"virtual_pipeline=2 does not divide the \[3, 3\] layers"):
+        Layout(pipeline=2, virtual_pipeline=2).stage_chunks(6)
 
 
 def test_coordinates_follow_megatrons_order() -> None:

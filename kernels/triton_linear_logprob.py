@@ -1,0 +1,115 @@
+"""The reductions of ``linear_logprob`` over a block of logits in one pass each; gradients take the logits' place."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_megatron.kernels.linear_logprob import Reduced, merge
+
+COLUMNS = 2048
+
+
+@triton.jit
+def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations up and accepts its own alone
+    logits,
+    targets,
+    parts,
+    found_of,
+    stride,
+    columns,
+    count,
+    per_temperature,
+    COLUMNS: tl.constexpr,
+):
+    """A piece of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = place < columns
+    z = tl.load(logits + row * stride + place, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
+    largest = tl.max(z)
+    weight = tl.exp(z - largest)
+    where = parts + row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(where, largest)
+    tl.store(where + count, tl.sum(weight))
+    tl.store(where + 2 * count, tl.sum(tl.where(inside, z - largest, 0.0) * weight))
+    tl.store(found_of + row + place * 0, z, mask=inside & (place == tl.load(targets + row)))
+
+
+@triton.jit
+def _to_gradient(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    log_normaliser_of,
+    entropy_of,
+    of_logprob,
+    of_entropy,
+    stride,
+    columns,
+    per_temperature,
+    COLUMNS: tl.constexpr,
+):
+    """A piece of one row, in place."""
+    row = tl.program_id(0)
+    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = place < columns
+    where = logits + row.to(tl.int64) * stride + place
+    z = tl.load(where, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
+    log_probability = z - tl.load(log_normaliser_of + row)
+    probability = tl.exp(log_probability)
+    surprise = probability * (tl.where(inside, log_probability, 0.0) + tl.load(entropy_of + row))
+    to_logprob = tl.load(of_logprob + row)
+    gradient = -probability * to_logprob - surprise * tl.load(of_entropy + row)
+    gradient += tl.where(place == tl.load(targets + row), to_logprob, 0.0)
+    tl.store(where, (gradient * per_temperature).to(logits.dtype.element_ty), mask=inside)
+
+
+def absorb(logits: Tensor, targets: Tensor, reduced: Reduced, temperature: float) -> None:
+    """See ``linear_logprob.absorb``."""
+    tokens, columns = logits.shape
+    if not tokens:
+        return
+    pieces = triton.cdiv(columns, COLUMNS)
+    parts = reduced.total.new_empty(3, tokens, pieces)
+    _reduce[(tokens, pieces)](
+        logits,
+        targets,
+        parts,
+        reduced.found,
+        logits.stride(0),
+        columns,
+        tokens * pieces,
+        1.0 / temperature,
+        COLUMNS=COLUMNS,
+        num_warps=8,
+    )
+    merge(reduced, *parts)
+
+
+def to_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor,
+    temperature: float,
+) -> Tensor:
+    """See ``linear_logprob.to_gradient``; returns ``logits`` itself."""
+    tokens, columns = logits.shape
+    if tokens:
+        _to_gradient[(tokens, triton.cdiv(columns, COLUMNS))](
+            logits,
+            targets,
+            log_normaliser,
+            entropy,
+            of_logprob.contiguous(),
+            of_entropy.contiguous(),
+            logits.stride(0),
+            columns,
+            1.0 / temperature,
+            COLUMNS=COLUMNS,
+            num_warps=8,
+        )
+    return logits

@@ -1,0 +1,41 @@
+"""How many floating-point operations training takes: the numerator of model FLOPs utilisation (MFU).
+
+What the model needs, not what was done: recomputed activations and padding do not count (arXiv 2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlhf_megatron.models.architecture import Architecture
+
+
+def forward_flops(architecture: Architecture, lengths: Iterable[int], outputs: int, causal: bool = True) -> float:
+    """Operations of one forward pass over rows of ``lengths`` tokens, whose head reads ``outputs`` tokens in all.
+
+    A product of [m, k] and [k, n] counts 2 m k n; norms, activations and rotary embeddings count nothing. Attention of
+    a row of n tokens is counted for the n (n + 1) / 2 pairs that may be seen, or for all n^2 without ``causal``.
+    """
+    a = architecture
+    query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
+    weights = a.hidden * (2 * query + 2 * key_value)
+    if a.experts:
+        weights += a.hidden * a.experts.count + 3 * a.hidden * a.experts.feed_forward * a.experts.chosen
+    else:
+        weights += 3 * a.hidden * a.feed_forward
+    rows = list(lengths)
+    pairs = sum(n * (n + 1) / 2 if causal else n * n for n in rows)
+    head = 1 if a.head == "scalar" else a.vocabulary
+    return 2.0 * (a.layers * (weights * sum(rows) + 2 * query * pairs) + a.hidden * head * outputs)
+
+
+def training_flops(architecture: Architecture, lengths: Iterable[int], outputs: int, causal: bool = True) -> float:
+    """Operations of a forward and a backward pass, which has two products for each of the forward's."""
+    return 3.0 * forward_flops(architecture, lengths, outputs, causal)
+
+
+def attention_cost(architecture: Architecture) -> float:
+    """The a for which n tokens of one row cost as much as n + a n^2, in operations."""
+    one, two = (forward_flops(architecture, [length], length) for length in (1, 2))
+    half_a_pair = (two - 2 * one) / 2
+    return half_a_pair / (one - half_a_pair)

@@ -1,0 +1,43 @@
+"""The two ends of a regathering as ``plan`` wants them: the trainer's shards and the rollout's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks, rollout_blocks
+from rlhf_megatron.regather.plan import Shard, Side
+from rlhf_megatron.topology.layout import Layout
+
+
+def trainer_side(
+    architecture: Architecture, layout: Layout, ranks: Sequence[int], implementation: Implementation = "local"
+) -> Side:
+    """What a Megatron role holds whose positions are the global ``ranks``; data-parallel ranks are one shard."""
+    shard_of: dict[int, Shard] = {}
+    position_of: dict[Shard, int] = {}
+    for position, rank in enumerate(ranks):
+        place, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
+        shard = (place.pipeline, place.tensor, of_experts.tensor, of_experts.expert)
+        position_of.setdefault(shard, position)
+        shard_of[rank] = shard
+    return Side(shard_of, lambda shard: megatron_blocks(architecture, layout, position_of[shard], implementation))
+
+
+def rollout_side(architecture: Architecture, tensor: int, world_size: int, expert_parallel: bool = False) -> Side:
+    """What vLLM's replicas want, of ``tensor`` neighbouring ranks each; a rank's shard is its place in its replica."""
+    return Side(
+        {rank: rank % tensor for rank in range(world_size)},
+        lambda shard: rollout_blocks(architecture, tensor, shard, expert_parallel),
+        lambda shard, layers: rollout_blocks(architecture, tensor, shard, expert_parallel, layers),
+    )
+
+
+def parameter_shapes(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that ``blocks`` fill, without what pads a vocabulary."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for block in blocks:
+        ends = [begin + stop - start for begin, (start, stop) in zip(block.offset, block.region, strict=True)]
+        known = shapes.get(block.parameter, (0,) * len(ends))
+        shapes[block.parameter] = tuple(map(max, known, ends))
+    return shapes

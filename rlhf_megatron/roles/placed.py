@@ -1,0 +1,98 @@
+"""A role on some of the ranks, as all ranks of the world see it: the data go to it, and what it finds comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.hf_files import WeightSource
+from rlhf_megatron.recipe import RoleSection
+from rlhf_megatron.regather.plan import Side
+from rlhf_megatron.regather.sides import trainer_side
+from rlhf_megatron.roles.outputs import Objective, TokenOutputs
+from rlhf_megatron.roles.role import Role, implementation_of
+from rlhf_megatron.topology.layout import Layout, make_groups
+
+Found = TypeVar("Found")
+
+
+class PlacedRole:
+    """A ``Role`` on its own ranks. Every rank of the world makes it and calls every method, with the same batch.
+
+    Attributes:
+        local: the role on this rank, or None where it is not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        architecture: Architecture,
+        layout: Layout,
+        ranks: Sequence[int],
+        section: RoleSection,
+        **settings: Any,
+    ) -> None:
+        """``ranks`` rise; ``settings`` are ``Role``'s."""
+        self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
+        self.implementation = implementation_of(name, section)
+        self.local: Role | None = None
+        if dist.get_rank() in self.ranks:
+            self.local = Role(name, architecture, layout, self.ranks, section, **settings)
+        else:
+            make_groups(layout, self.ranks)
+
+    def everywhere(self, found: Found | None) -> Found:
+        """What the role's first rank has ``found``, on every rank of the world."""
+        box: list[Any] = [found]
+        if len(self.ranks) < dist.get_world_size():
+            dist.broadcast_object_list(box, src=self.ranks[0])
+        answer: Found = box[0]
+        return answer
+
+    def load(self, source: WeightSource) -> None:
+        """Fills the parameters of the role's ranks."""
+        if self.local:
+            self.local.load(source)
+
+    def offload(self) -> None:
+        """As ``Role.offload``."""
+        if self.local:
+            self.local.offload()
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """This rank's live parameters; none where the role is not."""
+        return self.local.parameters() if self.local else {}
+
+    def side(self) -> Side:
+        """What each of the role's ranks holds, for a regathering."""
+        return trainer_side(self.architecture, self.layout, self.ranks, self.implementation)
+
+    def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
+        """As ``Role.logprobs``, on every rank of the world."""
+        return self.everywhere(self.local.logprobs(batch) if self.local else None)
+
+    def values(self, batch: RolloutBatch) -> Tensor:
+        """As ``Role.values``, on every rank of the world."""
+        return self.everywhere(self.local.values(batch) if self.local else None)
+
+    def scores(self, batch: RolloutBatch) -> Tensor:
+        """As ``Role.scores``, on every rank of the world."""
+        return self.everywhere(self.local.scores(batch) if self.local else None)
+
+    def update(
+        self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Objective, **how: Any
+    ) -> dict[str, float]:
+        """As ``Role.update`` on the role's ranks; elsewhere nothing, at once, so that other roles learn meanwhile."""
+        return self.local.update(batch, fields, objective, **how) if self.local else {}
+
+    def take_bad_gradients(self) -> str:
+        """``Role.bad_gradients`` since the last call, on every rank of the world."""
+        found = self.local.bad_gradients if self.local else ""
+        if self.local:
+            self.local.bad_gradients = ""
+        return self.everywhere(found)

@@ -1,0 +1,42 @@
+"""Logprobs without logits on a GPU, where Triton reduces, against float64 on the same rounded logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_megatron.kernels.linear_logprob import linear_logprobs
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, HIDDEN, REAL, PADDED, TEMPERATURE = 333, 64, 5000, 5120, 0.8
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-5)])
+@pytest.mark.parametrize("block_bytes", [1, 1 << 30])
+def test_outputs_equal_float64(dtype: torch.dtype, bound: float, block_bytes: int) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    generator = torch.Generator("cuda").manual_seed(1)
+    hidden = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=dtype, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, device="cuda", dtype=dtype, generator=generator) / 4
+    targets = torch.randint(REAL, (TOKENS,), device="cuda", generator=generator)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    outputs = linear_logprobs(*leaves, targets, None, REAL, TEMPERATURE, block_bytes)
+
+    # bfloat16 products are rounded before they are reduced, and so they are here.
+    logits = (hidden @ weight.T).detach()[:, :REAL].double().requires_grad_()
+    log_probability = (logits / TEMPERATURE).log_softmax(-1)
+    wanted = (
+        log_probability.gather(-1, targets[:, None])[:, 0],
+        -(log_probability.exp() * log_probability).sum(-1),
+    )
+    for got, want in zip(outputs, wanted, strict=True):
+        assert (got - want).abs().max() < bound
+    ramp = torch.linspace(-1, 2, TOKENS, device="cuda")
+    found = torch.autograd.grad((outputs[0] * ramp + outputs[1] * ramp.flip(0)).sum(), leaves)
+    (of_logits,) = torch.autograd.grad((wanted[0] * ramp + wanted[1] * ramp.flip(0)).sum(), logits)
+    expected = of_logits @ weight.detach()[:REAL].double(), of_logits.T @ hidden.detach().double()
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for got, want in zip((found[0], found[1][:REAL]), expected, strict=True):
+        assert (got - want).norm() < tolerance * want.norm()
+    assert not found[1][REAL:].any()

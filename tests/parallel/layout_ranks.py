@@ -1,0 +1,137 @@
+"""What the ranks of the tests of memory and placement run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.topology import megatron_groups
+
+megatron_groups.install()
+
+from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
+from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
+from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
+from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
+from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
+from rlhf_megatron.roles.placed import PlacedRole  # noqa: E402
+from rlhf_megatron.roles.role import Role  # noqa: E402
+from rlhf_megatron.roles.state import role_tensors  # noqa: E402
+from rlhf_megatron.topology.layout import Layout  # noqa: E402
+
+KINDS = ("parameters", "gradients", "optimizer")
+
+
+def learn_with_memory_away(
+    model: str, rows: list[Any], section: dict[str, Any], cases: dict[str, tuple[str, dict[str, Any] | None]]
+) -> dict[str, Any]:
+    """For each case, a type and an optimizer, what ``_compare`` tells."""
+    return {name: _compare(model, rows, section, *case) for name, case in cases.items()}
+
+
+def _compare(
+    model: str, rows: list[Any], section: dict[str, Any], dtype: str, optimizer: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A role that is offloaded before every call beside one that never is: how far they differ, and what was freed."""
+    architecture = read_architecture(model)
+
+    def make_role(**more: Any) -> Role:
+        role = Role(
+            "actor", architecture, Layout(data=dist.get_world_size()), range(dist.get_world_size()),
+            RoleSection(**section, **more), dtype=dtype, seed=1,
+            optimizer=OptimizerSection(**optimizer) if optimizer else None,
+        )  # fmt: skip
+        with CheckpointFiles(model, architecture) as files:
+            role.load(files)
+        return role
+
+    batch = batch_from_rows(*rows)
+    stays, leaves = make_role(), make_role(offload=dict.fromkeys(KINDS, True))
+    before, after = _bytes_on_device(leaves), []
+    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    leaves.offload()
+    freed = held - torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    for _ in range(3):
+        leaves.offload()
+        after.append(_bytes_on_device(leaves))
+        same = torch.equal(stays.logprobs(batch).logprobs, leaves.logprobs(batch).logprobs)
+        leaves.offload()
+        if optimizer:
+            weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
+            steps = [role.update(batch, {"weights": weights}, negative_log_likelihood) for role in (stays, leaves)]
+            same = same and steps[0] == steps[1]
+    leaves.offload()
+    expected, found = (_everything(role) for role in (stays, leaves))
+    equal = [name for name in expected if torch.equal(expected[name], found[name])]
+    return {
+        "same_results": same,
+        "before": before,
+        "after": after,
+        "gpu_freed": freed,
+        "equal": sorted(equal),
+        "all": sorted(expected),
+    }
+
+
+def learn_placed(
+    models: dict[str, str], rows: list[Any], roles: dict[str, dict[str, Any]], section: dict[str, Any],
+    optimizer: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Roles of a "language" or "scalar" head, each in its layout on its ranks, all alive: what they compute and learn.
+
+    Every rank returns what every role found.
+    """
+    batch = batch_from_rows(*rows)
+    generator = torch.Generator().manual_seed(5)
+    fields = {
+        "weights": token_weights(batch.response_mask, batch.cu_seqlens, "token_mean"),
+        "returns": torch.randn(len(batch.tokens), generator=generator),
+    }
+    made: dict[str, PlacedRole] = {}
+    for name, about in roles.items():
+        architecture = read_architecture(models[about["head"]]).with_head(about["head"])
+        made[name] = PlacedRole(
+            name, architecture, Layout(**about["layout"]), about["ranks"], RoleSection(**section), dtype="float32",
+            seed=1, optimizer=OptimizerSection(**optimizer) if about["learns"] else None, training_steps=3,
+        )  # fmt: skip
+        with CheckpointFiles(models[about["head"]], architecture) as files:
+            made[name].load(files)
+    found: dict[str, Any] = {name: {"steps": []} for name in roles}
+    for _ in range(3):
+        # Between here and the exchange no rank waits for one of another role.
+        metrics = {
+            name: role.update(batch, fields, _OBJECTIVES[roles[name]["head"]])
+            for name, role in made.items()
+            if roles[name]["learns"]
+        }
+        for name in metrics:
+            found[name]["steps"].append(made[name].everywhere(metrics[name]))
+    for name, role in made.items():
+        is_language = roles[name]["head"] == "language"
+        output = role.logprobs(batch).logprobs if is_language else role.scores(batch)
+        found[name]["output"] = output.tolist()
+        found[name]["here"] = role.local is not None
+    return found
+
+
+def _squared_error(values: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    return ((values - fields["returns"]).square() * fields["weights"]).sum(), {}
+
+
+_OBJECTIVES = {"language": negative_log_likelihood, "scalar": _squared_error}
+
+
+def _everything(role: Role) -> dict[str, Tensor]:
+    """Parameters, and what a checkpoint has of the optimizer."""
+    return {**role.parameters(), **(role_tensors(role, {})[0] if role.optimizer else {})}
+
+
+def _bytes_on_device(role: Role) -> dict[str, int]:
+    """Bytes of the distinct storages of each kind of memory."""
+    memory: Any = role._memory
+    storages = {kind: {t.untyped_storage()._cdata: t for t in memory._tensors(kind)} for kind in KINDS}
+    return {kind: sum(t.untyped_storage().nbytes() for t in of_kind.values()) for kind, of_kind in storages.items()}

@@ -1,0 +1,62 @@
+"""The benchmark of regathering at toy size: both ways leave the same bits, and its rows say what was missed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from parallel.ranks import run_ranks
+
+BENCH = Path("tools/bench").resolve()
+
+
+def launcher() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("bench_regather", BENCH / "regather.py")
+    assert specification and specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "pairs"),
+    [
+        ("toy", ["TP2 = TP2", "TP2 -> TP1 x 2", "TP1 x DP2 -> TP2", "TP1 PP2 -> TP2"]),
+        ("toy-mixture", ["EP2 -> TP2", "EP2 -> EP2"]),
+    ],
+)
+def test_all_pairs_are_measured_and_drawn(model: str, pairs: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "regather.json"
+    output.write_text(json.dumps({"rows": []}))
+    rows: list[dict[str, Any]] = run_ranks(
+        f"{BENCH / 'regather_measure.py'}:measure", 2, {"model": model, "output": str(output)}
+    )[0]
+    assert rows == json.loads(output.read_text())["rows"]
+    assert [row["layouts"] for row in rows] == pairs
+    for row in rows:
+        assert (row["bytes_received"] > 0) == (row["layouts"] not in ("TP2 = TP2", "TP1 x DP2 -> TP2", "EP2 -> EP2"))
+        assert row["bytes_local"] <= row["rollout_bytes"] <= row["bytes_local"] + row["bytes_received"]
+        assert all(row[f"{kind}_seconds"] > 0 for kind in ("floor", "regather", "whole_tensors"))
+    launcher().draw(rows, tmp_path / "regather.png")
+    assert (tmp_path / "regather.png").stat().st_size > 5000
+
+
+def test_what_misses_its_target_is_named() -> None:
+    good = {
+        "model": "7B", "layouts": "TP2 -> TP1 x 2", "equal": False, "bytes_received": 8 << 30,
+        "rollout_bytes": 16 << 30,
+        "times_the_floor": 1.2, "times_faster": 11.0, "extra_mb": 300.0,
+    }  # fmt: skip
+    misses = launcher().misses
+    assert misses([good, good | {"model": "0.5B", "times_the_floor": 9.0}]) == []
+    bad = {"times_the_floor": 1.4, "times_faster": 8.0, "extra_mb": 500.0}
+    assert len(misses([good | bad])) == 3
+    assert misses([good | {"equal": True}]) == [
+        "7B TP2 -> TP1 x 2: 8589934592 bytes cross a link between equal layouts"
+    ]
+    assert misses([{"model": "32B", "failed": "the ranks ended with 1"}]) == ["32B: the ranks ended with 1"]

@@ -1,0 +1,185 @@
+"""Regathering of plain tensors on real ranks: many in a row, casts, damage on the way, ranks that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.ranks import run_ranks, write_result
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.plan import RankPlan, Side, plan_regather
+from rlhf_megatron.regather.sides import rollout_side, trainer_side
+from rlhf_megatron.regather.transport import Pending, PointToPoint
+from rlhf_megatron.regather.verify import RegatherError
+from rlhf_megatron.topology.layout import Layout
+from shards import architecture, checkpoint, filled
+
+REGATHERINGS = 200
+STAGING = 16384  # several rounds
+DAMAGED = 3  # the transfer that is damaged on rank 1
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class DamagedTransport(PointToPoint):
+    """Flips a bit of what arrives in one transfer of many."""
+
+    def __init__(self) -> None:
+        self.transfers = 0
+
+    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+        pending = super().start(sends, receives)
+        self.transfers += 1
+        if self.transfers == DAMAGED and dist.get_rank() == 1:
+            for each in pending:
+                each.wait()
+            next(iter(receives.values())).view(torch.int32)[0] ^= 1
+            return []
+        return pending
+
+
+def sides(a: Architecture) -> tuple[Side, Side]:
+    """From TP2 to a replica on each of two ranks."""
+    return trainer_side(a, Layout(2), range(2)), rollout_side(a, 1, 2)
+
+
+def shards(blocks: Sequence[Any], tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: value.to(dtype) for name, value in filled(blocks, tensors).items()}
+
+
+def many_regatherings() -> dict[str, Any]:
+    """200 times other weights into the same storage, a poisoned one; then with a cast, and with damage on the way."""
+    a, rank = architecture(tied=False), dist.get_rank()
+    sources, wanted = sides(a)
+    plan = plan_regather(sources, wanted, rank)
+    regather = Regather(plan, torch.float32, "cpu", staging_bytes=STAGING)
+    held = shards(sources.blocks(rank), checkpoint(a))
+    targets = {name: torch.full_like(v, torch.nan) for name, v in shards(wanted.blocks(rank), checkpoint(a)).items()}
+    places = [tensor.data_ptr() for tensor in targets.values()]
+    operations, wrong = Operations(), 0
+    for number in range(REGATHERINGS):
+        tensors = checkpoint(a, seed=number)
+        for name, value in shards(sources.blocks(rank), tensors).items():
+            held[name].copy_(value)
+        with operations if number else contextlib.nullcontext():
+            regather.run(held, targets)
+        expected = shards(wanted.blocks(rank), tensors)
+        wrong += sum(not torch.equal(targets[name], value) for name, value in expected.items())
+    regather.verify(held, targets)
+    return {
+        "wrong": wrong,
+        "moved": places != [tensor.data_ptr() for tensor in targets.values()],
+        "operations": sorted(operations.seen),
+        "staging": regather.staging_bytes,
+        "cast": casts_as_torch_does(a, plan, held, wanted.blocks(rank), tensors),
+        "damage": what_damage_says(plan, held, targets),
+    }
+
+
+def casts_as_torch_does(
+    a: Architecture, plan: RankPlan, held: dict[str, Tensor], blocks: Sequence[Any], tensors: dict[str, Tensor]
+) -> bool:
+    """Float32 in the trainer, bfloat16 in the rollout, with padded rows."""
+    expected = shards(blocks, tensors, torch.bfloat16)
+    targets = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
+    rows = targets["lm_head.weight"]
+    targets["lm_head.weight"] = torch.cat([rows, rows[:56]])
+    expected["lm_head.weight"] = torch.cat([expected["lm_head.weight"], torch.zeros_like(rows[:56])])
+    Regather(plan, torch.bfloat16, "cpu").run(held, targets)
+    return all(torch.equal(targets[name], value) for name, value in expected.items())
+
+
+def what_damage_says(plan: RankPlan, held: dict[str, Tensor], targets: dict[str, Tensor]) -> str:
+    """The error of a check after a regathering that was damaged."""
+    regather = Regather(plan, torch.float32, "cpu", DamagedTransport(), staging_bytes=STAGING)
+    regather.run(held, targets)
+    try:
+        regather.verify(held, targets)
+    except RegatherError as error:
+        return str(error)
+    return "no error"
+
+
+def test_weights_that_change_two_hundred_times() -> None:
+    ranks = run_ranks(many_regatherings, 2)
+    for result in ranks:
+        assert result["wrong"] == 0 and not result["moved"] and result["cast"]
+        assert 0 < result["staging"] <= STAGING + 1024  # a piece begins at a multiple of 16 bytes
+        # Nothing is made after the first: only copies between what is there, and transfers.
+        made = {name for name in result["operations"] if not name.startswith("c10d.")}
+        assert made == {"aten._foreach_copy_.default"}
+        assert "model.embed_tokens.weight arrived wrong (tensors: 1, first seen on rank 1)" in result["damage"]
+
+
+def different_plans() -> str:
+    a = architecture()
+    layout = Layout(2) if dist.get_rank() else Layout(pipeline=2)
+    plan = plan_regather(trainer_side(a, layout, range(2)), rollout_side(a, 1, 2), dist.get_rank())
+    try:
+        Regather(plan, torch.float32, "cpu")
+    except RegatherError as error:
+        return str(error)
+    return "no error"
+
+
+def little_memory() -> dict[str, Any]:
+    """A second rank that may take 100 MB more, and buffers of 256 MB."""
+    a = architecture(tied=False, vocabulary=4_000_000, layers=1)
+    plan = plan_regather(*sides(a), dist.get_rank())
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (100 << 20), before[1]))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        regather = Regather(plan, torch.float32, "cpu")
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    return {"said": said.getvalue(), "staging": regather.staging_bytes}
+
+
+def failures() -> list[Any]:
+    """Different plans, little memory, and last a rank that ends in the middle of it all."""
+    found = [different_plans(), little_memory()]
+    a, rank = architecture(), dist.get_rank()
+    sources, wanted = sides(a)
+    regather = Regather(plan_regather(sources, wanted, rank), torch.float32, "cpu")
+    held, targets = (shards(side.blocks(rank), checkpoint(a)) for side in (sources, wanted))
+    regather.run(held, targets)
+    if rank == 1:
+        write_result(found)
+        os._exit(0)
+    try:
+        while True:
+            regather.run(held, targets)
+    except RegatherError as error:
+        write_result([*found, str(error)])
+        os._exit(0)  # there is no world any more to leave in order
+
+
+def test_failures_end_with_an_error_on_all_ranks() -> None:
+    ranks = run_ranks(failures, 2, timeout=120)
+    for plans, memory, *_ in ranks:
+        assert plans.startswith("regathering: ranks 0 and 1 plan their transfer differently (")
+        assert 0 < memory["staging"] < 128 << 20
+    assert "no memory for 256 MB of buffers on every rank; going on with" in ranks[0][1]["said"]
+    assert not ranks[1][1]["said"]
+    assert "the exchange with ranks [1] broke off" in ranks[0][2]

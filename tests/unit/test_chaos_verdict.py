@@ -1,0 +1,97 @@
+"""The judge of the fault campaign sees what it is there to see."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+FOLDER = Path(__file__).parents[2] / "tools" / "chaos"
+
+
+def load_verdict() -> ModuleType:
+    """Import the file: tools/ is a folder of commands, not a package."""
+    specification = importlib.util.spec_from_file_location("verdict", FOLDER / "verdict.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["verdict"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+verdict = load_verdict()
+STEPS = verdict.STEPS
+
+
+def record(step: int, drawn: int, **more: float) -> dict[str, Any]:
+    """One step of a run that draws 4 rows in a round, uses 3 and leaves 1, which the next step but one uses up."""
+    groups = {"rounds": 1, "groups": 3, "groups_carried_over": 0, "groups_dropped": 0, "groups_surplus": 1}
+    if step % 2 == 0:
+        groups |= {"groups_carried_over": 1, "groups_dropped": 2, "groups_surplus": 0}
+    named = {f"rollout/{name}": float(value) for name, value in groups.items()}
+    return {
+        "step": step,
+        "data/epoch": drawn / verdict.ROWS,
+        "train/loss": 1.0 / step,
+        "time/update": 0.1,
+        **named,
+    } | more
+
+
+def write(run: Path, records: list[dict[str, Any]], weight: float = 1.0) -> Path:
+    export = run / "export" / f"step-{STEPS}"
+    export.mkdir(parents=True, exist_ok=True)
+    save_file({"a": numpy.full(3, weight, dtype=numpy.float32)}, str(export / "model.safetensors"))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return run
+
+
+def whole() -> list[dict[str, Any]]:
+    return [record(step, 4 * step) for step in range(1, STEPS + 1)]
+
+
+def test_rows_that_are_lost_used_twice_or_forgotten_are_noticed(tmp_path: Path) -> None:
+    assert verdict.accounts(write(tmp_path, whole()), None) == []
+    again = [*whole()[:4], *whole()[2:]]  # steps 3 and 4 are done again from the same place
+    assert verdict.accounts(write(tmp_path, again), None) == []
+    lost = [*whole()[:3], *(record(step, 4 * step + 4) for step in range(4, STEPS + 1))]
+    assert verdict.accounts(write(tmp_path, lost), None)[0] == "step 4: 8 rows were drawn in 1 rounds"
+    assert verdict.accounts(write(tmp_path, [*whole()[:4], *lost[3:]]), (4, 4)) == []
+    twice = [*whole()[:3], *(record(step, 4 * step - 4) for step in range(4, STEPS + 1))]
+    assert verdict.accounts(write(tmp_path, twice), None)[0] == "step 4: 0 rows were drawn in 1 rounds"
+    forgotten = whole()
+    forgotten[1]["rollout/groups_carried_over"] = 0.0
+    assert "1 waiting, 0 taken from these" in verdict.accounts(write(tmp_path, forgotten), None)[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "equal"),
+    [(0.25, 1.0, "bits"), (0.25 + 1e-7, 1.0, "rounding"), (0.25, 1.0 + 1e-6, "rounding"), (0.3, 1.0, "until step 3"),
+     (0.25, 1.1, f"until step {STEPS}"), (None, 1.0, "until step 3")],
+)  # fmt: skip
+def test_runs_are_compared_to_the_bit(tmp_path: Path, loss: float, weight: float, equal: str) -> None:
+    reference = write(tmp_path / "reference", whole())
+    other = [*whole()[:3], record(4, 16, **{"train/loss": loss, "time/update": 7.0}), *whole()[4:]]
+    assert verdict.equality(write(tmp_path / "other", other, weight), reference) == equal
+
+
+def test_repeated_steps_and_the_time_to_go_on_are_counted() -> None:
+    times = [{"time": f"2030-01-01T00:00:{second:02d}+00:00"} for second in range(60)]
+    lines = [
+        {"what": "start", "step": 0} | times[0],
+        {"what": "fault", "step": None} | times[20],
+        {"what": "restart", "step": 5} | times[30],
+        {"what": "resume", "step": 2} | times[33],
+        {"what": "done", "step": 6} | times[50],
+    ]
+    fault = verdict.seconds_of(times[19]["time"])
+    assert verdict.steps_repeated(lines) == 3
+    assert verdict.gone_on(lines, fault) == fault + 14
+    assert verdict.gone_on(lines, fault + 20) is None

@@ -1,0 +1,48 @@
+"""Operations counted by formula against those that torch counts while transformers runs the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hugging_face import load_model, make_model
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.flops import attention_cost, forward_flops, training_flops
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_operations_are_those_that_torch_counts(family: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / family, family)
+    architecture, model = read_architecture(folder), load_model(folder)
+    model.set_attn_implementation("eager")
+    tokens = torch.arange(24).reshape(2, 12)
+    with FlopCounterMode(display=False) as counter:
+        loss = model(tokens).logits.sum()
+        forward = counter.get_total_flops()
+        loss.backward()
+        both = counter.get_total_flops()
+    lengths = [12, 12]
+    # transformers also multiplies positions by frequencies, in a product of matrices.
+    angles = 2 * tokens.shape[1] * architecture.head_dim // 2 * 1
+    assert forward - forward_flops(architecture, lengths, 24, causal=False) in (0, angles, 2 * angles)
+    assert both == pytest.approx(training_flops(architecture, lengths, 24, causal=False), rel=0.01)
+
+
+def test_a_causal_row_has_half_the_pairs_and_the_head_reads_what_it_is_asked(tmp_path: Path) -> None:
+    architecture = read_architecture(make_model(tmp_path / "model", "qwen3"))
+    query = architecture.heads * architecture.head_dim
+    whole, causal = (forward_flops(architecture, [100], 0, causal=c) for c in (False, True))
+    assert whole - causal == 2 * architecture.layers * 2 * query * (100 * 100 - 100 * 101 / 2)
+    assert forward_flops(architecture, [7], 3) - forward_flops(architecture, [7], 0) == (
+        2 * 3 * architecture.hidden * architecture.vocabulary
+    )
+
+
+def test_rows_cost_their_tokens_and_their_square(tmp_path: Path) -> None:
+    architecture = read_architecture(make_model(tmp_path / "model", "qwen3"))
+    attention = attention_cost(architecture)
+    short, long = (forward_flops(architecture, [length], length) for length in (50, 700))
+    assert long / short == pytest.approx((700 + attention * 700**2) / (50 + attention * 50**2))

@@ -1,0 +1,143 @@
+"""Logprob and entropy from hidden states against torch's own softmax, with gradients; over ranks, and in Triton."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.ranks import run_ranks
+from rlhf_megatron.kernels import linear_logprob
+from rlhf_megatron.kernels.linear_logprob import absorb, linear_logprobs
+
+TOKENS, HIDDEN, REAL, PADDED, TEMPERATURE = 7, 5, 300, 384, 0.7
+TARGETS = torch.tensor([0, 127, 128, 299, 64, 255, 1])
+# Blocks of 128 columns, of 256, and one.
+BLOCKS = [1, TOKENS * 8 * 256, 1 << 30]
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """Hidden states [7, 5] and weight [384, 5], whose padding from row 300 on is large to be found out."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, dtype=torch.float64, generator=generator)
+    weight[REAL:] *= 50
+    return hidden, weight
+
+
+def expected(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's own."""
+    log_probability = (hidden @ weight[:REAL].T / TEMPERATURE).log_softmax(-1)
+    entropy = -(log_probability.exp() * log_probability).sum(-1)
+    return log_probability.gather(-1, TARGETS[:, None])[:, 0], entropy
+
+
+def gradients(outputs: tuple[Tensor, Tensor], leaves: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Of one fixed sum of both outputs."""
+    ramp = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+    return torch.autograd.grad((outputs[0] * ramp + outputs[1] * ramp.flip(0)).sum(), leaves)
+
+
+def wanted() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    hidden, weight = (part.requires_grad_() for part in inputs())
+    outputs = expected(hidden, weight)
+    return outputs, gradients(outputs, (hidden, weight))
+
+
+@pytest.mark.parametrize("block_bytes", BLOCKS)
+def test_outputs_and_gradients_equal_torch(block_bytes: int) -> None:
+    hidden, weight = (part.requires_grad_() for part in inputs())
+    outputs = linear_logprobs(hidden, weight, TARGETS, None, REAL, TEMPERATURE, block_bytes)
+    found, (values, slopes) = gradients(outputs, (hidden, weight)), wanted()
+    for got, want in zip((*outputs, *found), (*values, *slopes), strict=True):
+        assert torch.allclose(got, want, rtol=1e-11, atol=1e-12)
+    assert not found[1][REAL:].any(), "padding has no gradient"
+
+
+def test_gradcheck() -> None:
+    hidden, weight = inputs()
+    leaves = hidden[3:5].requires_grad_(), weight[:20].clone().requires_grad_()
+    targets = torch.tensor([3, 11])
+    assert torch.autograd.gradcheck(lambda h, w: linear_logprobs(h, w, targets, None, 17, TEMPERATURE), leaves)
+
+
+@pytest.mark.parametrize("target", [-100, -1, REAL, PADDED, 10**6])
+def test_a_target_outside_the_vocabulary_gives_nan(target: int) -> None:
+    targets = TARGETS.clone()
+    targets[1] = target
+    logprobs, entropy = linear_logprobs(*inputs(), targets, None, REAL)
+    assert torch.isnan(logprobs).tolist() == [index == 1 for index in range(TOKENS)]
+    assert torch.isfinite(entropy).all()
+
+
+def test_bfloat16_is_reduced_in_float32() -> None:
+    hidden, weight = (part.bfloat16().requires_grad_() for part in inputs())
+    outputs = linear_logprobs(hidden, weight, TARGETS, None, REAL, TEMPERATURE)
+    assert outputs[0].dtype == outputs[1].dtype == torch.float32
+    rounded = (hidden @ weight.T).detach()[:, :REAL].double() / TEMPERATURE
+    log_probability = rounded.log_softmax(-1)
+    assert torch.allclose(outputs[0].double(), log_probability.gather(-1, TARGETS[:, None])[:, 0], atol=1e-5)
+    assert all(found.dtype == torch.bfloat16 for found in gradients(outputs, (hidden, weight)))
+
+
+def test_no_tokens_and_a_frozen_weight() -> None:
+    hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.ones(PADDED, HIDDEN)
+    logprobs, entropy = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), None, REAL)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == entropy.shape == (0,)
+
+
+def test_no_more_logits_exist_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Watched(linear_logprob._Torch):
+        @staticmethod
+        def absorb(logits: Tensor, *rest: Any) -> None:
+            seen.append(logits.numel() * logits.itemsize)
+            absorb(logits, *rest)
+
+    monkeypatch.setattr(linear_logprob, "_implementation", lambda hidden: Watched)
+    limit = TOKENS * 8 * 256
+    linear_logprobs(*inputs(), TARGETS, None, REAL, TEMPERATURE, limit)
+    assert len(seen) == 2 and max(seen) <= limit
+
+
+def one_shard(columns: int) -> dict[str, Any]:
+    """What a rank gets from its rows of the weight; the last rank has padding, and with 3 ranks nothing else."""
+    hidden, weight = inputs()
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, columns * dist.get_world_size() - PADDED), value=50.0)
+    start = dist.get_rank() * columns
+    leaves = hidden.requires_grad_(), weight[start : start + columns].clone().requires_grad_()
+    outputs = linear_logprobs(*leaves, TARGETS, dist.group.WORLD, REAL, TEMPERATURE, 1)
+    found = gradients(outputs, leaves)
+    return {"outputs": [part.tolist() for part in outputs], "gradients": [part.tolist() for part in found]}
+
+
+@pytest.mark.parametrize(("ranks", "columns"), [(2, 192), (3, 150)])
+def test_cut_over_ranks_equals_whole(ranks: int, columns: int) -> None:
+    values, slopes = wanted()
+    results = run_ranks(one_shard, world_size=ranks, arguments={"columns": columns})
+    for result in results:
+        for got, want in zip(result["outputs"], values, strict=True):
+            assert torch.allclose(torch.tensor(got, dtype=torch.float64), want, rtol=1e-11, atol=1e-12)
+    of_hidden = sum(torch.tensor(result["gradients"][0], dtype=torch.float64) for result in results)
+    of_weight = torch.cat([torch.tensor(result["gradients"][1], dtype=torch.float64) for result in results])
+    assert torch.allclose(torch.as_tensor(of_hidden), slopes[0], rtol=1e-10, atol=1e-12)
+    assert torch.allclose(of_weight[:REAL], slopes[1][:REAL], rtol=1e-10, atol=1e-12)
+    assert not of_weight[REAL:].any()
+
+
+def test_tritons_reductions_equal_torchs() -> None:
+    pytest.importorskip("triton", reason="the interpreter comes with Triton")
+    script = Path(__file__).parent.parent / "reductions.py"
+    # The interpreter has to be asked for before Triton is imported.
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    checked = subprocess.run([sys.executable, "-P", str(script)], env=environment, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr

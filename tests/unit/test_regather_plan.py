@@ -1,0 +1,248 @@
+"""The plan of a regathering, against brute force over every element; no process group."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_megatron.loops.planning import plan_text
+from rlhf_megatron.models.architecture import Architecture, parse_architecture
+from rlhf_megatron.models.hf_files import window
+from rlhf_megatron.models.weight_map import Block, tensor_shapes, whole_blocks
+from rlhf_megatron.recipe.load import load_recipe
+from rlhf_megatron.regather.plan import (
+    PlanError,
+    RankPlan,
+    Side,
+    elements,
+    intersect,
+    plan_regather,
+    rounds,
+    split_copy,
+)
+from rlhf_megatron.regather.sides import rollout_side, trainer_side
+from rlhf_megatron.regather.sources import share_demand
+from rlhf_megatron.topology.layout import Layout
+from shards import architecture, checkpoint, filled
+
+DENSE = [
+    Layout(),
+    Layout(2),
+    Layout(4, data=2),
+    Layout(pipeline=2),
+    Layout(pipeline=4),
+    Layout(2, 2, 2),
+    Layout(2, 2, context=2),
+    Layout(1, 2, 2, virtual_pipeline=2),
+    Layout(data=4),
+    Layout(pipeline=3, first_stage_layers=1, last_stage_layers=1),
+]
+MIXTURES = [
+    Layout(data=4, expert=4, expert_tensor=1),
+    Layout(2, 2, 2, expert=2),
+    Layout(2, 1, 4, expert=4, expert_tensor=1),
+    Layout(4, 2, 1, expert=2, expert_tensor=2),
+    Layout(data=4, expert=2, expert_tensor=2),
+]
+MODELS = {
+    "tied": architecture(),
+    "untied": architecture(tied=False),
+    "as many key-value heads": architecture(tied=False, key_value_heads=8),
+    "repeated key-value heads": architecture(key_value_heads=2),
+    "mixture": architecture(tied=False, experts=8),
+}
+
+
+def plans_of(sources: Side, wanted: Side, ranks_per_node: int = 4) -> dict[int, RankPlan]:
+    ranks = sorted({*sources.shard_of, *wanted.shard_of})
+    return {rank: plan_regather(sources, wanted, rank, ranks_per_node) for rank in ranks}
+
+
+def lacking(a: Architecture, held: Sequence[Block], wanted: Sequence[Block]) -> int:
+    """How many elements of ``wanted`` are not in ``held``, counted one by one."""
+    own = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in tensor_shapes(a).items()}
+    for block in held:
+        own[block.tensor][tuple(slice(*span) for span in block.region)] = True
+    return sum(int((~own[b.tensor][tuple(slice(*span) for span in b.region)]).sum()) for b in wanted)
+
+
+@pytest.mark.parametrize("rollout", [(1, False), (2, False), (4, False), (2, True), (4, True)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_element_comes_once_and_no_other_does(model: str, rollout: tuple[int, bool]) -> None:
+    a = MODELS[model]
+    if rollout[1] and not a.experts:
+        pytest.skip("only mixtures have experts to spread")
+    tensors = checkpoint(a)
+    for layout in MIXTURES if a.experts else [each for each in DENSE if a.key_value_heads % each.tensor == 0]:
+        world = -(-layout.size // rollout[0]) * rollout[0]
+        sources, wanted = trainer_side(a, layout, range(layout.size)), rollout_side(a, rollout[0], world, rollout[1])
+        plans = plans_of(sources, wanted)
+        held = {rank: filled(sources.blocks(rank), tensors) for rank in range(layout.size)}
+        for rank, plan in plans.items():
+            expected = filled(wanted.blocks(rank), tensors)
+            found = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
+            for copy in (*plan.local, *plan.receives):
+                assert copy.destination == rank
+                origin = window(held[copy.source][copy.source_parameter], copy.source_offset, copy.region)
+                target = window(found[copy.destination_parameter], copy.destination_offset, copy.region)
+                assert target.isnan().all(), f"{copy} comes twice"
+                target.copy_(origin)
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            assert plan.bytes_received(1) == lacking(a, sources.blocks(rank), wanted.blocks(rank))
+        sent = [copy for plan in plans.values() for copy in plan.sends]
+        received = [copy for plan in plans.values() for copy in plan.receives]
+        assert sorted(sent) == sorted(received)
+        for sender in plans.values():  # both ends of a transfer have it in the same order
+            for receiver in plans.values():
+                there = [copy for copy in sender.sends if copy.destination == receiver.rank]
+                assert there == [copy for copy in receiver.receives if copy.source == sender.rank]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "tensor"),
+    [
+        ("untied", Layout(2, 2, 8), 4),
+        ("untied", Layout(1, 4, 16), 4),
+        ("mixture", Layout(2, 2, 8, expert=4, expert_tensor=1), 4),
+        ("mixture", Layout(1, 2, 16, expert=4, expert_tensor=1), 8),
+    ],
+    ids=str,
+)
+def test_replicas_send_equally_much(model: str, layout: Layout, tensor: int) -> None:
+    a = MODELS[model]
+    sources = trainer_side(a, layout, range(layout.size))
+    plans = plans_of(sources, rollout_side(a, tensor, layout.size), ranks_per_node=8)
+    by_stage: dict[int, list[int]] = defaultdict(list)
+    for rank, plan in plans.items():
+        by_stage[layout.coordinates(rank).pipeline].append(plan.bytes_sent(1))
+    for sent in by_stage.values():
+        assert max(sent) <= 1.1 * sum(sent) / len(sent)
+
+
+def test_equal_layouts_move_nothing() -> None:
+    for a, layout in ((MODELS["untied"], Layout(2, data=2)), (MODELS["mixture"], Layout(2, data=2))):
+        plans = plans_of(trainer_side(a, layout, range(4)), rollout_side(a, 2, 4))
+        assert not any(plan.sends or plan.receives for plan in plans.values())
+
+
+def test_a_source_on_the_same_node_is_preferred() -> None:
+    a = architecture()
+    blocks = trainer_side(a, Layout(), [0]).blocks(0)
+    sources = Side.of(dict.fromkeys((0, 1, 2, 6), blocks))
+    wanted = Side(dict.fromkeys((4, 5, 9), "whole"), lambda _: whole_blocks(a))
+    plans = plans_of(sources, wanted, ranks_per_node=4)
+    assert {copy.source for rank in (4, 5) for copy in plans[rank].receives} == {6}
+    # Rank 6 serves two already, so the one without a near source takes a third from each of the others.
+    shares = [sum(c.elements for c in plans[9].receives if c.source == rank) for rank in (0, 1, 2, 6)]
+    assert shares[3] == 0 and max(shares) - min(shares[:3]) <= 16
+
+
+@given(
+    st.sets(st.integers(0, 63), min_size=1, max_size=20),
+    st.sets(st.integers(0, 63), min_size=1, max_size=40),
+    st.sampled_from([1, 4, 8]),
+)
+def test_demand_is_met_from_near_and_else_evenly(holders: set[int], demanders: set[int], per_node: int) -> None:
+    shares = share_demand(sorted(holders), sorted(demanders), per_node)
+    assert set(shares) == demanders - holders
+    load, near_load = dict.fromkeys(holders, 0.0), dict.fromkeys(holders, 0.0)
+    takers: set[int] = set()
+    for demander, parts in shares.items():
+        near = {rank for rank in holders if rank // per_node == demander // per_node}
+        assert parts[-1][1] == 1.0
+        before = 0.0
+        for source, until in parts:
+            assert before < until and source in (near or holders)
+            load[source] += until - before
+            near_load[source] += (until - before) if near else 0.0
+            takers |= set() if near else {source}
+            before = until
+    for taker in takers:  # nobody who serves the far ones could have left it to one who sends less
+        assert load[taker] <= min(load.values()) + 1e-4
+    for rank in holders:
+        mates = [near_load[other] for other in holders if other // per_node == rank // per_node]
+        assert max(mates) - min(mates) < 1e-4
+
+
+def test_a_missing_source_is_named() -> None:
+    a = architecture()
+    half = Side.of({0: trainer_side(a, Layout(2), range(2)).blocks(0)})
+    with pytest.raises(PlanError, match=r"model\.embed_tokens\.weight.*rank 0.*of 3200 elements"):
+        plan_regather(half, Side.of({0: whole_blocks(a)}), 0)
+
+
+def test_rounds_bound_what_moves_at_once_and_lose_nothing() -> None:
+    a = architecture(tied=False)
+    plan = plan_regather(trainer_side(a, Layout(4), range(4)), rollout_side(a, 1, 4), 0)
+    of_pair = [copy for copy in plan.receives if copy.source == 1]
+    turns = rounds(of_pair, 100)
+    for turn in turns:
+        assert sum(copy.elements for copy in turn) <= 100 or len(turn) == 1
+    assert sum(copy.elements for turn in turns for copy in turn) == sum(copy.elements for copy in of_pair)
+    moved = torch.zeros(tensor_shapes(a)["model.embed_tokens.weight"])
+    for copy in of_pair:
+        if copy.tensor == "model.embed_tokens.weight":
+            for piece in split_copy(copy, 100):
+                window(moved, piece.destination_offset, piece.region).add_(1)
+    assert moved.sum() == (moved == 1).sum() == sum(c.elements for c in of_pair if c.tensor.startswith("model.embed"))
+
+
+def test_a_dry_run_tells_bytes_and_seconds() -> None:
+    recipe = load_recipe(Path("recipes/qwen70b_dapo.yaml"), ["cluster.link_gb_per_sec=50"])
+    text = plan_text(recipe, 96)
+    # Of 1/8 of the model, 1/6 is held: TP8 in both layouts, and 6 stages in one.
+    assert "14.19 of 16.93 GB of rollout weights per GPU come from 15 other GPUs, and 13.71 GB go to others" in text
+    assert "; 0.30 s at 50 GB/s" in text
+
+
+QWEN3_235B = {
+    "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 94, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_a_thousand_ranks_of_a_large_mixture(expert_parallel: bool) -> None:
+    a = parse_architecture(QWEN3_235B, "Qwen3-235B-A22B")
+    layout = Layout(4, 8, 32, expert=8, expert_tensor=1, first_stage_layers=11, last_stage_layers=11)
+    sources, wanted = trainer_side(a, layout, range(1024)), rollout_side(a, 8, 1024, expert_parallel)
+    plan = plan_regather(sources, wanted, 700)
+    check_against_closed_form(plan, sources, wanted)
+
+
+def test_a_thousand_ranks_of_a_large_dense_model() -> None:
+    config = json.loads(Path("recipes/models/qwen2.5-72b/config.json").read_text())
+    a = parse_architecture(config, "Qwen2.5-72B")
+    layout = Layout(8, 4, 32)
+    for tensor in (4, 8):
+        sources, wanted = trainer_side(a, layout, range(1024)), rollout_side(a, tensor, 1024)
+        plans = [plan_regather(sources, wanted, rank) for rank in range(3, 256, 32)]  # of one shard
+        for plan in plans:
+            check_against_closed_form(plan, sources, wanted)
+        sent = [plan.bytes_sent(2) for plan in plans]
+        assert max(sent) <= 1.1 * sum(sent) / len(sent)
+
+
+def check_against_closed_form(plan: RankPlan, sources: Side, wanted: Side) -> None:
+    """A rank receives what it wants less what it holds; sums of rectangles, since the elements are too many."""
+    own: dict[str, list[Block]] = defaultdict(list)
+    for block in sources.blocks(plan.rank):
+        own[block.tensor].append(block)
+    wants = has = 0
+    for block in wanted.blocks(plan.rank):
+        wants += elements(block.region)
+        has += sum(elements(r) for held in own[block.tensor] if (r := intersect(held.region, block.region)))
+    assert sum(copy.elements for copy in plan.local) == has
+    assert plan.bytes_received(1) == wants - has > 0
+    per_node = 8
+    for copy in plan.receives:
+        assert copy.source != plan.rank == copy.destination
+    assert len({copy.source // per_node for copy in plan.receives}) > 1

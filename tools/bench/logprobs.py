@@ -1,0 +1,126 @@
+"""Logprobs and entropy without logits, beside the plain way: seconds and extra memory, forward and backward.
+
+    python tools/bench/logprobs.py [--tokens 4096,16384] [--vocabulary 152064] [--hidden 3584] [--output FILE.json]
+
+The plain way makes all logits, widens them to float32 and leaves the rest to torch's autograd. The floor is the matrix
+products alone: one forward, two backward, and for the chunked way one more that makes the logits again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from rlhf_megatron.kernels.linear_logprob import linear_logprobs
+from rlhf_megatron.monitor.environment import environment_report
+
+WARM_UPS, REPEATS = 3, 10
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropy), [T] each, by torch."""
+    log_probability = (hidden @ weight.T).float().log_softmax(-1)
+    entropy = -(log_probability.exp() * log_probability).sum(-1)
+    return log_probability.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def products(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """The matrix products that the plain way cannot do without."""
+    logits = hidden @ weight.T
+    torch.mm(logits, weight)
+    torch.mm(logits.T, hidden)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", default="4096,16384", help="default: %(default)s")
+    parser.add_argument("--vocabulary", type=int, default=152_064, help="default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=3584, help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="write the results there as JSON")
+    options = parser.parse_args()
+    results = []
+    for tokens in (int(number) for number in options.tokens.split(",")):
+        results += measure(tokens, options.vocabulary, options.hidden)
+    show(results)
+    if options.output:
+        report = {"command": " ".join(sys.argv), "environment": environment_report(), "results": results}
+        options.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    return 0
+
+
+def measure(tokens: int, vocabulary: int, hidden_size: int) -> list[dict[str, Any]]:
+    """One row per way."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(1)
+    hidden = torch.randn(tokens, hidden_size, device=device, dtype=dtype, generator=generator)
+    weight = torch.randn(vocabulary, hidden_size, device=device, dtype=dtype, generator=generator) * hidden_size**-0.5
+    targets = torch.randint(vocabulary, (tokens,), device=device, generator=generator)
+    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+        "plain": plain,
+        "without logits": lambda h, w, t: linear_logprobs(h, w, t, None, vocabulary),
+        "matrix products alone": products,
+    }
+    rows = []
+    for name, way in ways.items():
+        for learns in (False, True):
+            try:
+                rows.append(
+                    {"tokens": tokens, "way": name, "backward": learns, **one(way, hidden, weight, targets, learns)}
+                )
+            except torch.OutOfMemoryError:
+                rows.append({"tokens": tokens, "way": name, "backward": learns, "out_of_memory": True})
+    return rows
+
+
+def one(way: Callable[..., Any], hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> dict[str, float]:
+    """Median seconds with their spread, and bytes beyond inputs and gradients at the peak."""
+    hidden, weight = (leaf.detach().requires_grad_(learns and way is not products) for leaf in (hidden, weight))
+    cuda = hidden.is_cuda
+    seconds, extra = [], 0
+    for repeat in range(WARM_UPS + REPEATS):
+        hidden.grad = weight.grad = None
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        began = time.perf_counter()
+        found = way(hidden, weight, targets)
+        if learns and found is not None:
+            (found[0].mean() + 0.01 * found[1].mean()).backward()
+        if cuda:
+            torch.cuda.synchronize()
+            extra = torch.cuda.max_memory_allocated() - before
+        if repeat >= WARM_UPS:
+            seconds.append(time.perf_counter() - began)
+        del found
+    kept = sum(leaf.grad.nbytes for leaf in (hidden, weight) if leaf.grad is not None)
+    low, high = min(seconds), max(seconds)
+    return {"median_s": statistics.median(seconds), "min_s": low, "max_s": high, "extra_bytes": extra - kept}
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """A table on stdout."""
+    table = Table("tokens", "way", "pass", "ms", "extra GB")
+    for row in results:
+        told = ("out of memory", "-")
+        if "median_s" in row:
+            told = (f"{row['median_s'] * 1e3:.1f}", f"{row['extra_bytes'] / 1e9:.2f}")
+        table.add_row(f"{row['tokens']:,}", row["way"], "both" if row["backward"] else "forward", *told)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""How long a regathering takes, beside what the links and the memory allow and beside gathering whole tensors.
+
+    python tools/bench/regather.py [--gpus 2] [--output docs/results/regather.json] [--plot docs/results/regather.png]
+
+Shapes of real models with random weights, plain tensors for shards on both ends, and for each pair of layouts in one
+run: this package's regathering; the floor, which is the bytes that a rank lacks over the measured bandwidth of a link,
+or the bytes that it moves within itself over that of a copy, whichever takes longer; and the usual way
+(``whole_tensors.py``). Both must leave the same bits. The ranks of each model (``regather_measure.py``) are processes
+of their own, and what was measured is written after each pair, so that one failure costs no more than its model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from regather_measure import SHAPES, append
+
+SECONDS_FOR_ONE_MODEL = 75.0
+HELD_TO_TARGETS = ("7B", "32B", "30B-A3B")
+
+
+def main() -> int:
+    """Starts the ranks of each model, one after the other; returns 1 where a target is missed or a model failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="ranks; default: %(default)s")
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), help="default: all, on a CPU the toys")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/regather.json"), help="default: %(default)s")
+    parser.add_argument("--plot", type=Path, help="default: the output's name, as .png")
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    models = options.models or [name for name in SHAPES if name.startswith("toy") != on_gpu]
+    options.output.write_text(json.dumps(_record(options.gpus, on_gpu), indent=1) + "\n", encoding="utf-8")
+    for model in models:
+        command = [
+            sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={options.gpus}",
+            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+            str(Path(__file__).with_name("regather_measure.py")), model, str(options.output),
+        ]  # fmt: skip
+        status = _run(command)
+        if status:
+            append(options.output, {"model": model, "failed": status})
+    rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
+    missed = misses(rows)
+    for text in missed:
+        print(f"missed: {text}", file=sys.stderr)
+    draw([row for row in rows if "failed" not in row], options.plot or options.output.with_suffix(".png"))
+    return int(bool(missed))
+
+
+def _run(command: Sequence[str]) -> str:
+    """Why the command failed, or nothing; one that takes too long is ended, and its ranks with it."""
+    process = subprocess.Popen(command)
+    try:
+        status = process.wait(SECONDS_FOR_ONE_MODEL)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun passes it on to the ranks
+        process.wait()
+        return f"not done after {SECONDS_FOR_ONE_MODEL:g} s"
+    return f"the ranks ended with status {status}" if status else ""
+
+
+def _record(ranks: int, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "command": " ".join(["python tools/bench/regather.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "ranks": ranks,
+        "torch": torch.__version__,
+        "rows": [],
+    }
+
+
+def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What did not keep to its target, in words."""
+    found = []
+    for row in rows:
+        name = f"{row['model']} {row.get('layouts', '')}".strip()
+        if "failed" in row:
+            found.append(f"{name}: {row['failed']}")
+            continue
+        if row["equal"] and row["bytes_received"]:
+            found.append(f"{name}: {row['bytes_received']} bytes cross a link between equal layouts")
+        if row["model"] not in HELD_TO_TARGETS:
+            continue
+        if row["times_the_floor"] > 1.3:
+            found.append(f"{name}: {row['times_the_floor']:.2f} times the floor, above 1.3")
+        if row["bytes_received"] and row["times_faster"] < 10:
+            found.append(f"{name}: {row['times_faster']:.1f} times as fast as whole tensors, below 10")
+        if row["extra_mb"] > 256 + row["rollout_bytes"] / 2**20 / 100:
+            found.append(f"{name}: {row['extra_mb']:.0f} MB on top, above 256 MB + 1%")
+    return found
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Bars of seconds, on a logarithmic axis: floor, regathering, whole tensors."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.45 * max(1, len(rows))))
+    kinds = {"floor": "#94a3b8", "regather": "#ec4899", "whole_tensors": "#2563eb"}
+    for number, (kind, colour) in enumerate(kinds.items()):
+        seconds = [row[f"{kind}_seconds"] * 1000 for row in rows]
+        places = [place + 0.27 * (number - 1) for place in range(len(rows))]
+        axes.barh(places, seconds, height=0.25, color=colour, label=kind.replace("_", " "))
+    axes.set_yticks(range(len(rows)), [f"{row['model']}  {row['layouts']}" for row in rows])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("ms")
+    axes.legend(loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

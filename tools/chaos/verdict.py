@@ -1,0 +1,191 @@
+"""The judge of the fault campaign: what a run has left, against what was expected and the undisturbed run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from safetensors.numpy import load_file
+
+RECIPE = yaml.safe_load((Path(__file__).resolve().parent / "recipe.yaml").read_text(encoding="utf-8"))
+STEPS, ROWS = RECIPE["steps"], 40
+TIMED = ("time/", "perf/", "rollout/throughput", "train/step_time", "reward/latency")
+RELATIVE, ABSOLUTE = 1e-3, 1e-5  # tolerance of what differs by rounding
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault and what is expected of it.
+
+    Attributes:
+        expected: in words.
+        fault: the value of RLHF_MEGATRON_FAULT, for the first launch.
+        outside: the method of Disturbance that is called while the first launch goes on.
+        decisions: of recovery.jsonl, without ``resume`` and the ``fault`` that another rank may have.
+        equality: of metrics and exported weights with those of the undisturbed run.
+        launches: calls of torchrun. Only a single one has restarts.
+        said: what the output must have.
+        passed_over: the first and last step whose data are skipped after a rollback.
+    """
+
+    name: str
+    expected: str
+    fault: str = ""
+    outside: str = ""
+    decisions: tuple[str, ...] = ("start", "restart", "done")
+    equality: Literal["bits", "rounding", "other data"] = "bits"
+    launches: int = 1
+    overrides: tuple[str, ...] = ()
+    said: str = ""
+    passed_over: tuple[int, int] | None = None
+
+
+@dataclass
+class Result:
+    """What became of a case; ``problems`` is empty where all was as expected."""
+
+    name: str
+    fault: str
+    expected: str
+    happened: str
+    equal: str
+    steps_repeated: int
+    seconds_to_recover: float | None
+    seconds: float
+    problems: list[str]
+
+    def row(self) -> list[str]:
+        """The cells of a table."""
+        happened = self.happened + "".join(f"; NOT AS EXPECTED: {problem}" for problem in self.problems)
+        recovery = "" if self.seconds_to_recover is None else f"{self.seconds_to_recover:.0f}"
+        return [self.name, self.expected, happened, self.equal, str(self.steps_repeated), recovery]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def decisions(run: Path) -> list[dict[str, Any]]:
+    """The run's recovery.jsonl."""
+    return lines_of(run / "recovery.jsonl")
+
+
+def metrics_of(run: Path) -> dict[int, dict[str, float]]:
+    """The last word on each step, without times."""
+    steps: dict[int, dict[str, float]] = {}
+    for record in lines_of(run / "metrics.jsonl"):
+        steps.setdefault(record.pop("step"), {}).update(record)
+    return {step: {k: v for k, v in found.items() if not k.startswith(TIMED)} for step, found in steps.items()}
+
+
+def judge(case: Case, folder: Path, faults: list[float], seconds: float, problems: list[str]) -> Result:
+    """Compares what a run has left with what the case expects and with the reference."""
+    run, lines = folder / "runs" / case.name, decisions(folder / "runs" / case.name)
+    told = tuple(line["what"] for line in lines if line["what"] not in ("resume", "fault"))
+    if told != tuple(case.decisions):
+        problems.append(f"recovery.jsonl says {', '.join(told)} instead of {', '.join(case.decisions)}")
+    if case.said not in (run / "launch.log").read_text(encoding="utf-8"):
+        problems.append(f"nothing was said of {case.said!r}")
+    equal = equality(run, folder / "runs" / RECIPE["name"])
+    if equal not in {"bits": ["bits"], "rounding": ["bits", "rounding"]}.get(case.equality, [equal]):
+        problems.append(f"equal {equal} instead of {case.equality}")
+    repeated = steps_repeated(lines)
+    if repeated > RECIPE["checkpoint"]["save_interval"] + 1:  # a checkpoint becomes visible one step later
+        problems.append(f"{repeated} steps were repeated")
+    problems += accounts(run, case.passed_over)
+    recovery = max((after - fault for fault in faults if (after := gone_on(lines, fault))), default=None)
+    return Result(case.name, case.fault, case.expected, story(lines), equal, repeated, recovery, seconds, problems)
+
+
+def equality(run: Path, reference: Path) -> str:
+    """How far metrics and exported weights are those of the reference: bits, rounding, or until which step."""
+    found, expected = metrics_of(run), metrics_of(reference)
+    exports = [path / "export" / f"step-{STEPS}" / "model.safetensors" for path in (run, reference)]
+    if found.keys() != expected.keys() or not all(path.exists() for path in exports):
+        return "not whole"
+    if found == expected and exports[0].read_bytes() == exports[1].read_bytes():
+        return "bits"
+    weights, wanted = (load_file(path) for path in exports)
+    largest = max(float(abs(weights[name] - wanted[name]).max()) for name in wanted)
+    if all(are_close(found[step], expected[step]) for step in expected) and largest < ABSOLUTE:
+        return "rounding"
+    return f"until step {min((step for step in expected if found[step] != expected[step]), default=STEPS + 1) - 1}"
+
+
+def are_close(found: dict[str, float], expected: dict[str, float]) -> bool:
+    """Whether two records have the same numbers up to rounding."""
+    return found.keys() == expected.keys() and all(
+        value == wanted
+        or (None not in (value, wanted) and math.isclose(value, wanted, rel_tol=RELATIVE, abs_tol=ABSOLUTE))
+        for value, wanted in ((found[name], expected[name]) for name in expected)
+    )
+
+
+def steps_repeated(lines: list[dict[str, Any]]) -> int:
+    """How many finished steps later attempts have done again."""
+    repeated = 0
+    for line, after in zip(lines, [*lines[1:], {"what": "end"}], strict=True):
+        if line["what"] in ("start", "restart"):
+            repeated += line["step"] - (after["step"] if after["what"] == "resume" else 0)
+    return repeated
+
+
+def accounts(run: Path, passed_over: tuple[int, int] | None) -> list[str]:
+    """What is wrong with the run's rows: each one drawn is trained on once, waits for the next step, or is dropped.
+
+    Looks at the last time that each step was done, since these steps made the weights.
+    """
+    records = [record for record in lines_of(run / "metrics.jsonl") if "data/epoch" in record]
+    steps = {int(record["step"]): record for record in records}
+    after = {step: round(record["data/epoch"] * ROWS) for step, record in steps.items()}
+    before = {step: after.get(step - 1, 0) for step in steps}
+    if passed_over:  # where the data stood after the last of these steps, when it was first done
+        first, last = passed_over
+        skipped_to = next(record["data/epoch"] for record in records if record["step"] == last)
+        before[first] = round(skipped_to * ROWS)
+    problems, waiting = [], 0.0
+    for step, record in sorted(steps.items()):
+        rounds, used, carried, dropped, surplus = (
+            record[f"rollout/{name}"]
+            for name in ("rounds", "groups", "groups_carried_over", "groups_dropped", "groups_surplus")
+        )
+        drawn = after[step] - before[step]
+        if drawn != rounds * RECIPE["algorithm"]["filter_groups"]["prompts_per_round"]:
+            problems.append(f"step {step}: {drawn} rows were drawn in {rounds:g} rounds")
+        if carried != waiting or drawn + carried != used + dropped + surplus:
+            problems.append(
+                f"step {step}: {drawn} rows drawn, {waiting:g} waiting, {carried:g} taken from these, {used:g} used, "
+                f"{dropped:g} dropped, {surplus:g} left"
+            )
+        waiting = surplus
+    return problems
+
+
+def gone_on(lines: list[dict[str, Any]], fault: float) -> float | None:
+    """When an attempt went on after a fault, in seconds since 1970; None where none had to."""
+    later = [line | {"at": moment} for line in lines if (moment := seconds_of(line["time"])) > fault]
+    while later and later[0]["what"] not in ("start", "restart"):
+        later.pop(0)
+    moments: list[float] = [line["at"] for line in later[:2] if line["what"] in ("start", "restart", "resume")]
+    return moments[-1] if moments else None
+
+
+def seconds_of(text: str) -> float:
+    """The seconds since 1970 of a time in ISO's form."""
+    return datetime.datetime.fromisoformat(text).timestamp()
+
+
+def story(lines: list[dict[str, Any]]) -> str:
+    """What recovery.jsonl says, in a few words."""
+    words = {
+        "start": "starts after step {step}", "restart": "restarts after step {step}", "resume": "from step {step}",
+        "fault": "fault in {phase}", "hang": "hang noticed", "stop": "stops after step {step}", "done": "done",
+    }  # fmt: skip
+    return ", ".join(words.get(line["what"], line["what"]).format_map(line) for line in lines[1:])
