@@ -6,11 +6,14 @@ lengths this ends at least as near to the bound as the largest differencing meth
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 
 # Exchanges are tried with so many of the cheapest bins, and so many are made at most for each bin.
 _PARTNERS, _EXCHANGES_PER_BIN = 4, 4
+# Nor is more tried where the dearest bin is so near to the mean.
+_NEAR_ENOUGH = 0.001
 
 
 def deal(costs: Sequence[float], sizes: Sequence[int], bins: int, limit: int) -> list[list[int]] | None:
@@ -29,8 +32,9 @@ def deal(costs: Sequence[float], sizes: Sequence[int], bins: int, limit: int) ->
         filled[place] += sizes[item]
         heapq.heappush(heap, (cost + costs[item], place))
     totals = [sum(costs[item] for item in items) for items in dealt]
+    goal = (1 + _NEAR_ENOUGH) * sum(totals) / bins
     for _ in range(_EXCHANGES_PER_BIN * bins):
-        if not _exchange(dealt, totals, filled, costs, sizes, limit):
+        if max(totals) <= goal or not _exchange(dealt, totals, filled, costs, sizes, limit):
             break
     return [sorted(items) for items in dealt]
 
@@ -47,8 +51,11 @@ def _exchange(
     high = max(range(len(dealt)), key=totals.__getitem__)
     best, chosen = totals[high] * (1 - 1e-9), None
     for low in heapq.nsmallest(_PARTNERS, range(len(dealt)), key=totals.__getitem__):
+        ordered = sorted(dealt[low], key=costs.__getitem__)
+        ladder, half = [costs[item] for item in ordered], (totals[high] - totals[low]) / 2
         for given in dealt[high]:
-            for taken in (*dealt[low], None):
+            near = bisect.bisect(ladder, costs[given] - half)  # what would make both bins equal is about there
+            for taken in (*ordered[max(0, near - 1) : near + 1], None):
                 cost, size = (costs[taken], sizes[taken]) if taken is not None else (0.0, 0)
                 moved, grown = costs[given] - cost, sizes[given] - size
                 dearer = max(totals[high] - moved, totals[low] + moved)
