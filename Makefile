@@ -11,6 +11,8 @@ READY = $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 SOURCES = $(foreach folder,rlhf_megatron kernels launch tools,$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
 
 export OMP_NUM_THREADS ?= 1
+# Containers like to switch this on; then every command compiles torch, vLLM and transformers anew, for half a minute.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test chaos lint gpu-test bench-data bench-regather

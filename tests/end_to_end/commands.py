@@ -38,6 +38,11 @@ class Finished:
     err: str
     ended: float
 
+    def check(self) -> Finished:
+        """Itself; raises AssertionError with what stands on stderr where the command failed."""
+        assert self.status == 0, self.err
+        return self
+
     def error_lines(self) -> list[str]:
         """The one-line errors on stderr."""
         return ERROR_LINE.findall(self.err)
@@ -117,7 +122,8 @@ def python(script: str, *arguments: str, folder: Path) -> Finished:
         return command.finish()
 
 
-def torchrun(ranks: int, script: str, *arguments: str, folder: Path, warm: bool = True) -> Command:
-    """Starts a script of the repository on ``ranks`` ranks in ``folder``."""
-    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def torchrun(ranks: int, script: str, *arguments: str, folder: Path, restarts: int = 0, warm: bool = True) -> Command:
+    """Starts a script of the repository on ``ranks`` ranks in ``folder``, and again up to ``restarts`` times."""
+    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+    launcher += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     return Command([*launcher, str(ROOT / script), *arguments], folder, warm)

@@ -77,7 +77,7 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "show", "job", number)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
-    def wait(self, what: str, until: Callable[[], bool], seconds: float = 120.0) -> None:
+    def wait(self, what: str, until: Callable[[], bool], seconds: float = 300.0) -> None:
         """Returns when ``until`` is true; raises AssertionError with the daemons' logs after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not until():

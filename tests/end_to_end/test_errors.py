@@ -16,27 +16,21 @@ import pytest
 import yaml
 
 from end_to_end.commands import Finished, python, torchrun
+from end_to_end.runs import SUPERVISED, TRAIN, make_model
 from rlhf_megatron.rollout.environment import has_gpu
 
-TRAIN = "launch/train.py"
 ROWS, LONG_ROW, BAD_ROW = 24, 5, 7
 SECONDS_TO_END = 30.0
 Row = dict[str, Any]
 
-SUPERVISED: Row = {
+LEARNING: Row = {
+    **SUPERVISED,
     "name": "errors",
-    "loop": "sft",
     "steps": 1,
-    "model": {"path": "model", "dtype": "float32"},
     "data": {"train_files": ["good.parquet"], "max_prompt_length": 48},
-    "batch": {"prompts_per_step": 4},
-    "actor": {"tokens_per_gpu": 512, "optimizer": {"learning_rate": 1e-3}},
-    "evaluation": {"at_start": False, "at_end": False},
-    "checkpoint": {"export_at_end": False},
-    "monitor": {"plots": False},
 }
 REINFORCED: Row = {
-    **SUPERVISED,
+    **LEARNING,
     "loop": "rl",
     "batch": {"prompts_per_step": 4, "responses_per_prompt": 2},
     "rollout": {"max_response_length": 8},
@@ -71,9 +65,7 @@ def row(number: int, question: str = "Calculate {} + 1.") -> Row:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of one layer, data good and bad, and the recipes, all named by relative paths."""
     path = tmp_path_factory.mktemp("errors")
-    sizes = ["--layers=1", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    made = python("tools/make_tiny_model.py", "--output=model", *sizes, folder=path)
-    assert made.status == 0, made.err
+    make_model(path, layers=1)
     shutil.copytree(path / "model", path / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     good = [row(number) for number in range(ROWS)]
     files = {
@@ -83,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, rows in files.items():
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / f"{name}.parquet")
-    (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED))
+    (path / "sft.yaml").write_text(yaml.safe_dump(LEARNING))
     (path / "rl.yaml").write_text(yaml.safe_dump(REINFORCED))
     (path / "rewards.py").write_text(REWARDS)
     return path

@@ -15,12 +15,12 @@ import torch
 import yaml
 
 from end_to_end.commands import Finished, python, torchrun
+from end_to_end.runs import make_model, make_sums
 from rlhf_megatron.rollout.environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 
 EVALUATE = "launch/evaluate.py"
-TASK = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
 SAMPLES = 4
 RECIPE: dict[str, Any] = {
     "name": "tiny",
@@ -64,21 +64,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(3)
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(aime), path / "aime.parquet")
-    sizes = ["--layers=2", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    for arguments in (
-        ["tools/make_tiny_model.py", "--output=model", *sizes],
-        ["tools/prepare_data.py", *TASK, "--size=6", "--seed=9", "--output=sums.parquet"],
-    ):
-        made = python(*arguments, folder=path)
-        assert made.status == 0, made.err
+    make_model(path, layers=2)
+    make_sums(path, 6, "--seed=9", name="sums")
     return path
 
 
 @pytest.fixture(scope="module")
 def sampled(folder: Path) -> Finished:
     with torchrun(2, EVALUATE, "recipe.yaml", folder=folder) as command:
-        finished = command.finish()
-    assert finished.status == 0, finished.err
+        finished = command.finish().check()
     return finished
 
 
@@ -128,8 +122,7 @@ def test_greedy_answers_of_a_replica_over_two_ranks_are_those_of_transformers(fo
     transformers = pytest.importorskip("transformers")
     greedy = ("rollout.layout.tensor=2", "evaluation={temperature: 0}", "reward={rule: math}", "name=greedy")
     with torchrun(2, EVALUATE, "recipe.yaml", *greedy, folder=folder) as command:
-        finished = command.finish()
-    assert finished.status == 0, finished.err
+        command.finish().check()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     answered = pyarrow.parquet.read_table(folder / "runs/greedy/evaluation.parquet").to_pylist()

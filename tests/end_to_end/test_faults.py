@@ -5,7 +5,6 @@ end. Every fault by itself, in a run of reinforcement learning: tools/chaos.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from end_to_end.commands import ROOT, Command, python
-from end_to_end.test_resume import TASK
-from end_to_end.test_signals import RECIPE, decisions
+from end_to_end.commands import torchrun
+from end_to_end.runs import SUPERVISED, TRAIN, decisions, lines_of, make_model, make_sums
 
 STEPS, ROWS, PROMPTS = 16, 60, 4
 CHANGES: dict[str, Any] = {
@@ -39,29 +37,21 @@ FAULTS = "stop@update:5:1,out_of_memory@update:8:1,nan@update:11-13:1,kill@publi
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run, which torchrun has started five times."""
     folder = tmp_path_factory.mktemp("faults")
-    data = RECIPE["data"] | {"validation_files": ["train.parquet"]}
-    (folder / "sft.yaml").write_text(yaml.safe_dump(RECIPE | CHANGES | {"data": data}))
-    sizes = ["--layers=1", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    for arguments in (
-        ["tools/make_tiny_model.py", "--output=model", *sizes],
-        ["tools/prepare_data.py", *TASK, f"--size={ROWS}", "--output=train.parquet"],
-    ):
-        made = python(*arguments, folder=folder)
-        assert made.status == 0, made.err
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=4"]
+    data = SUPERVISED["data"] | {"validation_files": ["train.parquet"]}
+    (folder / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED | CHANGES | {"data": data}))
+    make_model(folder, layers=1)
+    make_sums(folder, ROWS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLHF_MEGATRON_FAULT", FAULTS)
         patch.setenv("RLHF_MEGATRON_DEADLINE", str(time.time() + 2 * 3600))  # and an hour by the clock that is wrong
-        script = str(ROOT / "launch" / "train.py")
-        with Command([sys.executable, "-P", *launcher, script, "sft.yaml"], folder) as command:
-            finished = command.finish()
-    assert finished.status == 0, finished.err
+        with torchrun(2, TRAIN, "sft.yaml", folder=folder, restarts=4) as command:
+            command.finish().check()
     return folder / "runs" / "faults"
 
 
 def records(run: Path) -> list[dict[str, float]]:
     """What the steps say, in the order in which they were done."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return lines_of(run / "metrics.jsonl")
 
 
 def test_each_fault_is_followed_by_what_helps(run: Path) -> None:

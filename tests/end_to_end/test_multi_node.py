@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from end_to_end.commands import ROOT, Command, python, torchrun
-from end_to_end.test_resume import TASK, metrics_of
-from end_to_end.test_signals import RECIPE, decisions, logged, wait_for
+from end_to_end.commands import ROOT, Command, torchrun
+from end_to_end.runs import SUPERVISED, TRAIN, decisions, logged, make_model, make_sums, metrics_of, wait_for
 
 STEPS = 100
 CHANGES = {
@@ -48,7 +47,7 @@ class Nodes:
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", "--rdzv-id=cable"]
         # A namespace has no host name of its own by which torchrun could tell whether the rendezvous is its.
         launcher += [f"--rdzv-conf=is_host={node == 0}", f"--local-addr={self.addresses[node]}"]
-        launcher += [str(ROOT / "launch" / "train.py"), "sft.yaml", *arguments]
+        launcher += [str(ROOT / TRAIN), "sft.yaml", *arguments]
         script = str(ROOT / "tests" / "end_to_end" / "on_node.py")
         return Command([sys.executable, "-P", script, self.names[node], *launcher], folder)
 
@@ -79,22 +78,17 @@ def nodes() -> Iterator[Nodes]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with random weights, and data; both nodes see it."""
     path = tmp_path_factory.mktemp("nodes")
-    (path / "sft.yaml").write_text(yaml.safe_dump(RECIPE | CHANGES))
-    sizes = ["--layers=1", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    for arguments in (
-        ["tools/make_tiny_model.py", "--output=model", *sizes],
-        ["tools/prepare_data.py", *TASK, "--size=60", "--output=train.parquet"],
-    ):
-        made = python(*arguments, folder=path)
-        assert made.status == 0, made.err
+    (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED | CHANGES))
+    make_model(path, layers=1)
+    make_sums(path, 60)
     return path
 
 
 def test_a_cable_that_is_pulled_and_put_back_costs_a_restart_and_changes_no_number(
     nodes: Nodes, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with torchrun(2, "launch/train.py", "sft.yaml", folder=folder) as command:
-        assert command.finish().status == 0
+    with torchrun(2, TRAIN, "sft.yaml", folder=folder) as command:
+        command.finish().check()
     whole = metrics_of(folder / "runs" / "whole")
     assert sorted(whole) == list(range(1, STEPS + 1))
 

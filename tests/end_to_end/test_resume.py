@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +13,25 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from end_to_end.commands import Finished, python, torchrun
+from end_to_end.commands import Finished, torchrun
+from end_to_end.runs import (
+    LENGTH_REWARD,
+    TRAIN,
+    decisions,
+    logged,
+    make_model,
+    make_sums,
+    metrics_of,
+    steps_of,
+    wait_for,
+)
 from rlhf_megatron.rollout.environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 
-TRAIN, STEPS = "launch/train.py", 4
-STEPS_BEFORE_KILLS, STEPS_OF_KILLED = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3], 14
+STEPS = 4
+# What each of ten lives does before its last step; all of them together come not far beyond step 16.
+STEPS_BEFORE_KILLS, STEPS_OF_KILLED = [0, 0, 0, 0, 0, 0, 1, 1, 2, 2], 20
 RECIPE: dict[str, Any] = {
     "name": "whole",
     "loop": "rl",
@@ -58,28 +70,18 @@ PPO: dict[str, Any] = {
     "evaluation": {"interval": 5, "at_start": False},
     "checkpoint": {"save_interval": 1, "keep_last_k": 2},
 }
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return (len(solution_str) % 5) / 4
-"""
-TASK = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with random weights, and data."""
     path = tmp_path_factory.mktemp("resume")
-    (path / "reward.py").write_text(REWARD)
+    (path / "reward.py").write_text(LENGTH_REWARD)
     (path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
     (path / "ppo.yaml").write_text(yaml.safe_dump(RECIPE | PPO))
-    sizes = ["--layers=2", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    for arguments in (
-        ["tools/make_tiny_model.py", "--output=model", *sizes],
-        ["tools/prepare_data.py", *TASK, "--size=6", "--seed=9", "--output=held_out.parquet"],
-        ["tools/prepare_data.py", *TASK, "--size=40", "--exclude=held_out.parquet", "--output=train.parquet"],
-    ):
-        made = python(*arguments, folder=path)
-        assert made.status == 0, made.err
+    make_model(path, layers=2)
+    make_sums(path, 6, "--seed=9", name="held_out")
+    make_sums(path, 40, "--exclude=held_out.parquet")
     return path
 
 
@@ -89,32 +91,9 @@ def train(folder: Path) -> Callable[..., Finished]:
 
     def run(*arguments: str) -> Finished:
         with torchrun(2, TRAIN, "grpo.yaml", *arguments, folder=folder) as command:
-            finished = command.finish()
-        assert finished.status == 0, finished.err
-        return finished
+            return command.finish().check()
 
     return run
-
-
-def metrics_of(run: Path) -> dict[int, dict[str, float]]:
-    """What a run's steps say, the last word on each, without times."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in run.joinpath("metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        steps.setdefault(record.pop("step"), {}).update(record)
-    timed = ("time/", "perf/", "rollout/throughput", "train/step_time", "reward/latency")
-    return {step: {k: v for k, v in found.items() if not k.startswith(timed)} for step, found in steps.items()}
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that may be growing or missing."""
-    text = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def lines_done(run: Path) -> int:
-    """How many lines of metrics a run has."""
-    return len(lines_of(run / "metrics.jsonl"))
 
 
 @pytest.fixture(scope="module")
@@ -160,32 +139,36 @@ def test_a_killed_run_goes_on_to_the_last_bit(
     assert all((exported[name] == expected[name]).all() for name in expected)
 
 
+def lives(run: Path) -> int:
+    """How often a run has begun or gone on."""
+    return sum(line["what"] in ("start", "resume") for line in decisions(run))
+
+
 def test_a_run_killed_at_ten_random_moments_is_the_same_to_the_last_bit(folder: Path) -> None:
     whole, run = folder / "runs" / "ppo", folder / "runs" / "often_killed"
     with torchrun(2, TRAIN, "ppo.yaml", folder=folder) as command:
-        assert command.finish().status == 0
+        command.finish().check()
     expected = metrics_of(whole)
     assert any(record["rollout/groups_carried_over"] for record in expected.values())
-    seconds = sum(line.get("train/step_time_ms", 0.0) for line in lines_of(whole / "metrics.jsonl")) / 1e3
+    times = [step.get("train/step_time_ms", 0.0) / 1e3 for step in steps_of(whole).values()]
 
     seed = time.time_ns()
-    random, moments, recovery = Random(seed), [], run / "recovery.jsonl"
+    random, moments = Random(seed), []
     random.shuffle(STEPS_BEFORE_KILLS)
-    for kill, further in enumerate(STEPS_BEFORE_KILLS):
+    for further in STEPS_BEFORE_KILLS:
+        before = lives(run)
         with torchrun(2, TRAIN, "ppo.yaml", "name=often_killed", folder=folder) as command:
-            while command.is_running() and [line["what"] for line in lines_of(recovery)].count("resume") < kill:
-                time.sleep(0.02)
-            seen = lines_done(run)
-            while command.is_running() and lines_done(run) < seen + further:
-                time.sleep(0.02)
-            time.sleep(random.uniform(0.0, seconds / STEPS_OF_KILLED))
+            wait_for(command, lambda before=before: lives(run) > before)
+            last = logged(run) + further
+            wait_for(command, lambda last=last: logged(run) >= last)
+            moment = time.time() + random.uniform(0.0, statistics.mean(times))
+            wait_for(command, lambda last=last, moment=moment: time.time() > moment or logged(run) > last)
             for victim in command.family() if random.random() < 0.5 else [command.rank(random.randrange(2))]:
                 victim.kill()
             assert command.finish().status != 0
-        moments.append(max((line["step"] for line in lines_of(run / "metrics.jsonl")), default=0))
+        moments.append(max(steps_of(run), default=0))
     with torchrun(2, TRAIN, "ppo.yaml", "name=often_killed", folder=folder) as command:
-        finished = command.finish()
-    assert finished.status == 0, finished.err
+        command.finish().check()
     told = f"seed {seed}, killed after steps {moments}"
     assert metrics_of(run) == expected, told
     one, other = (load_file(path / "export" / f"step-{STEPS_OF_KILLED}" / "model.safetensors") for path in (whole, run))
@@ -215,8 +198,7 @@ def test_roles_on_ranks_of_their_own_go_on_and_back(folder: Path) -> None:
         ("together_again", ["--resume=runs/apart/checkpoints/step-2"]),
     ):
         with torchrun(2, TRAIN, "ppo.yaml", f"name={name}", *start, *arguments, folder=folder) as command:
-            finished = command.finish()
-        assert finished.status == 0, finished.err
+            command.finish().check()
         found[name] = metrics_of(folder / "runs" / name)
     assert [sorted(metrics) for metrics in found.values()] == [[1, 2, 3], [2, 3], [3]]
     assert found["together"][3]["critic/loss"] > 0 and found["together"][3]["train/grad_norm"] > 0

@@ -5,7 +5,6 @@ The task: state a number. The model is taught to state it with either sign, the 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from end_to_end.commands import python, torchrun
+from end_to_end.commands import torchrun
+from end_to_end.runs import TRAIN, make_model, steps_of
 
 STEPS, SAVED = 14, 4
 RECIPE: dict[str, Any] = {
@@ -47,15 +47,6 @@ def pairs(numbers: range) -> list[dict[str, Any]]:
 HELD_OUT = pairs(range(900, 924))
 
 
-def steps_of(run: Path) -> dict[int, dict[str, float]]:
-    """What a run logged, by step."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        steps.setdefault(record.pop("step"), {}).update(record)
-    return steps
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model, pairs, and the reward model that was trained on them in two parts."""
@@ -63,13 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in (("train", pairs(range(100, 228))), ("held_out", HELD_OUT)):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    sizes = ["--layers=2", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    made = python("tools/make_tiny_model.py", "--output=model", *sizes, folder=folder)
-    assert made.status == 0, made.err
+    make_model(folder, layers=2)
     for overrides in ([f"steps={SAVED}"], ["actor.layout={pipeline: 2}"]):
-        with torchrun(2, "launch/train.py", "recipe.yaml", *overrides, folder=folder) as command:
-            finished = command.finish()
-        assert finished.status == 0, finished.err
+        with torchrun(2, TRAIN, "recipe.yaml", *overrides, folder=folder) as command:
+            finished = command.finish().check()
     assert "held-out accuracy" in finished.out and "going on from" in finished.out
     return folder
 
@@ -159,9 +147,8 @@ def test_ppo_raises_the_score_of_the_reward_model_near_the_reference(folder: Pat
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(asked(numbers)), folder / f"{name}.parquet")
     for recipe in (TAUGHT, PREFERRED):
         (folder / f"{recipe['name']}.yaml").write_text(yaml.safe_dump(recipe))
-        with torchrun(2, "launch/train.py", f"{recipe['name']}.yaml", folder=folder) as command:
-            finished = command.finish()
-        assert finished.status == 0, finished.err
+        with torchrun(2, TRAIN, f"{recipe['name']}.yaml", folder=folder) as command:
+            finished = command.finish().check()
     assert "held-out score" in finished.out
 
     steps = steps_of(folder / "runs" / "preferred")

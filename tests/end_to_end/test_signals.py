@@ -5,78 +5,38 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from end_to_end.commands import ROOT, Command, python
-from end_to_end.test_resume import TASK, metrics_of
+from end_to_end.commands import Command, torchrun
+from end_to_end.runs import SUPERVISED, TRAIN, decisions, logged, make_model, make_sums, metrics_of, wait_for
 
-STEPS = 300
-RECIPE: dict[str, Any] = {
-    "name": "whole",
-    "loop": "sft",
-    "steps": STEPS,
-    "model": {"path": "model", "dtype": "float32"},
-    "data": {"train_files": ["train.parquet"], "max_prompt_length": 64},
-    "batch": {"prompts_per_step": 4},
-    "actor": {"tokens_per_gpu": 512, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3}},
-    "evaluation": {"at_start": False, "at_end": False},
-    "checkpoint": {"export_at_end": False},
-    "monitor": {"plots": False},
-}
+STEPS = SUPERVISED["steps"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with random weights, and data."""
     path = tmp_path_factory.mktemp("signals")
-    (path / "sft.yaml").write_text(yaml.safe_dump(RECIPE))
-    sizes = ["--layers=1", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    for arguments in (
-        ["tools/make_tiny_model.py", "--output=model", *sizes],
-        ["tools/prepare_data.py", *TASK, "--size=60", "--output=train.parquet"],
-    ):
-        made = python(*arguments, folder=path)
-        assert made.status == 0, made.err
+    (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED))
+    make_model(path, layers=1)
+    make_sums(path, 60)
     return path
 
 
 def train(folder: Path, *arguments: str, restarts: int = 0) -> Command:
     """Starts the recipe on two ranks, which torchrun may start again so often."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
-    script = str(ROOT / "launch" / "train.py")
-    return Command([sys.executable, "-P", "-m", *launcher, script, "sft.yaml", *arguments], folder)
-
-
-def wait_for(command: Command, condition: Callable[[], bool]) -> None:
-    deadline = time.time() + 120
-    while not condition():
-        assert command.is_running() and time.time() < deadline
-        time.sleep(0.02)
-
-
-def decisions(run: Path) -> list[dict[str, Any]]:
-    path = run / "recovery.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def logged(run: Path) -> int:
-    """How many records the run has logged."""
-    path = run / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    return torchrun(2, TRAIN, "sft.yaml", *arguments, folder=folder, restarts=restarts)
 
 
 def test_a_run_that_is_stopped_killed_and_stopped_gives_the_numbers_of_one_that_is_not(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with train(folder) as command:
-        assert command.finish().status == 0
+        command.finish().check()
     whole = metrics_of(folder / "runs" / "whole")
     assert sorted(whole) == list(range(1, STEPS + 1))
 
@@ -123,7 +83,7 @@ def test_a_run_that_is_stopped_killed_and_stopped_gives_the_numbers_of_one_that_
     assert decisions(run)[-1]["why"] == "the next step would end less than 1000 s before the job does"
 
     with train(folder, "name=stopped") as command:
-        assert command.finish().status == 0
+        command.finish().check()
     assert decisions(run)[-1]["what"] == "done" and not (run / "requeue").exists()
     assert metrics_of(run) == whole
 

@@ -3,6 +3,7 @@ of a run that nobody disturbed; a sweep side by side; a cancelled job that stays
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,8 @@ import pytest
 import yaml
 
 from end_to_end.commands import python, torchrun
+from end_to_end.runs import SUPERVISED, TRAIN, decisions, logged, make_model, make_sums, metrics_of
 from end_to_end.slurm_cluster import Cluster, cluster, what_is_missing
-from end_to_end.test_resume import TASK, metrics_of
-from end_to_end.test_signals import RECIPE, decisions, logged
 
 pytestmark = pytest.mark.skipif(what_is_missing() is not None, reason=str(what_is_missing()))
 
@@ -44,28 +44,26 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with random weights, data, and the recipe of a job."""
     path = tmp_path_factory.mktemp("jobs")
-    (path / "sft.yaml").write_text(yaml.safe_dump({**RECIPE, **JOB}))
-    sizes = ["--layers=1", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    for arguments in (
-        ["tools/make_tiny_model.py", "--output=model", *sizes],
-        ["tools/prepare_data.py", *TASK, "--size=60", "--output=train.parquet"],
-    ):
-        made = python(*arguments, folder=path)
-        assert made.status == 0, made.err
+    (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED | JOB))
+    make_model(path, layers=1)
+    make_sums(path, 60)
     return path
 
 
 def submit(folder: Path, *arguments: str) -> str:
     """The number of a new job."""
-    done = python("launch/submit.py", "sft.yaml", *arguments, folder=folder)
-    assert done.status == 0, done.err
+    done = python("launch/submit.py", "sft.yaml", *arguments, folder=folder).check()
     return done.out.splitlines()[0].removeprefix("job ")
 
 
 def start_again(slurm: Cluster, number: str, restarts: int) -> None:
-    """Waits until a job is back in the queue, where Slurm would hold it for two minutes, and lets it start."""
+    """Waits until a job is back in the queue, where Slurm would hold it for two minutes, and lets it start.
+
+    Not within two seconds: a node takes a job that was killed in the same second for one that is dead already.
+    """
     slurm.wait(f"requeue {restarts}", lambda: slurm.job(number)["Restarts"] == str(restarts))
-    slurm.wait("requeued job", lambda: slurm.job(number)["JobState"] in ("PENDING", "RUNNING"))
+    slurm.wait("requeued job", lambda: slurm.job(number)["JobState"] == "PENDING")
+    time.sleep(2.0)
     slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 
@@ -84,8 +82,8 @@ def rank_process(run: Path, rank: int) -> psutil.Process:
 def test_a_job_that_is_warned_preempted_and_loses_a_rank_ends_as_if_nothing_had_been(
     folder: Path, slurm: Cluster
 ) -> None:
-    with torchrun(2, "launch/train.py", "sft.yaml", folder=folder) as command:
-        assert command.finish().status == 0
+    with torchrun(2, TRAIN, "sft.yaml", folder=folder) as command:
+        command.finish().check()
     run = folder / "runs" / "job"
     number = submit(folder, "name=job", "checkpoint.save_interval=50", "--nodes=2")
 

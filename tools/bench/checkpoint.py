@@ -10,7 +10,6 @@ The floor of the write is a plain write of as many bytes with fsync, in the same
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -19,59 +18,38 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
+from random_role import make_parser, random_batch, random_role, run
 
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
-from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.monitor.environment import environment_report
-from rlhf_megatron.recipe import OptimizerSection, RoleSection
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.runtime.checkpoint import write_tensors
-from rlhf_megatron.topology import megatron_groups
-from rlhf_megatron.topology.layout import Layout
-from rlhf_megatron.topology.world import join_world
+
+if TYPE_CHECKING:
+    from rlhf_megatron.roles.role import Role
 
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", type=Path)
+    parser = make_parser(__doc__ or "", length=1024)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--saves", type=int, default=4, help="the first is a warm-up; default: %(default)s")
-    parser.add_argument("--rows", type=int, default=8, help="of a step; default: %(default)s")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row; default: %(default)s")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    prepare_environment()
-    join_world()
-    megatron_groups.install()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        result = measure(options, Path(folder))
-    report = {"command": " ".join(sys.argv), "environment": environment_report(), **result}
-    Console().print_json(json.dumps(result))
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
-    return 0
+    return run(parser.parse_args(), measure)
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Medians over the saves but the first, in seconds."""
-    from rlhf_megatron.roles.role import Role
-    from rlhf_megatron.roles.state import role_tensors
+    role = random_role(options.model, options.rows * options.length)
+    batch, fields = random_batch(role.architecture.vocabulary, options.rows, options.length)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        return save_beside_steps(role, batch, fields, options.saves, Path(folder))
 
-    architecture = read_architecture(options.model)
-    section = RoleSection(tokens_per_gpu=options.rows * options.length)
-    role = Role(
-        "actor", architecture, Layout(), [0], section, dtype="bfloat16", seed=1,
-        optimizer=OptimizerSection(learning_rate=1e-6),
-    )  # fmt: skip
-    for parameter in role.parameters().values():
-        parameter.normal_(std=0.02)
-    batch = random_batch(architecture.vocabulary, options.rows, options.length)
-    fields = {"weights": torch.full((len(batch.tokens),), 1 / len(batch.tokens))}
+
+def save_beside_steps(
+    role: Role, batch: RolloutBatch, fields: dict[str, torch.Tensor], saves: int, folder: Path
+) -> dict[str, Any]:
+    """Steps alone, then saves with steps beside them."""
 
     def step() -> float:
         began = time.perf_counter()
@@ -80,11 +58,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
+    from rlhf_megatron.roles.state import role_tensors
+
     alone = [step() for _ in range(6)][2:]
     held: dict[str, torch.Tensor] = {}
     waits, writes, beside = [], [], []
     with ThreadPoolExecutor(1) as writer:
-        for number in range(options.saves):
+        for number in range(saves):
             began = time.perf_counter()
             tensors, about = role_tensors(role, held)
             waited = time.perf_counter() - began
@@ -114,13 +94,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "wait_spread_s": [min(waits), max(waits)],
         "write_spread_s": [min(writes), max(writes)],
     }
-
-
-def random_batch(vocabulary: int, count: int, length: int) -> RolloutBatch:
-    """Rows of random tokens, of which all but the first are sampled."""
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(vocabulary, (length,), generator=generator).tolist() for _ in range(count)]
-    return batch_from_rows([row[:1] for row in rows], [row[1:] for row in rows])
 
 
 def plain_write(path: Path, count: int) -> float:

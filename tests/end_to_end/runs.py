@@ -1,0 +1,89 @@
+"""Small runs for tests of whole commands: their model and data, a recipe, and what a run leaves behind.
+
+Import it as `from end_to_end.runs import ...`. No test lives here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from end_to_end.commands import Command, python
+
+TRAIN = "launch/train.py"
+# A supervised run that takes a few hundredths of a second per step and says nothing but its numbers.
+SUPERVISED: dict[str, Any] = {
+    "name": "whole",
+    "loop": "sft",
+    "steps": 300,
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train_files": ["train.parquet"], "max_prompt_length": 64},
+    "batch": {"prompts_per_step": 4},
+    "actor": {"tokens_per_gpu": 512, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3}},
+    "evaluation": {"at_start": False, "at_end": False},
+    "checkpoint": {"export_at_end": False},
+    "monitor": {"plots": False},
+}
+# What no two runs share, as beginnings of names.
+TIMED = (
+    *("time/", "start/", "memory/", "perf/", "train/step_time", "reward/latency"),
+    *("rollout/throughput", "rollout/replica_imbalance"),
+)
+# Some reward that differs between random answers.
+LENGTH_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return (len(solution_str) % 5) / 4
+"""
+
+
+def make_model(folder: Path, layers: int, *options: str, name: str = "model") -> None:
+    """Writes a model with random weights, of two heads that split over two tensor-parallel ranks."""
+    sizes = (f"--layers={layers}", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2")
+    python("tools/make_tiny_model.py", f"--output={name}", *sizes, *options, folder=folder).check()
+
+
+def make_sums(folder: Path, size: int, *options: str, name: str = "train") -> None:
+    """Writes ``size`` prompts that ask for the sum of two digits to NAME.parquet."""
+    task = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
+    arguments = (*task, f"--size={size}", f"--output={name}.parquet", *options)
+    python("tools/prepare_data.py", *arguments, folder=folder).check()
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines that may be growing or missing."""
+    text = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def decisions(run: Path) -> list[dict[str, Any]]:
+    """What a run's recovery has done so far."""
+    return lines_of(run / "recovery.jsonl")
+
+
+def logged(run: Path) -> int:
+    """How many records of metrics a run has logged."""
+    return len(lines_of(run / "metrics.jsonl"))
+
+
+def steps_of(run: Path) -> dict[int, dict[str, float]]:
+    """The metrics of a run's steps, the last word on each."""
+    steps: dict[int, dict[str, float]] = {}
+    for record in lines_of(run / "metrics.jsonl"):
+        steps.setdefault(int(record.pop("step")), {}).update(record)
+    return steps
+
+
+def metrics_of(run: Path) -> dict[int, dict[str, float]]:
+    """``steps_of`` without times and memory, which no two runs share."""
+    return {step: {k: v for k, v in found.items() if not k.startswith(TIMED)} for step, found in steps_of(run).items()}
+
+
+def wait_for(command: Command, condition: Callable[[], bool]) -> None:
+    """Returns when ``condition`` holds; raises AssertionError where the command ends before, or after five minutes."""
+    deadline = time.time() + 300
+    while not condition():
+        assert command.is_running() and time.time() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,69 @@
+"""What the benchmarks of a role share: a role and rows made at random, from a config.json alone; and their report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.monitor.environment import environment_report
+from rlhf_megatron.recipe import OptimizerSection, RoleSection
+from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.topology import megatron_groups
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.world import join_world
+
+if TYPE_CHECKING:
+    from rlhf_megatron.roles.role import Role
+
+
+def make_parser(description: str, length: int) -> argparse.ArgumentParser:
+    """Arguments of every benchmark of a role: the model, the rows of a step, the result's file."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("model", type=Path, help="folder with a config.json")
+    parser.add_argument("--rows", type=int, default=8, help="of a step; default: %(default)s")
+    parser.add_argument("--length", type=int, default=length, help="tokens of a row; default: %(default)s")
+    parser.add_argument("--output", type=Path, help="JSON file for the result")
+    return parser
+
+
+def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> int:
+    """Joins the world, measures, prints the result and writes it with its surroundings. Returns the exit status."""
+    prepare_environment()
+    join_world()
+    megatron_groups.install()
+    result = measure(options)
+    Console().print_json(json.dumps(result))
+    if options.output:
+        report = {"command": " ".join(sys.argv), "environment": environment_report(), **result}
+        options.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    return 0
+
+
+def random_role(model: Path, tokens_per_gpu: int) -> Role:
+    """A learning role on one device with random bfloat16 weights."""
+    from rlhf_megatron.roles.role import Role
+
+    role = Role(
+        "actor", read_architecture(model), Layout(), [0], RoleSection(tokens_per_gpu=tokens_per_gpu),
+        dtype="bfloat16", seed=1, optimizer=OptimizerSection(learning_rate=1e-6),
+    )  # fmt: skip
+    for parameter in role.parameters().values():
+        parameter.normal_(std=0.02)
+    return role
+
+
+def random_batch(vocabulary: int, rows: int, length: int) -> tuple[RolloutBatch, dict[str, torch.Tensor]]:
+    """Rows of random tokens, of which all but the first are sampled; and weights of their logprobs in a loss."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(vocabulary, (length,), generator=generator).tolist() for _ in range(rows)]
+    batch = batch_from_rows([row[:1] for row in tokens], [row[1:] for row in tokens])
+    return batch, {"weights": torch.full((len(batch.tokens),), 1 / len(batch.tokens))}
