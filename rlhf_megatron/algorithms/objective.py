@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregation import token_weights
+from rlhf_megatron.algorithms.correction import correction_weights
 from rlhf_megatron.algorithms.kl import kl_estimate
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES, Tokens
 from rlhf_megatron.algorithms.selection import SELECTIONS
@@ -43,7 +45,10 @@ def policy_objective(
     are normalised over the whole minibatch, sums over its parts add up to its loss. ``kl_coef`` (default: the
     settings') counts where ``settings.kl_placement`` is loss. Metrics are (sum, count) pairs.
     """
-    old_logprobs = fields["old_logprobs"]
+    old_logprobs = fields.get("old_logprobs", logprobs.detach())
+    weights = fields["weights"]
+    if "old_logprobs" not in fields:
+        weights = weights * _own_correction(old_logprobs, fields, settings)
     tokens = Tokens(logprobs, old_logprobs, fields["advantages"], fields["row"], fields.get("selected"))
     policy = POLICY_LOSSES[settings.policy_loss](tokens, settings)
     per_token = policy.per_token - settings.entropy_coef * entropy
@@ -58,7 +63,17 @@ def policy_objective(
         metrics["kl"] = (divergence.detach().sum(), count)
         if settings.kl_placement == "loss":
             per_token = per_token + (settings.kl_coef if kl_coef is None else kl_coef) * divergence
-    return (fields["weights"] * per_token).sum(), metrics
+    return (weights * per_token).sum(), metrics
+
+
+def _own_correction(logprobs: Tensor, fields: dict[str, Tensor], settings: AlgorithmSection) -> Tensor:
+    """[n]: ``with_correction``'s weights, where the old logprobs are those of this very pass; or 1."""
+    if not settings.rollout_correction.is_used or not len(logprobs):
+        return torch.ones_like(logprobs)
+    log_ratio = (logprobs - fields["rollout_logprobs"]).double()
+    row = fields["row"].unique_consecutive(return_inverse=True)[1]
+    weights, _ = correction_weights(log_ratio, row, int(row[-1]) + 1, settings.rollout_correction)
+    return weights.to(logprobs.dtype)
 
 
 def value_objective(values: Tensor, fields: dict[str, Tensor], clip: float | None) -> tuple[Tensor, Metrics]:

@@ -24,7 +24,7 @@ class RolloutBatch:
     rewards: Tensor  # [R] float32; NaN where the row could not be scored and is to be left out
     group_id: Tensor  # [R] int64: responses to the same prompt share it
     row_id: Tensor  # [R] int64: unique in the step, the same in every layout
-    weight_version: Tensor  # [R] int64: of the weights that generated the row
+    weight_version: Tensor  # [R] int64: of the weights that sampled the row; the oldest, where it was resumed
     truncated: Tensor  # [R] bool: cut off at the length limit
     scores: Tensor | None = None  # [R] float32: rewards before penalties; None: the same as rewards
     old_logprobs: Tensor | None = None  # [T] float32: under the actor before this step's updates

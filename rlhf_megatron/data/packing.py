@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -58,6 +59,20 @@ def _deal_twice(
         plan.append([[units[place] for place in micro] for micro in micros])
     # The dearest first on every rank: those that run at the same time are near to each other.
     return [sorted(micros, key=lambda micro: -sum(costs[unit] for unit in micro)) for micros in plan]
+
+
+def imbalance(
+    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], attention: float = 0.0
+) -> dict[str, float]:
+    """How many times the mean the dearest costs in a plan: a data-parallel rank, and a micro-batch. 1 is even.
+
+    Costs as in ``plan_micro_batches``.
+    """
+    micros = [
+        [sum(lengths[row] + attention * lengths[row] ** 2 for row in micro) for micro in of_rank] for of_rank in plan
+    ]
+    ranks, every = [sum(costs) for costs in micros], [cost for costs in micros for cost in costs]
+    return {"imbalance": max(ranks) / fmean(ranks), "imbalance_micro_batch": max(every) / fmean(every)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.batch import RolloutBatch, concatenate
-from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.loops.rollouts import Rolled, Rollouts
+from rlhf_megatron.loops.groups import Group, groups_from_state, groups_state
+from rlhf_megatron.loops.rolled import Rolled
+from rlhf_megatron.loops.rollouts import Rollouts
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.engine import Sampling
@@ -22,9 +24,10 @@ class Collector:
     """Draws prompts, has them answered and scored, and shapes and filters the results as the recipe says."""
 
     def __init__(self, session: Session, rollouts: Rollouts) -> None:
-        """Holds groups that one step had too many of, for the next."""
+        """Holds what waits for the next step: groups that one had too many of, and groups that were given up."""
         self._session, self._rollouts = session, rollouts
         self._surplus: RolloutBatch | None = None
+        self._waiting: list[Group] = []
 
     def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float], int]:
         """(the step's batch in whole groups, metrics of all that was generated, its tokens); collective.
@@ -42,14 +45,20 @@ class Collector:
         rounds = settings.max_num_gen_batches if settings.enable else 1  # 0: as many as it takes
         while _groups(kept) < wanted and not (rounds and len(generated) == rounds):
             count = settings.prompts_per_round or wanted if settings.enable else wanted
-            batch = self._one_round(step, count, sum(part.rows for part in generated), rolled)
+            batch = self._one_round(step, count, sum(len(each.asked) for each in rolled), rolled)
             generated.append(batch)
             kept.append(self._usable(batch))
         if settings.enable and settings.when_exhausted == "stop" and _groups(kept) < wanted:
             raise UserError(self._exhausted(step, _groups(kept)))
         batch, surplus = _cut(kept, wanted)
         self._surplus = surplus if settings.keep_surplus and surplus.rows else None
-        metrics = self._metrics(generated) | self._rollouts.scoring_metrics(rolled)
+        metrics = self._metrics(generated, rolled) | self._rollouts.scoring_metrics(rolled)
+        if batch.rows:
+            staleness = (self._rollouts.version - batch.weight_version).double()
+            metrics |= {
+                "rollout/staleness_mean": float(staleness.mean()),
+                "rollout/staleness_max": float(staleness.max()),
+            }
         if settings.enable:
             informative = _groups(kept) - carried
             metrics |= {
@@ -63,39 +72,53 @@ class Collector:
 
     def state(self) -> dict[str, Any]:
         """The groups that wait for the next step, for a checkpoint."""
-        if self._surplus is None:
-            return {}
-        fields = {field.name: getattr(self._surplus, field.name) for field in dataclasses.fields(self._surplus)}
-        return {name: value for name, value in fields.items() if value is not None}
+        surplus: dict[str, Any] = {}
+        if self._surplus:
+            fields = {field.name: getattr(self._surplus, field.name) for field in dataclasses.fields(self._surplus)}
+            surplus = {name: value for name, value in fields.items() if value is not None}
+        return {"surplus": surplus, "waiting": groups_state(self._waiting)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken."""
-        self._surplus = RolloutBatch(**state) if state else None
+        self._surplus = RolloutBatch(**state["surplus"]) if state["surplus"] else None
+        self._waiting = groups_from_state(state["waiting"], self._session.recipe.batch.responses_per_prompt)
 
-    def _one_round(self, step: int, prompts: int, first_row: int, rolled: list[Rolled]) -> RolloutBatch:
-        """``prompts`` more groups, scored, the same on every rank; ``rolled`` gets what was generated for them."""
+    def _one_round(self, step: int, prompts: int, first_group: int, rolled: list[Rolled]) -> RolloutBatch:
+        """``prompts`` more groups, scored, the same on every rank; ``rolled`` gets what was generated for them.
+
+        With over-sampling more are started, those that wait the first, and what is left of them waits again.
+        """
         recipe, rollouts = self._session.recipe, self._rollouts
-        drawn = self._session.train.next(prompts)
-        batch = self._answers(drawn, recipe.batch.responses_per_prompt, rollouts.sampling, step, first_row, rolled)
+        assert recipe.rollout is not None
+        responses = recipe.batch.responses_per_prompt
+        started = math.ceil(round(prompts * recipe.rollout.oversample, 6))  # 1.1 times 10 are 11
+        groups, self._waiting = self._waiting[:started], self._waiting[started:]
+        if len(groups) < started:
+            groups += [Group(prompt) for prompt in self._session.train.next(started - len(groups))]
+        wanted = prompts if started > prompts else None
+        batch = self._answers(groups, responses, rollouts.sampling, step, rolled, first_group * responses, wanted)
+        self._waiting += rolled[-1].left
         if recipe.algorithm.advantage == "remax":
             greedy = dataclasses.replace(rollouts.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-            baseline = self._answers(drawn, 1, greedy, step, 0, rolled)
-            batch = batch.with_fields(baseline_rewards=baseline.rewards[batch.group_id])
+            answered, place = batch.group_id.unique(return_inverse=True)
+            asked = [Group(groups[index].prompt) for index in answered.tolist()]
+            batch = batch.with_fields(baseline_rewards=self._answers(asked, 1, greedy, step, rolled).rewards[place])
         return batch
 
     def _answers(
         self,
-        prompts: Sequence[Prompt],
+        groups: Sequence[Group],
         responses: int,
         sampling: Sampling,
         step: int,
-        first_row: int,
         rolled: list[Rolled],
+        first_row: int = 0,
+        wanted: int | None = None,
     ) -> RolloutBatch:
         """``responses`` to each prompt with their rewards, less the overlong penalty."""
         session, rollouts = self._session, self._rollouts
         with session.phase("generate"):
-            rolled.append(rollouts.generate(prompts, responses, sampling, step, first_row=first_row))
+            rolled.append(rollouts.generate(groups, responses, sampling, step, first_row, wanted))
         with session.phase("score"):
             batch = rollouts.gather(rolled[-1])
         buffer = session.recipe.algorithm.overlong_buffer
@@ -125,14 +148,17 @@ class Collector:
             "raise it, set when_exhausted: train, or choose data that is neither too easy nor too hard"
         )
 
-    def _metrics(self, generated: list[RolloutBatch]) -> dict[str, float]:
+    def _metrics(self, generated: list[RolloutBatch], rolled: list[Rolled]) -> dict[str, float]:
         """What all generated trajectories look like, also those that are not trained on."""
         if not generated:
             return {}
         batch, session = _joined(generated), self._session
         lengths = batch.response_lengths.double()
-        metrics = {
-            "rollout/throughput_tokens_per_sec": float(lengths.sum()) / max(session.seconds("generate"), 1e-9),
+        replicas = self._rollouts.generation_metrics(rolled)
+        sampled = replicas["rollout/sampled_tokens"]
+        metrics = replicas | {
+            "rollout/groups_waiting": float(len(self._waiting)),
+            "rollout/throughput_tokens_per_sec": sampled / max(session.seconds("generate"), 1e-9),
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/response_length_max": float(lengths.max()),
             "rollout/truncated_fraction": float(batch.truncated.double().mean()),

@@ -28,6 +28,7 @@ from rich.table import Table
 from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.monitor.evaluation import Answered, Estimate, evaluation_metrics
 from rlhf_megatron.monitor.run_folder import RunFolder
@@ -35,6 +36,7 @@ from rlhf_megatron.recipe import Recipe, RecipeError
 from rlhf_megatron.rewards.rules import answer_of
 from rlhf_megatron.rewards.score import Score, Scorer
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling, request_seed
+from rlhf_megatron.rollout.tickets import TicketOffice
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
 from rlhf_megatron.topology.exchange import gather_bytes
 from rlhf_megatron.topology.world import join_world, leave_world
@@ -112,17 +114,26 @@ def answer(
     settings, tensor, seed = recipe.evaluation, recipe.rollout.layout.tensor, recipe.seed
     replica, replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor
     count = settings.samples_per_prompt
-    rows = [index * count + k for index in range(replica, len(prompts), replicas) for k in range(count)]
-    requests = [Request(row, prompts[row // count].token_ids, request_seed(seed, NO_STEP, row)) for row in rows]
+    by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].token_ids))
+    requests = [
+        Request(row, prompts[index].token_ids, request_seed(seed, NO_STEP, row), index)
+        for index in by_length
+        for row in range(index * count, (index + 1) * count)
+    ]
     sampling = Sampling(
         settings.temperature, settings.top_p, -1, recipe.rollout.max_response_length, tokenizer.stop_token_ids
     )
-    scoring = GroupScoring(scorer, prompts, count, tokenizer)
-    task = progress.add_task("generate", total=len(requests))
+    scoring = GroupScoring(scorer, [Group(prompt) for prompt in prompts], count, tokenizer)
+    task = progress.add_task("generate", total=None)
+    tickets = TicketOffice(recipe.rollout.scheduling, replica, replicas).open(len(prompts))
     completions = engine.generate(
-        requests, sampling, lambda done, total: progress.update(task, completed=done), scoring.take
+        requests,
+        sampling,
+        lambda done, begun: progress.update(task, completed=done, total=begun),
+        scoring.take,
+        tickets,
     )
-    scores = scoring.results()
+    scores = scoring.results(scoring.submitted())
     scored = [completion for completion in completions if completion.row_id in scores]
     return sample_table(
         [prompts[completion.row_id // count] for completion in scored],

@@ -32,7 +32,7 @@ def run_reward_modeling(session: Session) -> dict[str, float]:
                 batch, {"margins": margins, "weights": weights}, bradley_terry, output=SCORES, rows_together=2
             )
         metrics = session.actor.everywhere(metrics)
-        session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens))
+        session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
     return history.summary()
 
 

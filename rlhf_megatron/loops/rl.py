@@ -11,6 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable
 from statistics import fmean
+from typing import Any
 
 import pyarrow.parquet as pq
 import torch
@@ -25,15 +26,21 @@ from rlhf_megatron.algorithms.objective import objective_fields, policy_objectiv
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.loops.collection import Collector
 from rlhf_megatron.loops.evaluation import NO_STEP, gather_tables, metrics_of, sample_table
+from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.history import History
 from rlhf_megatron.loops.rollouts import Rollouts
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.recipe import Recipe
-from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.roles.outputs import TokenOutputs
+from rlhf_megatron.roles.placed import PlacedRole, side_by_side
+from rlhf_megatron.roles.role import Role
 
 
-def run_rl(session: Session) -> dict[str, float]:
-    """Trains the actor by the recipe's algorithm; returns the last evaluation's metrics (with the first's as start)."""
+def run_rl(session: Session, rollouts: Rollouts | None = None) -> dict[str, float]:
+    """Trains the actor by the recipe's algorithm; returns the last evaluation's metrics (with the first's as start).
+
+    ``rollouts`` are made here unless they are given.
+    """
     recipe, actor = session.recipe, session.actor
     # Without a KL term nothing reads the reference, so it is not made.
     reference = (
@@ -41,7 +48,7 @@ def run_rl(session: Session) -> dict[str, float]:
     )
     section = recipe.critic
     critic = session.make_role("critic", section, section.optimizer, session.updates, "scalar") if section else None
-    rollouts = Rollouts(session)
+    rollouts = rollouts or Rollouts(session)
     collector = Collector(session, rollouts)
     history = History()
     controller = KLController(recipe.algorithm)
@@ -50,16 +57,15 @@ def run_rl(session: Session) -> dict[str, float]:
         {"actor": actor} | ({"critic": critic} if critic else {}),
         {"data": session.train, "rollouts": rollouts, "collector": collector, "history": history, "kl": controller},
     )
-    rollouts.refresh()
+    with session.phase("regather"):
+        rollouts.refresh()
     for step in session.steps(checkpoints, functools.partial(evaluate, session, rollouts, history)):
         batch, metrics, tokens = collector.collect(step)  # generate and score, with dynamic sampling in rounds
-        rollouts.engine.sleep()
+        with session.phase("sleep"):
+            rollouts.engine.sleep()
         if batch.rows:  # with dynamic sampling there may be nothing to learn
             with session.phase("logprobs"):
-                batch, compared = with_logprobs(batch, actor, reference, recipe.algorithm.old_logprobs)
-            if critic:
-                with session.phase("values"):
-                    batch = batch.with_fields(values=critic.values(batch))
+                batch, compared = with_outputs(batch, recipe, actor, reference, critic)
             batch = with_advantages(batch, session, controller)
             metrics |= compared
             of_critic: dict[str, float] = {}
@@ -73,23 +79,38 @@ def run_rl(session: Session) -> dict[str, float]:
                 metrics |= critic.everywhere(of_critic)
         with session.phase("regather"):
             rollouts.refresh()
-        session.end_step(step, metrics, tokens)
+        session.end_step(step, metrics, tokens, batch)
     return history.summary()
 
 
-def with_logprobs(
-    batch: RolloutBatch, actor: PlacedRole, reference: PlacedRole | None, old: str
+def with_outputs(
+    batch: RolloutBatch, recipe: Recipe, actor: PlacedRole, reference: PlacedRole | None, critic: PlacedRole | None
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """Adds the logprobs that the objective compares with, and measures how far trainer and rollout disagree."""
+    """Adds what the objectives compare with, and measures how far trainer and rollout disagree.
+
+    No old logprobs are added where they are those of the update's own forward pass.
+    """
+    calls: dict[str, tuple[PlacedRole, Callable[[Role], Any]]] = {}
+    if recipe.old_logprobs == "recompute":
+        calls["old"] = (actor, lambda role: role.logprobs(batch))
+    if reference:
+        calls["reference"] = (reference, lambda role: role.logprobs(batch))
+    if critic:
+        calls["values"] = (critic, lambda role: role.values(batch))
+    found = side_by_side(calls)
     metrics: dict[str, float] = {}
-    old_logprobs = batch.rollout_logprobs
-    if old == "recompute":
-        outputs = actor.logprobs(batch)
-        old_logprobs = outputs.logprobs
-        metrics = mismatch_metrics(old_logprobs, batch.rollout_logprobs, batch.response_mask)
-        metrics["train/entropy"] = float(outputs.entropy[batch.response_mask].mean())
-    reference_logprobs = reference.logprobs(batch).logprobs if reference else None
-    return batch.with_fields(old_logprobs=old_logprobs, reference_logprobs=reference_logprobs), metrics
+    if "old" in found:
+        batch, metrics = batch.with_fields(old_logprobs=found["old"].logprobs), agreement(batch, found["old"])
+    elif recipe.old_logprobs == "rollout":
+        batch = batch.with_fields(old_logprobs=batch.rollout_logprobs)
+    reference_logprobs = found["reference"].logprobs if reference else None
+    return batch.with_fields(reference_logprobs=reference_logprobs, values=found.get("values")), metrics
+
+
+def agreement(batch: RolloutBatch, of_actor: TokenOutputs) -> dict[str, float]:
+    """How far the actor disagrees with the rollout about its own samples, and how undecided it is."""
+    metrics = mismatch_metrics(of_actor.logprobs, batch.rollout_logprobs, batch.response_mask)
+    return metrics | {"train/entropy": float(of_actor.entropy[batch.response_mask].mean())}
 
 
 def with_advantages(batch: RolloutBatch, session: Session, controller: KLController) -> RolloutBatch:
@@ -106,13 +127,22 @@ def update(session: Session, batch: RolloutBatch, controller: KLController) -> d
     assert recipe.rollout is not None
     constant = settings.loss_constant or recipe.rollout.max_response_length
     objective = functools.partial(policy_objective, settings=settings, kl_coef=controller.coefficient)
-    batch, metrics = with_correction(batch, settings.rollout_correction)
+    own = recipe.old_logprobs == "update"  # then there is one minibatch, and what its forward pass says is kept
+    metrics: dict[str, float] = {}
+    if not own:
+        batch, metrics = with_correction(batch, settings.rollout_correction)
+    outputs = torch.zeros(2, len(batch.tokens)) if own else None
 
     def learn(minibatch: RolloutBatch) -> dict[str, float]:
-        return session.actor.update(minibatch, objective_fields(minibatch, settings, constant), objective)
+        fields = objective_fields(minibatch, settings, constant)
+        return session.actor.update(minibatch, fields, objective, outputs=outputs)
 
-    learnt = session.actor.everywhere(in_minibatches(session, batch, learn))
+    learnt, outputs = session.actor.everywhere((in_minibatches(session, batch, learn), outputs))
     metrics |= {f"train/{name}": value for name, value in learnt.items()}
+    if outputs is not None:
+        of_actor = TokenOutputs(*outputs)
+        metrics |= agreement(batch, of_actor)
+        metrics |= with_correction(batch.with_fields(old_logprobs=of_actor.logprobs), settings.rollout_correction)[1]
     if "train/kl" in metrics:
         metrics["train/kl_coef"] = controller.coefficient
         controller.observe(metrics["train/kl"], batch.rows)
@@ -144,7 +174,9 @@ def in_minibatches(
     for _ in range(sizes.epochs_per_step):
         for first in range(0, batch.groups, size):
             chosen = (batch.group_id >= first) & (batch.group_id < first + size)
-            for name, value in learn(batch.select(chosen.nonzero().squeeze(1).tolist())).items():
+            with session.span("minibatch"):
+                found = learn(batch.select(chosen.nonzero().squeeze(1).tolist()))
+            for name, value in found.items():
                 collected[name].append(value)
     return {name: fmean(values) for name, values in collected.items()}
 
@@ -159,7 +191,8 @@ def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) 
         return
     settings = recipe.evaluation
     sampling = dataclasses.replace(rollouts.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=-1)
-    rolled = rollouts.generate(prompts, settings.samples_per_prompt, sampling, NO_STEP)  # the same seeds every time
+    groups = [Group(prompt) for prompt in prompts]
+    rolled = rollouts.generate(groups, settings.samples_per_prompt, sampling, NO_STEP)  # the same seeds every time
     rollouts.gather(rolled)
     table = gather_tables(
         sample_table(

@@ -1,26 +1,28 @@
-"""Rollouts as the loops see them: prompts in, scored trajectories of all replicas out; weights follow the actor."""
+"""Rollouts as the loops see them: groups in, scored trajectories of all replicas out; weights follow the actor."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
-from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.loops.groups import Group, groups_left, requests_for
+from rlhf_megatron.loops.rolled import Packing, Rolled
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.plan import plan_regather
+from rlhf_megatron.regather.sharing import describe_sharing, shareable
 from rlhf_megatron.regather.sides import rollout_side
-from rlhf_megatron.rewards.score import Score, Scorer, reward_metrics, reward_totals
-from rlhf_megatron.rollout.engine import Completion, Request, Sampling, request_seed
+from rlhf_megatron.rewards.score import Scorer, reward_metrics, reward_totals
+from rlhf_megatron.rollout.engine import GenerationRecord, Sampling, request_seed
+from rlhf_megatron.rollout.tickets import TicketOffice
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
-from rlhf_megatron.topology.exchange import gather_batches, sum_over_ranks
-
-Progress = Callable[[int, int], None]
+from rlhf_megatron.topology.exchange import gather_objects, sum_over_ranks
 
 
 class Rollouts:
@@ -35,6 +37,9 @@ class Rollouts:
         self._replicas = session.world // self._tensor
         self._replica = session.rank // self._tensor
         self._leads = session.rank % self._tensor == 0
+        self._office = TicketOffice(section.scheduling, self._replica, self._replicas)
+        self._discards = section.partial == "discard"
+        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._scorer = Scorer(recipe.reward) if self._leads else None
         if self._scorer:
             self._scorer.check_sources(session.train.data_sources())
@@ -46,54 +51,94 @@ class Rollouts:
             section.top_p,
             section.top_k,
             section.max_response_length,
-            session.tokenizer.stop_token_ids,
+            () if section.drawn_lengths else session.tokenizer.stop_token_ids,
         )
-        with session.phase("engine"):
-            self.engine = VllmEngine(
-                recipe.model.path, section, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed
-            )
+        self._drawn_lengths = section.drawn_lengths
         wanted = rollout_side(session.architecture, self._tensor, session.world, section.layout.expert_parallel)
         plan = plan_regather(session.actor.side(), wanted, session.rank, recipe.cluster.gpus_per_node)
+        why_copied = recipe.why_weights_are_copied
+        actors = {} if why_copied else session.actor.parameters()
+        shared = {name: actors[source] for name, source in shareable(plan).items()} if actors else {}
+        with session.phase("engine"):
+            self.engine = VllmEngine(
+                recipe.model.path,
+                section,
+                recipe.model.dtype,
+                recipe.data.max_prompt_length,
+                recipe.seed,
+                shared=shared,
+            )
+        sharing = f"all are copies, since {why_copied}" if why_copied else None
+        session.say(f"rollout weights: {sharing or describe_sharing(plan, actors, self.engine.parameters())}")
         dtype = next(iter(self.engine.parameters().values())).dtype
         self.regather = Regather(plan, dtype, session.device, staging_bytes=recipe.regather.buffer_mb << 20)
 
     def refresh(self) -> None:
-        """Wakes the engine and brings the actor's weights into it; collective."""
-        self.engine.wake_weights()
-        self.regather.run(self._session.actor.parameters(), self.engine.parameters())
+        """Wakes the engine and brings the actor's weights into it; collective.
+
+        Shared ones are there already: an optimizer step returns when its parameters are whole on every rank.
+        """
+        with self._session.span("wake"):
+            self.engine.wake_weights()
+        with self._session.span("transfer"):
+            self.regather.run(self._session.actor.parameters(), self.engine.parameters())
         self.version += 1
         every = self._session.recipe.regather.verify
         if every and self.version % every == 0:
             self.regather.verify(self._session.actor.parameters(), self.engine.parameters())
         self._session.actor.offload()
-        self.engine.wake_kv_cache()
+        with self._session.span("wake"):
+            self.engine.wake_kv_cache()
         self.engine.weights_updated(self.version)
 
     def generate(
-        self, prompts: Sequence[Prompt], responses_per_prompt: int, sampling: Sampling, step: int, first_row: int = 0
+        self,
+        groups: Sequence[Group],
+        responses_per_prompt: int,
+        sampling: Sampling,
+        step: int,
+        first_row: int = 0,
+        wanted: int | None = None,
     ) -> Rolled:
-        """This replica's share of ``prompts``, each answered ``responses_per_prompt`` times, and being scored.
+        """What this replica answers of ``groups``, each with ``responses_per_prompt``, and is being scored; collective.
 
+        With ``wanted``, so many groups are enough: what else has begun or finished by then is left for another time.
         ``first_row``: how many rows this step has generated before, so that no sampling seed comes twice.
         """
-        rows = [
-            index * responses_per_prompt + k
-            for index in range(self._replica, len(prompts), self._replicas)
-            for k in range(responses_per_prompt)
-        ]
-        seeds = [request_seed(self._seed, step, first_row + row) for row in rows]
-        requests = [
-            Request(row, prompts[row // responses_per_prompt].token_ids, seed)
-            for row, seed in zip(rows, seeds, strict=True)
-        ]
-        scoring = GroupScoring(self._scorer, prompts, responses_per_prompt, self._session.tokenizer)
+        whole = [index for index, group in enumerate(groups) if group.whole() == responses_per_prompt]
+        lacking = None if wanted is None else max(wanted - len(whole), 0)
+        packing = Packing(self._packer, groups)
+        scoring = GroupScoring(
+            self._scorer, groups, responses_per_prompt, self._session.tokenizer, on_group=packing.begin
+        )
+        for index in whole[:wanted]:
+            if index % self._replicas == self._replica:
+                scoring.submit_if_whole(index)
+        requests = requests_for(
+            groups,
+            responses_per_prompt,
+            sampling.max_tokens,
+            lambda row: request_seed(self._seed, step, first_row + row),
+        )
+        if self._drawn_lengths:
+            requests = [
+                dataclasses.replace(request, max_tokens=self._drawn_lengths.of_row(first_row + request.row_id))
+                for request in requests
+            ]
         completions = self.engine.generate(
             requests,
             sampling,
             lambda done, total: self._session.progress("generate", done, total),
             scoring.take,
+            self._office.open(len({request.group_id for request in requests}), lacking),
         )
-        return Rolled(completions if self._leads else [], prompts, responses_per_prompt, scoring)
+        chosen, left = list(range(len(groups))), list[Group]()
+        if wanted is not None:
+            finished = {index for part in gather_objects(scoring.submitted()) for index in part}
+            chosen = sorted(finished.union(whole))[:wanted]
+            own = completions if self._leads else []
+            left = groups_left(groups, chosen, own, responses_per_prompt, self._discards)
+        return Rolled(groups, chosen, left, scoring, packing, self.engine.record)
 
     def gather(self, rolled: Rolled) -> RolloutBatch:
         """All replicas' rows as one batch on every rank with their rewards, the reward model's included; collective.
@@ -106,7 +151,7 @@ class Rollouts:
             return batch
         conversations = [rolled.asked[group].messages for group in batch.group_id.tolist()]
         of_model = self._reward_model.scores(batch, conversations)
-        rolled.add(of_model, section.weight)
+        rolled.add(of_model, batch.row_id, section.weight)
         return batch.with_fields(rewards=batch.rewards + section.weight * of_model)
 
     def scoring_metrics(self, rolled: Sequence[Rolled]) -> dict[str, float]:
@@ -114,6 +159,22 @@ class Rollouts:
         scores = [score for each in rolled for score in each.scores()]
         totals = reward_totals(scores, self._session.recipe.reward_names)
         return reward_metrics(dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True)))
+
+    def generation_metrics(self, rolled: Sequence[Rolled]) -> dict[str, float]:
+        """What replicas did in these calls; collective.
+
+        ``rollout/replica_imbalance`` is how long the slowest generated, over the mean of all, 1 at best.
+        """
+        records = [each.record if self._leads else GenerationRecord() for each in rolled]
+        counts = ("sampled_tokens", "aborted", "resumed")
+        own = [float(sum(getattr(record, name) for record in records)) for name in counts]
+        seconds = torch.zeros(len(rolled), self._replicas, dtype=torch.float64)
+        seconds[:, self._replica] = torch.tensor([record.seconds for record in records])
+        total = sum_over_ranks([*own, *seconds.flatten().tolist()])
+        metrics = {f"rollout/{name}": value for name, value in zip(counts, total, strict=False)}
+        seconds = torch.tensor(total[len(counts) :]).view_as(seconds)
+        mean = float(seconds.mean(1).sum())
+        return metrics | {"rollout/replica_imbalance": float(seconds.amax(1).sum()) / mean if mean else 1.0}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, taken after the step's weights were brought in."""
@@ -127,56 +188,5 @@ class Rollouts:
         """Ends the engine and the reward workers."""
         if self._scorer:
             self._scorer.close()
+        self._packer.shutdown()
         self.engine.close()
-
-
-class Rolled:
-    """What one replica generated, before it is brought together with the others.
-
-    Attributes:
-        asked: the prompts of all replicas.
-        completions: this replica's, on the rank that leads it.
-        prompts: of each completion.
-        tokens: of all replicas, prompts and responses, once they are gathered.
-    """
-
-    def __init__(
-        self, completions: list[Completion], asked: Sequence[Prompt], responses_per_prompt: int, scoring: GroupScoring
-    ) -> None:
-        self.asked, self.completions = asked, completions
-        self.prompts = [asked[completion.row_id // responses_per_prompt] for completion in completions]
-        self._responses_per_prompt, self._scoring = responses_per_prompt, scoring
-        self._scores: list[Score] | None = None
-        self.tokens = 0
-
-    def scores(self) -> list[Score]:
-        """What each completion is worth; waits for the last one, the first time."""
-        if self._scores is None:
-            found = self._scoring.results()
-            self._scores = [found[completion.row_id] for completion in self.completions]
-        return self._scores
-
-    def add(self, of_rows: Tensor, weight: float) -> None:
-        """Counts one more part of the reward, [R] over the rows of all replicas."""
-        self._scores = [
-            dataclasses.replace(score, value=score.value + weight * part, parts=(*score.parts, part))
-            for score, completion in zip(self.scores(), self.completions, strict=True)
-            for part in [float(of_rows[completion.row_id])]
-        ]
-
-    def gather(self) -> RolloutBatch:
-        """All replicas' rows as one batch on every rank, in the order of their ids; collective."""
-        completions = self.completions
-        batch = batch_from_rows(
-            [prompt.token_ids for prompt in self.prompts],
-            [completion.token_ids for completion in completions],
-            [completion.logprobs for completion in completions],
-            group_id=[completion.row_id // self._responses_per_prompt for completion in completions],
-            row_id=[completion.row_id for completion in completions],
-            weight_version=[completion.weight_version for completion in completions],
-            truncated=[completion.finish_reason == "length" for completion in completions],
-            rewards=[score.value for score in self.scores()],
-        )
-        batch = gather_batches(batch)
-        self.tokens = len(batch.tokens)
-        return batch

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 
-from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.rewards.score import Pending, Score, ScoreItem, Scorer
 from rlhf_megatron.rollout.engine import Completion
+
+OnGroup = Callable[[int, Sequence[Completion]], None]
 
 
 class GroupScoring:
@@ -18,33 +20,64 @@ class GroupScoring:
     """
 
     def __init__(
-        self, scorer: Scorer | None, prompts: Sequence[Prompt], responses_per_prompt: int, tokenizer: Tokenizer
+        self,
+        scorer: Scorer | None,
+        groups: Sequence[Group],
+        responses_per_prompt: int,
+        tokenizer: Tokenizer,
+        on_group: OnGroup | None = None,
     ) -> None:
-        """``prompts`` as asked for, each ``responses_per_prompt`` times: row ``i * responses + k`` answers prompt i."""
-        self._scorer, self._prompts, self._tokenizer = scorer, prompts, tokenizer
-        self._responses = responses_per_prompt
-        self._groups: dict[int, list[Completion]] = defaultdict(list)
+        """``groups`` as asked for: row ``i * responses + k`` is response k to the prompt of group i.
+
+        ``on_group`` is called with the number and the rows of each group that is sent to the scorer.
+        """
+        self._scorer, self._tokenizer, self._on_group = scorer, tokenizer, on_group
+        self._asked, self._responses = groups, responses_per_prompt
+        self._rows: dict[int, list[Completion]] = {}
         self._pending: dict[int, Pending] = {}
 
     def take(self, completion: Completion) -> None:
         """Notes one more completion; the last one of its group sends the group to the scorer."""
         index = completion.row_id // self._responses
-        group = self._groups[index]
-        group.append(completion)
-        if self._scorer and len(group) == self._responses:
-            group.sort(key=lambda member: member.row_id)
-            self._pending[index] = self._scorer.submit([self._item(member) for member in group])
+        self.rows_of(index).append(completion)
+        self.submit_if_whole(index)
 
-    def results(self) -> dict[int, Score]:
-        """Row id -> score; waits for the last one. Raises RewardError where the run must stop."""
+    def submit_if_whole(self, index: int) -> None:
+        """Sends a group to the scorer if all of its responses are there."""
+        rows = self.rows_of(index)
+        if self._scorer and len(rows) == self._responses:
+            rows.sort(key=lambda member: member.row_id)
+            self._pending[index] = self._scorer.submit([self._item(member) for member in rows])
+            if self._on_group:
+                self._on_group(index, rows)
+
+    def rows_of(self, index: int) -> list[Completion]:
+        """The whole responses of a group, those from before included."""
+        if index not in self._rows:
+            begun = self._asked[index].begun.items()
+            self._rows[index] = [
+                dataclasses.replace(of, row_id=index * self._responses + number) for number, of in begun if of.is_whole
+            ]
+        return self._rows[index]
+
+    def submitted(self) -> list[int]:
+        """The groups that were sent to the scorer, in rising order."""
+        return sorted(self._pending)
+
+    def results(self, groups: Collection[int]) -> dict[int, Score]:
+        """Row id -> score in those of ``groups`` that were sent; waits for the last one.
+
+        Raises RewardError where the run must stop.
+        """
         return {
             completion.row_id: score
             for index, pending in self._pending.items()
-            for completion, score in zip(self._groups[index], pending.result(), strict=True)
+            if index in groups
+            for completion, score in zip(self._rows[index], pending.result(), strict=True)
         }
 
     def _item(self, completion: Completion) -> ScoreItem:
-        prompt = self._prompts[completion.row_id // self._responses]
+        prompt = self._asked[completion.row_id // self._responses].prompt
         return ScoreItem(
             prompt.data_source,
             self._tokenizer.decode(completion.token_ids),

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import Responses
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.loops.checkpoints import Checkpoints, Part, choose_checkpoint
 from rlhf_megatron.loops.layouts import make_layout
+from rlhf_megatron.loops.phases import Phases
 from rlhf_megatron.loops.skipped_steps import SkippedSteps
 from rlhf_megatron.models.architecture import Head, read_architecture
+from rlhf_megatron.models.flops import peak_flops, training_flops
 from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
 from rlhf_megatron.monitor.console import Console
 from rlhf_megatron.monitor.environment import environment_report, redact
@@ -33,8 +36,9 @@ from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.checkpoint import forget_best
-from rlhf_megatron.runtime.health import Health
+from rlhf_megatron.runtime.health import Health, memory_metrics
 from rlhf_megatron.runtime.watchdog import watchdog
+from rlhf_megatron.topology.clocks import host_identity, measure_clocks
 
 
 class Session:
@@ -50,20 +54,24 @@ class Session:
         self.recipe = recipe
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.run = RunFolder(recipe.run_root, recipe.name)
-        self.architecture = read_architecture(recipe.model.path)
-        self.tokenizer = load_tokenizer(
-            recipe.model.tokenizer or recipe.model.path,
-            recipe.model.trust_remote_code,
-            recipe.data.chat_template,
-            recipe.data.chat_template_kwargs,
-        )
-        responses: dict[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
-        data = open_data(
-            recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
-        )
-        self.train, self.validation = data.train, data.validation
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self.report: Report | None = None
         self._roles: list[PlacedRole] = []
+        self._phases = Phases()
+        self._clocks = measure_clocks(host_identity()) if recipe.monitor.timeline.is_on else []
+        self.architecture = read_architecture(recipe.model.path)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        with self.phase("data"):
+            self.tokenizer = load_tokenizer(
+                recipe.model.tokenizer or recipe.model.path,
+                recipe.model.trust_remote_code,
+                recipe.data.chat_template,
+                recipe.data.chat_template_kwargs,
+            )
+            responses: dict[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
+            data = open_data(
+                recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
+            )
+        self.train, self.validation = data.train, data.validation
         self.updates = recipe.steps * recipe.batch.epochs_per_step * recipe.batch.minibatches_per_step
         head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
         self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, self.updates, head)
@@ -74,11 +82,10 @@ class Session:
             self.say(line)
         self.health = Health(recipe.health, recipe.name, self.say)
         self.first_step = 1
-        self._seconds: dict[str, float] = {}
+        self._start: dict[str, float] = {}  # seconds before the first step, for its record
         self._endings: list[Callable[[], None]] = []
         self._skips, self._skipped = skips or {}, SkippedSteps(recipe.retry.max_skipped_steps)
         self._worth: dict[int, float] = {}  # on rank 0: what keep_best compares, by step
-        self._step_started = time.perf_counter()
 
     def checkpoints(self, roles: Mapping[str, PlacedRole], parts: Mapping[str, Part]) -> Checkpoints:
         """What saves the run; where it resumes, roles and parts are as they were when this returns. Collective."""
@@ -108,25 +115,26 @@ class Session:
         path = getattr(section, "path", None) or recipe.model.path
         architecture = (self.architecture if path == recipe.model.path else read_architecture(path)).with_head(head)
         ranks = role_ranks(recipe, name, self.world)
-        role = PlacedRole(
-            name,
-            architecture,
-            make_layout(section.layout or recipe.actor.layout, len(ranks)),
-            ranks,
-            section,
-            dtype=recipe.model.dtype,
-            seed=recipe.seed,
-            temperature=recipe.rollout.temperature if recipe.rollout else 1.0,
-            optimizer=optimizer,
-            training_steps=updates,
-        )
-        self._roles.append(role)
-        if recipe.model.random_weights:
-            role.load(RandomWeights(architecture, recipe.seed, torch.device(self.device)))
-        else:
-            with CheckpointFiles(path, architecture, recipe.seed if optimizer else None) as files:
-                role.load(files)
-        role.offload()
+        with self.phase(name):
+            role = PlacedRole(
+                name,
+                architecture,
+                make_layout(section.layout or recipe.actor.layout, len(ranks)),
+                ranks,
+                section,
+                dtype=recipe.model.dtype,
+                seed=recipe.seed,
+                temperature=recipe.rollout.temperature if recipe.rollout else 1.0,
+                optimizer=optimizer,
+                training_steps=updates,
+            )
+            self._roles.append(role)
+            with self.span("weights"):
+                if recipe.model.random_weights:
+                    role.load(RandomWeights(architecture, recipe.seed, torch.device(self.device)))
+                else:
+                    with CheckpointFiles(path, architecture, recipe.seed if optimizer else None) as files:
+                        role.load(files)
         return role
 
     def make_reward_model(self, section: RewardModelSection) -> RewardModel:
@@ -142,6 +150,7 @@ class Session:
         if recipe.evaluation.at_start and self.first_step == 1:
             with self.phase("evaluate"):
                 evaluate(0)
+        self._end_start()
         for step in range(self.first_step, recipe.steps + 1):
             self.begin_step(step)
             yield step
@@ -154,6 +163,18 @@ class Session:
                 if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and not last:
                     self.export(step)
                 checkpoints.after(step, last, self._skipped.are_going_on, self._worth.get(step))
+            self._write_timeline(step)
+
+    def _end_start(self) -> None:
+        """Notes how long it took from the process's start to here."""
+        seconds = {"total": time.perf_counter() - self._phases.began, **self._phases.times()}
+        self._start = {f"start/{name}": value for name, value in seconds.items()}
+        self._write_timeline(0)
+
+    def _write_timeline(self, step: int) -> None:
+        """Writes what all ranks have done since ``begin_step``, where the recipe asks for it; collective."""
+        if self.recipe.monitor.timeline.has(step):
+            self._phases.write(self.run.timeline_file(step), f"step {step}" if step else "start", self._clocks)
 
     def _miss_best_metric(self, step: int) -> None:
         """Tells where checkpoint.keep_best names no metric of the evaluations; they are rank 0's."""
@@ -167,16 +188,17 @@ class Session:
 
         What roles are to offload leaves the GPU as a phase ends, and comes back when it is needed.
         """
-        started = time.perf_counter()
-        self.progress(name)
-        faults.at(name, watchdog.step)
-        yield
-        for role in self._roles:
-            role.offload()
-        watchdog.beat()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+        with self._phases.phase(name):
+            self.progress(name)
+            faults.at(name, watchdog.step)
+            yield
+            for role in self._roles:
+                role.offload()
+            watchdog.beat()
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A part of a phase that only the timeline shows."""
+        return self._phases.span(name)
 
     def progress(self, name: str, done: int = 0, total: int = 0) -> None:
         """Tells the watchdog, and shows on the rank that reports, how far a phase has come."""
@@ -191,34 +213,50 @@ class Session:
         if step in self._skips:
             self.train.load({**self.train.state(), **self._skips[step]})
             self.say(f"step {step} passes over the data of steps that were skipped")
-        self._seconds.clear()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        self._step_started = time.perf_counter()
+        self._phases.begin(self.recipe.monitor.timeline.has(step))
 
     def seconds(self, phase: str) -> float:
         """How long a phase of this step has taken so far."""
-        return self._seconds.get(phase, 0.0)
+        return self._phases.seconds(phase)
 
-    def end_step(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
-        """Logs a step with its phase times, ``tokens`` (of all ranks, prompt and response) and memory.
+    def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, learnt: RolloutBatch) -> None:
+        """Logs a step with its phase times, ``tokens`` (of all ranks, prompt and response) and memory; collective.
 
+        ``learnt``: what the actor has learnt from in the phase ``update``, if there was one.
         Raises TooManySkippedSteps on all ranks where retry.max_skipped_steps is reached.
         """
-        elapsed = time.perf_counter() - self._step_started
-        timed = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        speed = {
+        elapsed = time.perf_counter() - self._phases.began
+        measured = {
+            **{f"time/{name}": seconds for name, seconds in self._phases.times().items()},
+            **{f"memory/{name}_gb": peak for name, peak in self._phases.peaks().items()},
+            **memory_metrics(),
             "train/step_time_ms": elapsed * 1000.0,
             "perf/tokens_per_gpu_per_sec": tokens / elapsed / self.world,
+            **self._training_speed(learnt),
         }
         if torch.cuda.is_available():
-            timed["memory/actor_gpu_mem_mb"] = torch.cuda.max_memory_allocated() / 2**20
-        self.log(step, {**metrics, **timed, **speed, **self.train.metrics()})
+            measured["memory/actor_gpu_mem_mb"] = self._phases.allocated_gb * 2**10
+        self.log(step, {**metrics, **measured, **self.train.metrics(), **self._start})
+        self._start = {}
         for role in self._roles:
             bad_gradients = role.take_bad_gradients()
             if bad_gradients:
                 self.say(f"step {step}: {role.name}: gradient {bad_gradients}")
         self._skipped.after(step, metrics, self._data_position)
+
+    def _training_speed(self, learnt: RolloutBatch) -> dict[str, float]:
+        """How fast the actor's GPUs went through ``learnt``, and what share of their peak that is where it is known."""
+        seconds, epochs = self.seconds("update"), self.recipe.batch.epochs_per_step
+        if not seconds:
+            return {}
+        gpu_seconds = seconds * len(self.actor.ranks) / epochs
+        speed = {"perf/tokens_per_gpu_per_sec_training": len(learnt.tokens) / gpu_seconds}
+        peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        if peak:
+            outputs = int(learnt.response_mask.sum())
+            done = training_flops(self.actor.architecture, learnt.lengths.tolist(), outputs)
+            speed["perf/mfu_training"] = done / gpu_seconds / peak
+        return speed
 
     def _data_position(self) -> dict[str, Any]:
         """Where the data stand, without the description of their order."""

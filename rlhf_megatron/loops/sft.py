@@ -27,7 +27,7 @@ def run_sft(session: Session) -> dict[str, float]:
         with session.phase("update"):
             metrics = session.actor.update(batch, {"weights": weights}, negative_log_likelihood)
         metrics = session.actor.everywhere(metrics)
-        session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens))
+        session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
     return history.summary()
 
 

@@ -18,35 +18,43 @@ from rlhf_megatron.models import norm, rotary
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.heads import ScalarHead
+from rlhf_megatron.models.self_attention import StackedSelfAttention
 from rlhf_megatron.models.weight_map import Implementation
+from rlhf_megatron.recipe.errors import UserError
 
 
-def choose_implementation(wanted: str) -> Implementation:
-    """ "auto" becomes Transformer Engine on GPUs that have it installed, else Megatron's local layers."""
-    if wanted == "auto":
-        if not torch.cuda.is_available():
-            return "local"
+def choose_implementation(wanted: str, key: str) -> Implementation:
+    """Whose layers a model has: with "auto" Transformer Engine's where they are installed and there is a GPU.
+
+    Raises UserError, which names the recipe's ``key``, where these are ``wanted`` and cannot be had.
+    """
+    available = False
+    if torch.cuda.is_available():
         from megatron.core.extensions import transformer_engine
 
-        return "transformer_engine" if transformer_engine.HAVE_TE else "local"
-    return "transformer_engine" if wanted == "transformer_engine" else "local"
+        available = transformer_engine.HAVE_TE
+    if wanted == "transformer_engine" and not available:
+        raise UserError(f"{key} needs Transformer Engine; it is not installed here, or there is no GPU: set it to auto")
+    return "transformer_engine" if available and wanted != "local" else "local"
 
 
 def _layer_spec(architecture: Architecture, implementation: Implementation) -> ModuleSpec:
+    spec: Any
     experts = architecture.experts.count if architecture.experts else None
     if implementation == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=architecture.query_key_norm
         )
-    rotary.install()
-    norm.install()
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
-    )
-    submodules: Any = spec.submodules
-    submodules.self_attention.submodules.core_attention = PackedAttention
+    else:
+        rotary.install()
+        norm.install()
+        spec = get_gpt_layer_local_spec(
+            num_experts=experts, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
+        )
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    spec.submodules.self_attention.module = StackedSelfAttention
     return spec
 
 

@@ -1,4 +1,4 @@
-"""How many floating-point operations training takes: the numerator of model FLOPs utilisation (MFU).
+"""How many floating-point operations training takes, and how many a GPU could do: model FLOPs utilisation (MFU).
 
 What the model needs, not what was done: recomputed activations and padding do not count (arXiv 2204.02311, appendix B).
 """
@@ -8,6 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlhf_megatron.models.architecture import Architecture
+
+# Dense bfloat16 operations per second from the vendor's data sheets, by what a GPU's name contains; the first counts.
+_PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+}
 
 
 def forward_flops(architecture: Architecture, lengths: Iterable[int], outputs: int, causal: bool = True) -> float:
@@ -39,3 +52,8 @@ def attention_cost(architecture: Architecture) -> float:
     one, two = (forward_flops(architecture, [length], length) for length in (1, 2))
     half_a_pair = (two - 2 * one) / 2
     return half_a_pair / (one - half_a_pair)
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Dense bfloat16 operations per second of a GPU by its name, as torch gives it; None where it is not known."""
+    return next((peak for name, peak in _PEAKS.items() if name in gpu), None)

@@ -36,7 +36,7 @@ class _Slot:
     """The place of one Hugging Face tensor in a fused parameter, cut by rows or columns over the tensor ranks.
 
     ``cut``: "columns", "whole" (replicated), "vocabulary" (rows, padded), "gate" and "up" (rows, one behind the other)
-    or a role in attention ("query", "key", "value"), whose order inside the fused parameter is the framework's own.
+    or a role in attention ("query", "key", "value").
     """
 
     tensor: str
@@ -128,16 +128,16 @@ def _split(size: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def _attention_blocks(
-    a: Architecture, cut: str, parts: int, part: int, grouped: bool
+    a: Architecture, cut: str, parts: int, part: int, repeats: bool
 ) -> Iterator[tuple[int, int, int]]:
     """(start row, stop row, offset) of the pieces of q, k or v on tensor rank ``part`` of ``parts``.
 
-    Megatron interleaves by group (``grouped``): the queries of a group, its key, its value, the next group; and cuts
-    that evenly, through a group where there are fewer groups than ranks. vLLM puts all queries first, then all keys,
-    then all values; with fewer key-value heads than ranks it repeats them.
+    A rank has all its queries first, then its keys, then its values: vLLM's order, and that of our own attention in
+    Megatron (``self_attention``). With fewer key-value heads than ranks vLLM ``repeats`` them; Megatron then
+    interleaves by group (the queries of a group, its key, its value, the next group) and cuts evenly through groups.
     """
     d, per_group = a.head_dim, a.heads // a.key_value_heads
-    if grouped:
+    if a.key_value_heads < parts and not repeats:
         start, stop = _split((a.heads + 2 * a.key_value_heads) * d, parts, part)
         size = per_group * d if cut == "query" else d
         behind = {"query": 0, "key": per_group * d, "value": (per_group + 1) * d}[cut]
@@ -156,7 +156,7 @@ def _attention_blocks(
     yield first * d, (first + kept) * d, queries + (kept * d if cut == "value" else 0)
 
 
-def _blocks_of(a: Architecture, slot: _Slot, parts: int, part: int, grouped: bool) -> Iterator[Block]:
+def _blocks_of(a: Architecture, slot: _Slot, parts: int, part: int, repeats: bool) -> Iterator[Block]:
     """The blocks of one Hugging Face tensor on tensor rank ``part`` of ``parts``."""
     shape = tensor_shapes(a)[slot.tensor]
     rest: Region = tuple((0, size) for size in shape[1:])
@@ -175,7 +175,7 @@ def _blocks_of(a: Architecture, slot: _Slot, parts: int, part: int, grouped: boo
                 rows = (start, min(stop, a.vocabulary))
                 yield Block(slot.tensor, (rows, *rest), slot.parameter, (0, *tail))
         case _:
-            for start, stop, offset in _attention_blocks(a, slot.cut, parts, part, grouped):
+            for start, stop, offset in _attention_blocks(a, slot.cut, parts, part, repeats):
                 yield Block(slot.tensor, ((start, stop), *rest), slot.parameter, (offset, *tail))
 
 
@@ -273,7 +273,7 @@ def megatron_blocks(
             slots.append(_Slot("lm_head.weight", "vocabulary", last + "output_layer.weight"))
         elif layout.pipeline > 1:  # the last stage has a copy of its own; its gradients are added to the first's
             slots.append(_Slot("model.embed_tokens.weight", "vocabulary", last + "output_layer.weight"))
-    blocks = [block for slot in slots for block in _blocks_of(a, slot, layout.tensor, place.tensor, grouped=True)]
+    blocks = [block for slot in slots for block in _blocks_of(a, slot, layout.tensor, place.tensor, repeats=False)]
     return [*blocks, *_megatron_experts(a, layout, position, implementation)]
 
 
@@ -309,7 +309,7 @@ def rollout_blocks(
     slots.append(_Slot("model.norm.weight", "whole", "model.norm.weight"))
     if not a.tied_embeddings:
         slots.append(_Slot("lm_head.weight", "vocabulary", "lm_head.weight"))
-    blocks = [block for slot in slots for block in _blocks_of(a, slot, tensor, tensor_rank, grouped=False)]
+    blocks = [block for slot in slots for block in _blocks_of(a, slot, tensor, tensor_rank, repeats=True)]
     return [*blocks, *_rollout_experts(a, tensor, tensor_rank, expert_parallel, layers)]
 
 

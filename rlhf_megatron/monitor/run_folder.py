@@ -66,6 +66,10 @@ class RunFolder:
         """Return plots/NAME.png."""
         return self.plots / f"{name}.png"
 
+    def timeline_file(self, step: int) -> Path:
+        """Return timeline/step-N.json, what all ranks did in step N; step 0 is the start of the run."""
+        return self.path / "timeline" / f"step-{step}.json"
+
     def checkpoint(self, step: int) -> Path:
         """Return checkpoints/step-N, the folder of the training state after step N."""
         return self.checkpoints / f"step-{step}"

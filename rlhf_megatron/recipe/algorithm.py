@@ -26,6 +26,8 @@ ADVANTAGE_NAMES: tuple[str, ...] = get_args(AdvantageName)
 POLICY_LOSS_NAMES: tuple[str, ...] = get_args(PolicyLossName)
 # Those that say nothing about a response that is alone with its prompt.
 COMPARING_ADVANTAGES = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
+# Those that treat some tokens of a whole minibatch otherwise, chosen by their old logprobs.
+SELECTING_LOSSES = ("clip_cov", "kl_cov")
 _CAN_CLIP_TWICE = ("clip", "gspo", "clip_cov")
 _MAY_DIVIDE_BY_STD = ("grpo", "gpg", "pass_at_k")
 
@@ -183,8 +185,9 @@ class AlgorithmSection(Section):
     """How kl_coef changes."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Logprobs that the ratio is taken against: the trainer's own, or the rollout's as reported."""
+    old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
+    """Logprobs that the ratio is taken against: the actor's before the step's updates, or the rollout's as reported.
+    auto: the actor's, without a pass of its own where the step's one update computes them anyway."""
     filter_groups: FilterGroupsSection = FilterGroupsSection()
     """Dynamic sampling."""
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()

@@ -161,10 +161,14 @@ def _memory_lines(recipe: Recipe, memory: Estimate) -> Iterator[str]:
         yield _role_memory_line(name, stages)
     rollout = memory.rollout
     if rollout is not None:
+        shared = f" (of which {rollout.shared:.1f} in the actor's memory)" if rollout.shared else ""
         yield (
-            f"rollout: weights {rollout.weights:.1f} + KV cache {rollout.cache:.1f}: {rollout.cache_tokens:,} tokens, "
-            f"or {rollout.longest_sequences:,} sequences of full length at a time per replica"
+            f"rollout: weights {rollout.weights:.1f}{shared} + KV cache {rollout.cache:.1f}: "
+            f"{rollout.cache_tokens:,} tokens, or {rollout.longest_sequences:,} sequences of full length at a time per "
+            "replica"
         )
+        if recipe.why_weights_are_copied:
+            yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
     limit = recipe.cluster.gpu_memory_gb
     for phase, needed in memory.phases.items():
         verdict = f"does NOT fit: {_advice(recipe, phase)}" if needed > limit else "fits"

@@ -59,10 +59,11 @@ class StageMemory:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutMemory:
-    """GB on each GPU of the rollout, and what fits into its cache."""
+    """GB on each GPU of the rollout, and what fits into its cache; ``shared`` of the weights are the actor's memory."""
 
     replicas: int
     weights: float
+    shared: float
     cache: float
     share: float
     cache_tokens: int
@@ -265,12 +266,31 @@ def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> Rollo
         return None
     tensor, size = section.layout.tensor, _ELEMENT_BYTES[section.dtype or recipe.model.dtype]
     weights = size * shape.rank_parameters(tensor, [shape.layers], 0, repeated_heads=True) / GB
+    shared = size * _shared_parameters(recipe, shape, world_size) / GB
+    beside_cache = weights - shared + ROLLOUT_ACTIVATIONS_GB
     if section.kv_cache_gb is not None:
         cache = section.kv_cache_gb
-        share = weights + ROLLOUT_ACTIVATIONS_GB + cache
+        share = beside_cache + cache
     else:
         share = section.gpu_memory_utilization * recipe.cluster.gpu_memory_gb
-        cache = max(0.0, share - weights - ROLLOUT_ACTIVATIONS_GB)
+        cache = max(0.0, share - beside_cache)
     heads = max(1, shape.key_value_heads // tensor)
     tokens = int(cache * GB // (2 * shape.layers * heads * shape.head_dim * size))
-    return RolloutMemory(world_size // tensor, weights, cache, share, tokens, tokens // longest_row(recipe))
+    return RolloutMemory(world_size // tensor, weights, shared, cache, share, tokens, tokens // longest_row(recipe))
+
+
+def _shared_parameters(recipe: Recipe, shape: ModelShape, world_size: int) -> int:
+    """Of the rollout's parameters on a GPU, those in the actor's memory; on the GPU with the fewest, which limits all.
+
+    Where both cut tensors alike they are what the GPU has of the actor, but neither experts, which vLLM stacks, nor the
+    fused matrices of attention where vLLM repeats heads. Else they are norms, which do not count.
+    """
+    layout, rollout = layout_of(recipe, recipe.actor), recipe.rollout
+    everywhere = len(role_ranks(recipe, "actor", world_size)) == world_size
+    if recipe.why_weights_are_copied or rollout is None or not everywhere or layout.tensor != rollout.layout.tensor:
+        return 0
+    stages, tensor = stage_layers(layout, shape.layers), layout.tensor
+    apart = shape.expert_parameters(tensor)
+    if shape.key_value_heads < tensor:
+        apart += (shape.query + 2 * shape.key_value) // tensor * (shape.hidden + shape.qkv_bias)
+    return min(shape.rank_parameters(tensor, stages, stage) - count * apart for stage, count in enumerate(stages))

@@ -66,6 +66,24 @@ class CheckpointSection(Section):
     """Export after the last step."""
 
 
+class TimelineSection(Section):
+    """Steps whose phases on all ranks are written to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
+
+    steps: list[int] = Field(default=[])
+    """These steps."""
+    every: int = Field(default=0, ge=0)
+    """And each step that it divides, 0 included; 0: no others."""
+
+    def has(self, step: int) -> bool:
+        """Whether a step is written."""
+        return step in self.steps or bool(self.every and step % self.every == 0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any step is written."""
+        return bool(self.steps or self.every)
+
+
 class MonitorSection(Section):
     """What is recorded and shown."""
 
@@ -77,6 +95,8 @@ class MonitorSection(Section):
     """Draw plots/run.png at the end."""
     sample_rows: int = Field(default=8, ge=0)
     """Answers kept from each evaluation in samples/step-N.parquet."""
+    timeline: TimelineSection = TimelineSection()
+    """What ranks do when, as a picture."""
 
 
 class RegatherSection(Section):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, AlgorithmSection
+from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, SELECTING_LOSSES, AlgorithmSection
 from rlhf_megatron.recipe.batch import BatchSection
 from rlhf_megatron.recipe.data import DataSection
 from rlhf_megatron.recipe.health import HealthSection
@@ -104,12 +104,38 @@ class Recipe(Section):
         return self
 
     @property
+    def old_logprobs(self) -> Literal["update", "recompute", "rollout"]:
+        """Where old logprobs come from; "update": they are those of the forward pass of the step's only update.
+
+        That is so where nothing before that update asks for them: no KL in the reward, no selection of tokens.
+        """
+        asked, algorithm = self.algorithm.old_logprobs, self.algorithm
+        if asked != "auto":
+            return asked
+        asked_before = algorithm.policy_loss in SELECTING_LOSSES or (
+            algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
+        )
+        updates = self.batch.minibatches_per_step * self.batch.epochs_per_step
+        return "recompute" if asked_before or updates > 1 else "update"
+
+    @property
     def reward_names(self) -> list[str]:
         """Names of the parts of a reward in the run, the reward model's the last; none where there is one part."""
         if self.reward_model is None:
             return self.reward.part_names
         own = [] if self.reward.rule == "none" else self.reward.part_names or ["rule"]
         return [*own, "reward_model"]
+
+    @property
+    def why_weights_are_copied(self) -> str | None:
+        """What in the recipe keeps the rollout from having weights in the actor's memory; None where nothing does."""
+        if self.rollout is None or self.rollout.share_weights == "never":
+            return "rollout.share_weights is never"
+        if self.actor.offload.parameters:
+            return "actor.offload.parameters takes the actor's off the GPU"
+        if self.rollout.dtype not in (None, self.model.dtype):
+            return f"rollout.dtype is {self.rollout.dtype} and model.dtype {self.model.dtype}"
+        return None
 
     def _check_rl(self) -> None:
         algorithm, group = self.algorithm, self.batch.responses_per_prompt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -20,6 +22,20 @@ class RolloutLayoutSection(Section):
     """Replicas; default: as many as the GPUs hold."""
 
 
+class DrawnLengthsSection(Section):
+    """Lengths of responses, drawn from a lognormal distribution."""
+
+    mean: float = Field(gt=0)
+    """Mean length in tokens, of what rollout.max_response_length does not cut."""
+    sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the length's logarithm; 0: all have the mean length."""
+
+    def of_row(self, row: int) -> int:
+        """The length of a step's row, 1 or more; the same in every step."""
+        location = math.log(self.mean) - self.sigma**2 / 2
+        return max(1, round(random.Random(row).lognormvariate(location, self.sigma)))
+
+
 class RolloutSection(Section):
     """vLLM's settings, under vLLM's names where it has them."""
 
@@ -29,6 +45,8 @@ class RolloutSection(Section):
     """Degrees of parallelism."""
     max_response_length: int = Field(gt=0)
     """Most tokens of a response."""
+    drawn_lengths: DrawnLengthsSection | None = None
+    """For benchmarks: each response ends at a length that is drawn in advance, whatever its tokens are."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer computes its logprobs at the same, so it cannot be 0."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -51,10 +69,34 @@ class RolloutSection(Section):
     """Compute the prompt of a group once."""
     enforce_eager: bool = False
     """No CUDA graphs and no compilation: starts faster, generates slower."""
+    share_weights: Literal["auto", "never"] = "auto"
+    """auto: each weight whose shard is the actor's own is the actor's memory, which then stays on the GPU; nothing is
+    shared where actor.offload.parameters is on. never: every weight is a copy."""
     sleep: bool = True
-    """Give weights and cache back to the GPU during the update."""
+    """Give weights that are not shared and the cache back to the GPU during the update."""
     async_scheduling: bool = False
     """vLLM's overlap of scheduling and computing."""
+    scheduling: Literal["queue", "static"] = "queue"
+    """queue: replicas draw groups from one queue as they have room; static: each has its share from the start, so that
+    a run can be repeated to the last bit."""
+    oversample: float = Field(default=1.0, ge=1)
+    """Start so many times the groups that are needed, and give up the slowest when enough are done."""
+    partial: Literal["discard", "resume"] = "discard"
+    """What becomes of groups that were given up; their prompts come again in the next round of generation. discard:
+    from the start; resume: with the tokens and logprobs that they have."""
+
+    @model_validator(mode="after")
+    def _slow_groups_can_be_given_up(self) -> RolloutSection:
+        if self.oversample > 1 and self.scheduling == "static":
+            raise ValueError(
+                f"oversample={self.oversample:g} needs scheduling queue: with static, replicas know nothing of each "
+                "other's groups; use queue, or leave oversample out"
+            )
+        if self.partial == "resume" and self.oversample == 1:
+            raise ValueError("partial=resume: without oversample no group is given up; set it, such as 1.25")
+        if self.partial == "resume" and self.drawn_lengths:
+            raise ValueError("partial=resume: drawn_lengths ends each response by its row, which changes; use discard")
+        return self
 
     @model_validator(mode="after")
     def _top_k_is_a_number(self) -> RolloutSection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -29,7 +29,11 @@ class _Turn:
 
 
 class Regather:
-    """A plan made ready for one rank; ``run`` may be called any number of times, and allocates in the first alone."""
+    """A plan made ready for one rank; ``run`` may be called any number of times, and allocates in the first alone.
+
+    Attributes:
+        bytes_copied: what the last run copied within this rank; nothing where destinations are views of sources.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class Regather:
         self.plan, self._dtype, self._device = plan, dtype, torch.device(device)
         self._transport = transport or PointToPoint()
         self._rounds = stage(plan, dtype, device, staging_bytes)
+        self.bytes_copied = 0
         self._places: tuple[int, ...] = ()
         self._padding: list[Tensor] = []
         self._local = RectangleCopies([], [])
@@ -70,9 +75,9 @@ class Regather:
     def run(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Fills ``destinations`` (this rank's, by parameter name) from every rank's ``sources``.
 
-        Collective over the world. Storage stays where it is; rows that pad a vocabulary become zero. On a GPU
-        the copies are on their way when this returns, in order on the current stream. Raises RegatherError where a peer
-        is gone.
+        Collective over the world. Storage stays where it is; rows that pad a vocabulary become zero. What is a view of
+        its source already is not touched: it has the source's padding too. On a GPU the copies are on their way when
+        this returns, in order on the current stream. Raises RegatherError where a peer is gone.
         """
         self._bind(sources, destinations)
         for rows in self._padding:
@@ -120,8 +125,10 @@ class Regather:
         places = tuple(tensor.data_ptr() for side in (sources, destinations) for tensor in side.values())
         if places == self._places:
             return
-        self._padding = _padding(self.plan, destinations)
-        local = self.plan.local
+        shared = {copy.destination_parameter for copy in self.plan.local if _is_view(copy, sources, destinations)}
+        self._padding = _padding(self.plan, destinations, shared)
+        local = [copy for copy in self.plan.local if copy.destination_parameter not in shared]
+        self.bytes_copied = sum(copy.elements for copy in local) * self._dtype.itemsize
         self._local = RectangleCopies(
             [_target(copy, destinations) for copy in local], [_origin(copy, sources) for copy in local]
         )
@@ -162,8 +169,16 @@ def _target(copy: Copy, destinations: Mapping[str, Tensor]) -> Tensor:
     return window(destinations[copy.destination_parameter], copy.destination_offset, copy.region)
 
 
-def _padding(plan: RankPlan, destinations: Mapping[str, Tensor]) -> list[Tensor]:
-    """The last rows of a parameter that no copy fills; raises RegatherError where anything else is not filled."""
+def _is_view(copy: Copy, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
+    """Whether a copy within the rank would read what it writes."""
+    return _origin(copy, sources).data_ptr() == _target(copy, destinations).data_ptr()
+
+
+def _padding(plan: RankPlan, destinations: Mapping[str, Tensor], shared: Collection[str]) -> list[Tensor]:
+    """The last rows of a parameter that no copy fills, but not of ``shared`` ones.
+
+    Raises RegatherError where anything else is not filled.
+    """
     filled, ends = dict.fromkeys(destinations, 0), dict.fromkeys(destinations, 0)
     for copy in (*plan.local, *plan.receives):
         start, stop = copy.region[0]
@@ -178,5 +193,5 @@ def _padding(plan: RankPlan, destinations: Mapping[str, Tensor]) -> list[Tensor]
             raise RegatherError(
                 f"regathering: {filled[name]} of {tensor.numel()} elements of {name} {list(tensor.shape)} have a source"
             )
-        tails += [tail] if missing else []
+        tails += [tail] if missing and name not in shared else []
     return tails

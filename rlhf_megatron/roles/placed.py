@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.build import choose_implementation
 from rlhf_megatron.models.hf_files import WeightSource
 from rlhf_megatron.recipe import RoleSection
 from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.outputs import Objective, TokenOutputs
-from rlhf_megatron.roles.role import Role, implementation_of
+from rlhf_megatron.roles.role import Role
 from rlhf_megatron.topology.layout import Layout, make_groups
 
 Found = TypeVar("Found")
@@ -39,7 +40,9 @@ class PlacedRole:
     ) -> None:
         """``ranks`` rise; ``settings`` are ``Role``'s."""
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
-        self.implementation = implementation_of(name, section)
+        self.implementation = choose_implementation(
+            section.transformer_implementation, f"{name}.transformer_implementation"
+        )
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
             self.local = Role(name, architecture, layout, self.ranks, section, **settings)
@@ -96,3 +99,12 @@ class PlacedRole:
         if self.local:
             self.local.bad_gradients = ""
         return self.everywhere(found)
+
+
+def side_by_side(calls: Mapping[str, tuple[PlacedRole, Callable[[Role], Any]]]) -> dict[str, Any]:
+    """What each call finds on its role, on every rank of the world, under the call's name; collective.
+
+    Roles without a rank in common compute at the same time: nothing is exchanged before all are done.
+    """
+    found = {name: call(role.local) if role.local else None for name, (role, call) in calls.items()}
+    return {name: role.everywhere(found[name]) for name, (role, _) in calls.items()}

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.context import part_of
-from rlhf_megatron.data.packing import MicroBatch, make_micro_batch, plan_micro_batches
+from rlhf_megatron.data.packing import MicroBatch, imbalance, make_micro_batch, plan_micro_batches
 from rlhf_megatron.models.architecture import Architecture, transformer_config
 from rlhf_megatron.models.build import build_model, choose_implementation
 from rlhf_megatron.models.flops import attention_cost
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
-from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks
+from rlhf_megatron.models.weight_map import Block, megatron_blocks
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.offload import RoleMemory
@@ -40,17 +39,6 @@ from rlhf_megatron.runtime.health import describe_nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
 from rlhf_megatron.topology.megatron_groups import as_world
 from rlhf_megatron.topology.pipeline import PipelineLinks
-
-
-def implementation_of(name: str, section: RoleSection) -> Implementation:
-    """Whose layers a role has; raises UserError where it asks for Transformer Engine's and they are not there."""
-    chosen = choose_implementation(section.transformer_implementation)
-    if chosen == "transformer_engine" and choose_implementation("auto") != chosen:
-        raise UserError(
-            f"{name}.transformer_implementation needs Transformer Engine; it is not installed here, or there is no "
-            "GPU: set it to auto"
-        )
-    return chosen
 
 
 class Role:
@@ -89,7 +77,9 @@ class Role:
         self._training_steps = training_steps
         self._optimizer_section = optimizer
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self.implementation = implementation_of(name, section)
+        self.implementation = choose_implementation(
+            section.transformer_implementation, f"{name}.transformer_implementation"
+        )
         self.config = transformer_config(
             architecture,
             layout,
@@ -215,6 +205,10 @@ class Role:
 
         with torch.no_grad():
             self._run(batch, {}, budget, output, collect, forward_only=True)
+        return self._on_all_ranks(found)
+
+    def _on_all_ranks(self, found: Tensor) -> Tensor:
+        """What the ranks at the end of the model have put into ``found``, on the CPU of every rank of the role."""
         if not self._speaks():
             found.zero_()  # each token counts once in the sum below
         dist.all_reduce(found, group=self.groups.intra_dist_opt)
@@ -228,21 +222,27 @@ class Role:
         *,
         output: Output | None = None,
         rows_together: int = 1,
+        outputs: Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on ``batch``; ``fields`` are the objective's inputs, [T] each ([R] for scores).
 
         ``output``: what the objective gets; default: logprobs and entropy of a language head, values of a scalar one.
         ``rows_together``: so many rows that follow each other reach the objective together and in order, such as the
         two of a pair.
+        ``outputs``: [count, T] on the CPU, to be filled with what this step's forward passes say.
 
-        Returns the objective's metrics over the whole batch (sum / count), ``loss``, ``grad_norm``, ``learning_rate``.
+        Returns the objective's metrics over the whole batch (sum / count), ``loss``, ``grad_norm``, ``learning_rate``,
+        and ``imbalance`` of its packing.
         A step whose gradient is not finite, or whose norm is above ``skip_grad_norm``, is skipped and reported as
         ``skipped`` = 1; ``bad_gradients`` then says why, or which parameters' gradients on which ranks.
         """
         assert self._optimizer is not None and self._optimizer_section is not None, f"{self.name} does not learn"
         totals: dict[str, Tensor] = {}
+        found = torch.zeros_like(outputs, device=self.device) if outputs is not None else None
 
         def loss_of(parts: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
+            if found is not None:
+                found[:, micro.places.to(self.device)] = torch.stack(parts).detach()
             loss, metrics = objective(*parts, micro.fields)
             for name, pair in (metrics | {"loss": (loss.detach(), torch.zeros_like(loss))}).items():
                 value = torch.stack([part.detach().double() for part in pair])
@@ -257,15 +257,17 @@ class Role:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         faults.spoil(self.module.parameters())
-        self._run(
-            batch,
-            fields,
-            self.section.tokens_per_gpu,
-            output or self._output,
-            loss_of,
-            rows_together=rows_together,
-            forward_only=False,
-        )
+        read, budget = output or self._output, self.section.tokens_per_gpu
+        balance = self._run(batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False)
+        if outputs is not None and found is not None:
+            outputs.copy_(self._on_all_ranks(found))
+        grad_norm, taken = self._step()
+        step = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": float(not taken)}
+        return self._reduced(totals) | balance | step
+
+    def _step(self) -> tuple[float, bool]:
+        """(the gradients' norm, whether the optimizer took its step): not where that norm is not finite or too high."""
+        assert self._optimizer_section is not None
         # Megatron looks for infinities under fp16's loss scaling only.
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
@@ -280,11 +282,7 @@ class Role:
                 self.module.named_parameters(), self.groups.intra_dist_opt
             )
         self.steps_taken += 1
-        return self._reduced(totals) | {
-            "grad_norm": grad_norm,
-            "learning_rate": rate,
-            "skipped": float(not taken),
-        }
+        return grad_norm, taken
 
     def _run(
         self,
@@ -296,10 +294,10 @@ class Role:
         *,
         rows_together: int = 1,
         forward_only: bool,
-    ) -> None:
+    ) -> dict[str, float]:
         """All micro-batches of this data-parallel rank through Megatron's schedule for the pipeline's depth.
 
-        ``loss_of`` gets what ``output`` reads of each, on the last stage.
+        ``loss_of`` gets what ``output`` reads of each, on the last stage. Returns the packing's ``imbalance``.
         """
         assert (self.architecture.head == "scalar") == isinstance(output, Scalars), f"{self.name} has another head"
         budget = tokens_per_gpu * self.layout.context
@@ -325,6 +323,7 @@ class Role:
             pg_collection=self.groups,
             p2p_communicator=self._communicator,
         )
+        return imbalance(plan, lengths, self._attention_cost)
 
     def _common_length(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> int:
         """A multiple of the alignment that the rows of every micro-batch fit into."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.rollout.tickets import Tickets
 
 
 class RolloutError(UserError):
@@ -31,23 +32,52 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """One trajectory to generate. ``row_id`` is the caller's name for it; the seed (0 or more) is the row's own."""
-
-    row_id: int
-    prompt_token_ids: Sequence[int]
-    seed: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Completion:
-    """One generated trajectory; a stop token, if it ended by one, is its last token."""
+    """One generated trajectory, or as much of it as there is; a stop token, if it ended by one, is its last token."""
 
     row_id: int
     token_ids: list[int]
     logprobs: list[float]  # of each sampled token, under the distribution that it was drawn from
-    finish_reason: str  # "stop" or "length"
-    weight_version: int
+    finish_reason: str  # "stop" or "length"; "abort": it was given up, and may be gone on with
+    weight_versions: list[int]  # of the weights that sampled each token
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it ended by itself."""
+        return self.finish_reason != "abort"
+
+    @property
+    def weight_version(self) -> int:
+        """The oldest of its tokens'."""
+        return min(self.weight_versions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One trajectory to generate. ``row_id`` is the caller's name for it; the seed (0 or more) is the row's own.
+
+    Neighbours with the same ``group_id`` are generated together, by one replica, which computes their prompt once.
+    ``begun`` is what there is of the trajectory already; its tokens count among ``max_tokens``, which default to the
+    sampling's and cannot be more.
+    """
+
+    row_id: int
+    prompt_token_ids: Sequence[int]
+    seed: int
+    group_id: int = 0
+    begun: Completion | None = None
+    max_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRecord:
+    """What one call of ``generate`` did on this replica."""
+
+    seconds: float = 0.0
+    steps: int = 0  # of the engine
+    sampled_tokens: int = 0
+    resumed: int = 0  # rows that were begun
+    aborted: int = 0  # rows that were given up
 
 
 def request_seed(seed: int, step: int, row: int) -> int:
@@ -59,16 +89,23 @@ def request_seed(seed: int, step: int, row: int) -> int:
 class RolloutEngine(Protocol):
     """One replica's share on this rank. All ranks of a replica make the same calls in the same order."""
 
+    record: GenerationRecord
+    """Of the latest generation."""
+
     def generate(
         self,
         requests: Sequence[Request],
         sampling: Sampling,
         on_progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
+        tickets: Tickets | None = None,
     ) -> list[Completion]:
         """Completions in the order of ``requests``.
 
-        As they finish, ``on_completion`` is called with each, and ``on_progress`` with (done, total).
+        With ``tickets``, one for each group, this replica answers those groups that it draws, and there are completions
+        of these only; what is given up when enough groups are done comes as far as it went.
+
+        As they finish, ``on_completion`` is called with each, and ``on_progress`` with (done, begun by this replica).
         """
         ...
 
@@ -81,7 +118,10 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives weights and cache back to the device, where the platform can; the weights are lost."""
+        """Gives weights and cache back to the device, where the platform can; no generating until ``weights_updated``.
+
+        Weights are lost that are not another's memory.
+        """
         ...
 
     def wake_weights(self) -> None:

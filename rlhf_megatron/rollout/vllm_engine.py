@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.rollout.engine import Completion, Request, RolloutError, Sampling
+from rlhf_megatron.rollout import shared_weights
+from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, RolloutError, Sampling
+from rlhf_megatron.rollout.pulling import ExpectedLength, Pull
 from rlhf_megatron.rollout.random_state import preserved_random_state
+from rlhf_megatron.rollout.tickets import Tickets
 
 _CPU_KV_CACHE_GB = 0.0625
 # Only full blocks are shared between requests with the same prefix; vLLM's 128 on CPUs would leave short prompts out.
 _CPU_BLOCK_SIZE = 32
 # vLLM raises a temperature below this to it, and the trainer's logprobs would be of another distribution.
 _LOWEST_TEMPERATURE = 0.01
+# Long responses are progress too, as who watches for hangs should know.
+_STEPS_OF_PROGRESS = 64
 # What communicators may still take between looking at the free memory and vLLM's own look.
 _FREE_MEMORY_MARGIN = 0.9
 
@@ -42,10 +48,12 @@ class VllmEngine:
         max_prompt_length: int,
         seed: int,
         load_format: str = "dummy",
+        shared: Mapping[str, Tensor] | None = None,
     ) -> None:
         """``model_path`` needs config.json only; ``dtype`` names the weights' type; lengths are in tokens.
 
-        ``load_format`` is vLLM's: with "auto" its own loader reads the weights of ``model_path``.
+        ``load_format`` is vLLM's: with "auto" its own loader reads the weights of ``model_path``. ``shared``, with
+        dummy weights, are tensors that parameters of these names are to be views of; they must never move.
 
         The trainer's random state and thread count are left as they were. The engine has no usable weights until the
         first ``weights_updated``.
@@ -72,13 +80,19 @@ class VllmEngine:
                 stack.enter_context(vllm_cpu.preserved_threads())
             import vllm.entrypoints.llm  # noqa: F401  (a missing dependency is hidden by ``from vllm import LLM``)
             from vllm import LLM
+            from vllm.distributed.parallel_state import get_tp_group
 
+            if shared:
+                stack.enter_context(shared_weights.offered(shared))
             try:
                 self._llm: Any = LLM(model=model_path, **arguments)
             except ValueError as error:
                 raise RolloutError(_refusal(error, self._max_length)) from error
         self._core: Any = self._llm.llm_engine
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters().items()}
+        self._peers: Any = get_tp_group() if section.layout.tensor > 1 else None
+        self._expected = ExpectedLength()
+        self.record = GenerationRecord()
 
     def _engine_arguments(self, dtype: str, seed: int) -> dict[str, Any]:
         section = self._section
@@ -139,6 +153,8 @@ class VllmEngine:
         if self._asleep:
             raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); wake it before new weights")
         self.pointer_check()
+        if self._on_gpu:
+            torch.cuda.synchronize()  # whichever streams they were written on
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache; requests are still running")
         self._version = version
@@ -146,11 +162,15 @@ class VllmEngine:
     # ---- memory
 
     def sleep(self) -> None:
-        """See RolloutEngine. Level 2: weights are dropped rather than copied to the host, since they come back anew."""
+        """See RolloutEngine. Level 2: weights are dropped rather than copied to the host, since they come back anew.
+
+        Shared ones stay. Whoever they belong to may write to them now, so there is no generating until
+        ``weights_updated``, also where nothing can sleep.
+        """
+        self._version = None
         if self._can_sleep and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = {"weights", "kv_cache"}
-            self._version = None
 
     def wake_weights(self) -> None:
         """See RolloutEngine. Addresses are those of before, so CUDA graphs stay valid."""
@@ -173,8 +193,9 @@ class VllmEngine:
         sampling: Sampling,
         on_progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
+        tickets: Tickets | None = None,
     ) -> list[Completion]:
-        """See RolloutEngine. vLLM queues what exceeds max_num_seqs; the trainer's random state is left as it was.
+        """See RolloutEngine. The trainer's random state is left as it was.
 
         Raises:
             RolloutError: a prompt or the sampling cannot be carried out.
@@ -183,27 +204,24 @@ class VllmEngine:
         if self._version is None:
             raise RuntimeError("the engine has no weights; write them and call weights_updated first")
         self._check(requests, sampling)
-        names = [str(index) for index in range(len(requests))]
-        completions: dict[str, Completion] = {}
+        pull = Pull(self._core, requests, sampling, tickets, self._peers, self._version, self._expected)
+        completions: dict[int, Completion] = {}
+        started = time.perf_counter()
         with preserved_random_state():
             try:
-                for name, request in zip(names, requests, strict=True):
-                    prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-                    self._core.add_request(name, prompt, _sampling_params(sampling, request.seed))
-                while self._core.has_unfinished_requests():
-                    finished = [output for output in self._core.step() if output.finished]
-                    for output in finished:
-                        request = requests[int(output.request_id)]
-                        completion = _completion(output, request.row_id, self._version)
-                        completions[output.request_id] = completion
-                        if on_completion:
+                for ended in pull.run():
+                    for place, completion in ended:
+                        completions[place] = completion
+                        if on_completion and completion.is_whole:
                             on_completion(completion)
-                    if finished and on_progress:
-                        on_progress(len(completions), len(requests))
+                    if on_progress and (ended or pull.steps % _STEPS_OF_PROGRESS == 0):
+                        on_progress(len(completions), pull.begun)
             except BaseException:
-                self._abort([name for name in names if name not in completions])
+                pull.give_up()
                 raise
-        return [completions[name] for name in names]
+        seconds = time.perf_counter() - started
+        self.record = GenerationRecord(seconds, pull.steps, pull.sampled_tokens, pull.resumed, pull.aborted)
+        return [completions[place] for place in sorted(completions)]
 
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
@@ -211,8 +229,12 @@ class VllmEngine:
                 f"temperature {sampling.temperature:g} is below vLLM's lowest, {_LOWEST_TEMPERATURE}; "
                 "use 0 for the likeliest tokens"
             )
+        checked: Sequence[int] | None = None
         for request in requests:
             tokens = request.prompt_token_ids
+            if tokens is checked:
+                continue  # of the same group
+            checked = tokens
             if not tokens:
                 raise RolloutError(f"row {request.row_id}: the prompt has no tokens; remove it from the data")
             if len(tokens) + sampling.max_tokens > self._max_length:
@@ -226,45 +248,9 @@ class VllmEngine:
                     f"{self._vocabulary}; model.tokenizer must be the model's own"
                 )
 
-    def _abort(self, names: Sequence[str]) -> None:
-        # One at a time: of several, vLLM frees the cache blocks in an order that differs between tensor-parallel ranks.
-        for name in names:
-            self._core.abort_request([name])
-
     def close(self) -> None:
         """See RolloutEngine. vLLM ends torch.distributed for the whole process with its engine: do this last."""
         self._core.engine_core.shutdown()
-
-
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # those of generation_config.json; stop_token_ids still end a response
-        seed=seed,
-        logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _completion(output: Any, row_id: int, version: int) -> Completion:
-    sample = output.outputs[0]
-    if sample.finish_reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"vLLM ended row {row_id} with {sample.finish_reason!r} after {len(sample.token_ids)} tokens"
-        )
-    flat = sample.logprobs
-    # A position's first entry is the sampled token's, whatever else vLLM adds.
-    logprobs = [flat.logprobs[start] for start in flat.start_indices]
-    return Completion(row_id, list(sample.token_ids), logprobs, sample.finish_reason, version)
 
 
 def _checked_vocabulary(folder: Path) -> int:

@@ -26,7 +26,7 @@ from rlhf_megatron.runtime.ranks import named_ranks
 
 GB = 2**30
 # Each rank watches its own memory; all other metrics are the same on every rank, and rank 0 watches them.
-OWN_METRICS = "memory/"
+OWN_METRICS = ("memory/host_gb", "memory/gpu_gb")
 # A rule whose metric has not come by then is told: its name may be mistyped.
 STEPS_UNTIL_A_METRIC_IS_MISSED = 20
 _GRADIENTS_SHOWN = 3

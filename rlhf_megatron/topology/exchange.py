@@ -54,6 +54,14 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return summed
 
 
+def max_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element-wise largest of every rank's values, equal on every rank."""
+    largest = torch.tensor(list(values), dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    found: list[float] = largest.tolist()
+    return found
+
+
 def gather_bytes(data: bytes) -> list[bytes]:
     """Every rank's bytes in rank order on rank 0, an empty list elsewhere; collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -71,3 +79,10 @@ def gather_bytes(data: bytes) -> list[bytes]:
             dist.recv(part, source)
         parts.append(part.numpy().tobytes())
     return parts
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value in rank order on every rank; collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

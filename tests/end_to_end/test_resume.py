@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from end_to_end.commands import Finished, torchrun
+from end_to_end.commands import Finished, python, torchrun
 from end_to_end.runs import (
     LENGTH_REWARD,
     TRAIN,
@@ -41,9 +41,13 @@ RECIPE: dict[str, Any] = {
     "batch": {"prompts_per_step": 3, "responses_per_prompt": 4},
     "actor": {"layout": {"tensor": 2}, "tokens_per_gpu": 256, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3}},
     "reference": {"tokens_per_gpu": 256},
-    "rollout": {"max_response_length": 10},
+    "rollout": {"max_response_length": 10, "scheduling": "static"},  # the queue's batches differ from run to run
     # Dynamic sampling with surplus, so that a checkpoint has to remember groups that wait.
-    "algorithm": {"kl_coef": 0.01, "filter_groups": {"enable": True, "prompts_per_round": 4, "keep_surplus": True}},
+    "algorithm": {
+        "kl_coef": 0.01,
+        "filter_groups": {"enable": True, "prompts_per_round": 4, "keep_surplus": True},
+        "rollout_correction": {"type": "tis"},
+    },
     "reward": {"function": "reward.py"},
     "evaluation": {"interval": 2, "at_start": False},
     "checkpoint": {"save_interval": 1, "keep_last_k": 3},
@@ -112,6 +116,19 @@ def test_old_checkpoints_go_and_the_newest_is_named(folder: Path, whole: dict[in
     assert (checkpoints / "latest").read_text() == "step-4\n"
 
 
+def test_a_checkpoint_becomes_the_exported_model(folder: Path, whole: dict[int, dict[str, float]]) -> None:
+    convert = ["checkpoint-to-hf", f"--input=runs/whole/checkpoints/step-{STEPS}", "--dtype=float32"]
+    python("tools/convert.py", *convert, "--output=converted", folder=folder).check()
+    exported = folder / "runs" / "whole" / "export" / f"step-{STEPS}"
+    expected = load_file(exported / "model.safetensors")
+    found = load_file(folder / "converted" / "model.safetensors")
+    assert sorted(found) == sorted(expected) and all((found[name] == expected[name]).all() for name in expected)
+    for name in ("config.json", "tokenizer.json"):
+        assert (folder / "converted" / name).read_bytes() == (exported / name).read_bytes()
+    refused = python("tools/convert.py", *convert, "--output=other", "--role=critic", folder=folder)
+    assert refused.only_error() == f"error: --role: runs/whole/checkpoints/step-{STEPS} has no critic, only actor"
+
+
 def test_a_killed_run_goes_on_to_the_last_bit(
     folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:
@@ -178,13 +195,16 @@ def test_a_run_killed_at_ten_random_moments_is_the_same_to_the_last_bit(folder: 
 def test_another_layout_goes_on_to_rounding(
     folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:
+    # And whether the old logprobs come from the update itself or from a pass before it.
     for name, checkpoint in (("context", "whole/checkpoints/step-2"), ("pipeline", "context/checkpoints/step-3")):
         layout = ["actor.layout.tensor=1", f"actor.layout.{name}=2"]
+        if name == "context":
+            layout.append("algorithm.old_logprobs=recompute")
         train(f"name={name}", f"--resume=runs/{checkpoint}", *layout)
         metrics = metrics_of(folder / "runs" / name)
         assert sorted(metrics) == list(range(int(checkpoint[-1]) + 1, STEPS + 1))
         for step, found in metrics.items():
-            assert found == pytest.approx(whole[step], rel=1e-3, abs=1e-6)
+            assert of_any_layout(found) == pytest.approx(of_any_layout(whole[step]), rel=1e-3, abs=1e-6)
 
 
 def test_roles_on_ranks_of_their_own_go_on_and_back(folder: Path) -> None:
@@ -204,10 +224,16 @@ def test_roles_on_ranks_of_their_own_go_on_and_back(folder: Path) -> None:
     assert found["together"][3]["critic/loss"] > 0 and found["together"][3]["train/grad_norm"] > 0
     for name in ("apart", "together_again"):
         for step, metrics in found[name].items():
-            assert metrics == pytest.approx(found["together"][step], rel=1e-3, abs=1e-6)
+            together = of_any_layout(found["together"][step])
+            assert of_any_layout(metrics) == pytest.approx(together, rel=1e-3, abs=1e-6)
 
 
 def test_a_checkpoint_that_is_not_there_is_told_in_one_line(folder: Path) -> None:
     with torchrun(1, TRAIN, "grpo.yaml", "actor.layout.tensor=1", "--resume=runs/no/step-1", folder=folder) as command:
         error = command.finish().only_error()
     assert error.startswith("error: --resume runs/no/step-1: runs/no/step-1/manifest.json: cannot be read")
+
+
+def of_any_layout(metrics: dict[str, float]) -> dict[str, float]:
+    """Without how evenly the layout's ranks share the work."""
+    return {name: value for name, value in metrics.items() if "/imbalance" not in name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,11 @@ import torch
 import yaml
 
 from end_to_end.commands import python, torchrun
+from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, make_sums, steps_of
 from rlhf_megatron.rollout.environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 
-TRAIN = "launch/train.py"
-TASK = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
 RECIPE: dict[str, Any] = {
     "name": "grpo",
     "loop": "rl",
@@ -31,6 +31,7 @@ RECIPE: dict[str, Any] = {
     "rollout": {"max_response_length": 12},
     "algorithm": {"kl_coef": 0.01},
     "reward": {"function": "reward.py"},
+    "monitor": {"timeline": {"every": 2}},
 }
 WARM: dict[str, Any] = {
     **{key: RECIPE[key] for key in ("steps", "data")},
@@ -41,34 +42,23 @@ WARM: dict[str, Any] = {
     "batch": {"prompts_per_step": 8},
     "actor": {"layout": {"data": 2}, "tokens_per_gpu": 256, "optimizer": {"learning_rate": 1e-3}},
 }
-# Some reward that differs inside a group of random answers.
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return (len(solution_str) % 5) / 4
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two layers, its data, and a supervised run of two steps on two ranks, all by the real commands."""
     path = tmp_path_factory.mktemp("training")
-    (path / "reward.py").write_text(REWARD)
+    (path / "reward.py").write_text(LENGTH_REWARD)
     (path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
     (path / "warm.yaml").write_text(yaml.safe_dump(WARM))
-    sizes = ["--layers=2", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
-    prepare = "tools/prepare_data.py"
-    for arguments in (
-        ["tools/make_tiny_model.py", "--output=model", *sizes],
-        [prepare, *TASK, "--size=10", "--seed=9", "--output=held_out_plain.parquet"],
-        [prepare, *TASK, "--size=24", "--seed=1", "--exclude=held_out_plain.parquet", "--output=train_plain.parquet"],
-        [prepare, "demonstrations", "--input=held_out_plain.parquet", "--output=held_out.parquet"],
-        [prepare, "demonstrations", "--input=train_plain.parquet", "--output=train.parquet"],
-    ):
-        made = python(*arguments, folder=path)
-        assert made.status == 0, made.err
+    make_model(path, layers=2)
+    make_sums(path, 10, "--seed=9", name="held_out_plain")
+    make_sums(path, 24, "--seed=1", "--exclude=held_out_plain.parquet", name="train_plain")
+    for name in ("held_out", "train"):
+        worked = ("demonstrations", f"--input={name}_plain.parquet", f"--output={name}.parquet")
+        python("tools/prepare_data.py", *worked, folder=path).check()
     with torchrun(2, TRAIN, "warm.yaml", folder=path) as command:
-        finished = command.finish()
-    assert finished.status == 0, finished.err
+        finished = command.finish().check()
     assert "held-out loss" in finished.out
     return path
 
@@ -79,14 +69,9 @@ def grpo(folder: Path) -> Callable[..., dict[int, dict[str, float]]]:
 
     def run(name: str, *overrides: str) -> dict[int, dict[str, float]]:
         with torchrun(2, TRAIN, "grpo.yaml", f"name={name}", *overrides, folder=folder) as command:
-            finished = command.finish()
-        assert finished.status == 0, finished.err
+            finished = command.finish().check()
         assert "held-out accuracy" in finished.out
-        steps: dict[int, dict[str, float]] = {}
-        for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            steps.setdefault(record.pop("step"), {}).update(record)
-        return steps
+        return steps_of(folder / "runs" / name)
 
     return run
 
@@ -115,6 +100,57 @@ def test_a_run_leaves_recipe_metrics_picture_samples_and_model(
     assert json.loads((run / "environment.json").read_text())["packages"]["torch"]
 
 
+def test_a_timeline_shows_what_all_ranks_did(folder: Path, tensor_parallel: dict[int, dict[str, float]]) -> None:
+    timelines = folder / "runs" / "tensor" / "timeline"
+    assert sorted(path.name for path in timelines.iterdir()) == ["step-0.json", "step-2.json"]
+    start, step = (json.loads((timelines / f"step-{number}.json").read_text())["traceEvents"] for number in (0, 2))
+    phases = {"generate", "score", "sleep", "logprobs", "update", "regather"}
+    for rank in (0, 1):
+        assert {"launch", "data", "actor", "reference", "engine", "evaluate"} <= {
+            span["name"] for span in spans_of(start, rank)
+        }
+        spans = spans_of(step, rank)
+        whole, *parts = spans
+        assert whole["name"] == "step 2"
+        assert phases | {"minibatch", "evaluate", "save"} <= {span["name"] for span in parts}
+        for part in parts:
+            around = [span for span in spans if span is not part and contains(span, part)]
+            assert whole in around
+            if part["name"] == "minibatch":
+                assert [span["name"] for span in around] == ["step 2", "update"]
+        for earlier, later in itertools.pairwise(span for span in parts if span["name"] in phases):
+            assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-3, "phases of the loop follow each other"
+    of_rank_0 = {span["name"]: span["dur"] / 1e6 for span in spans_of(step, 0)}
+    for phase in phases:
+        assert of_rank_0[phase] == pytest.approx(tensor_parallel[2][f"time/{phase}"], abs=1e-6)
+    assert any(event["ph"] == "C" and event["pid"] == 1 for event in step)
+
+
+def spans_of(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+
+
+def contains(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
+    ends = (span["ts"] + span["dur"] for span in (outer, inner))
+    return outer["ts"] <= inner["ts"] and next(ends) >= next(ends) - 1e-3
+
+
+def test_memory_balance_and_speed_are_logged(tensor_parallel: dict[int, dict[str, float]]) -> None:
+    for step in (1, 2):
+        metrics = tensor_parallel[step]
+        for phase in ("generate", "score", "logprobs", "update", "regather"):
+            assert 0.1 < metrics[f"memory/{phase}_gb"] < 100
+        assert metrics["memory/host_gb"] == pytest.approx(metrics["memory/regather_gb"], rel=0.2)
+        assert 1.0 <= metrics["train/imbalance"] <= metrics["train/imbalance_micro_batch"] * 1.001
+        trained = metrics["perf/tokens_per_gpu_per_sec_training"] * metrics["time/update"]
+        stepped = metrics["perf/tokens_per_gpu_per_sec"] * metrics["train/step_time_ms"] / 1000
+        assert trained == pytest.approx(stepped), "every token that was generated is trained on, once"
+        assert "perf/mfu_training" not in metrics, "a CPU has no peak to compare with"
+    parts = ("launch", "data", "actor", "reference", "engine", "regather", "evaluate")
+    assert sum(tensor_parallel[1][f"start/{part}"] for part in parts) <= tensor_parallel[1]["start/total"]
+    assert "start/total" not in tensor_parallel[2]
+
+
 def test_the_exported_model_is_the_trained_one_in_plain_transformers(
     folder: Path, tensor_parallel: dict[int, dict[str, float]]
 ) -> None:
@@ -122,9 +158,7 @@ def test_the_exported_model_is_the_trained_one_in_plain_transformers(
 
 
 def test_a_mixture_of_experts_trains(folder: Path, grpo: Callable[..., dict[int, dict[str, float]]]) -> None:
-    sizes = ["--layers=2", "--hidden-size=64", "--heads=2", "--kv-heads=2", "--experts=4", "--expert-size=32"]
-    made = python("tools/make_tiny_model.py", "--output=mixture", *sizes, folder=folder)
-    assert made.status == 0, made.err
+    make_model(folder, 2, "--experts=4", "--expert-size=32", name="mixture")
     steps = grpo(
         "experts",
         "model.path=mixture",

@@ -23,7 +23,7 @@ from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.roles.state import restore_role, role_state, role_tensors  # noqa: E402
-from rlhf_megatron.runtime.checkpoint import TensorFile, partial_folder, write_tensors  # noqa: E402
+from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile, partial_folder, write_tensors  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 
@@ -58,9 +58,10 @@ def learn(
     outputs = role.logprobs(batch)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     updates = [role.update(batch, {"weights": weights}, negative_log_likelihood)]
+    refused = ""
     if then is not None:
         before, role = role, make_role(then)
-        _hand_over(before, role, Path(f"{model}, checkpoint"))
+        refused = _hand_over(before, role, Path(f"{model}, checkpoint"))
     updates += [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(1, steps)]
     if exported:
         export_weights(
@@ -72,11 +73,15 @@ def learn(
         "losses": [metrics["loss"] for metrics in updates],
         "grad_norms": [metrics["grad_norm"] for metrics in updates],
         "parallel_state_untouched": not _megatron_globals_exist(),
+        "refused": refused,
     }
 
 
-def _hand_over(before: Role, after: Role, folder: Path) -> None:
-    """The state of one role to another by files, as a checkpoint does; what was there is nothing but zeros."""
+def _hand_over(before: Role, after: Role, folder: Path) -> str:
+    """The state of one role to another by files, as a checkpoint does; what was there is nothing but zeros.
+
+    Returns what is said of a checkpoint that does not tell the order of attention's rows.
+    """
     tensors, pieces = role_tensors(before, {})
     about = {"pieces": {before.name: pieces}}
     write_tensors(folder, f"rank-{before.position}.safetensors", tensors, about)
@@ -86,7 +91,14 @@ def _hand_over(before: Role, after: Role, folder: Path) -> None:
         parameter.zero_()
     with contextlib.ExitStack() as stack:
         paths = [partial_folder(folder) / f"rank-{position}.safetensors" for position in range(before.layout.size)]
-        restore_role(after, state, [stack.enter_context(TensorFile(path)) for path in paths])
+        files = [stack.enter_context(TensorFile(path)) for path in paths]
+        restore_role(after, state, files)
+        del state["rows_of_attention"]
+        try:
+            restore_role(after, state, files)
+        except CheckpointError as error:
+            return str(error)
+    return ""
 
 
 def _megatron_globals_exist() -> bool:

@@ -180,6 +180,14 @@ def test_outputs_and_steps_equal_transformers(name: str, home: Path, results: di
         assert (exported[name] - parameter).abs().max() < 1e-5, name
 
 
+def test_a_checkpoint_with_rows_in_another_order_is_refused(results: dict[str, list[dict[str, Any]]]) -> None:
+    for result in results["PP2 VP2, then CP2"]:
+        assert result["refused"] == (
+            "the checkpoint was written by another version, with actor's queries, keys and values in another order; "
+            "go on with that version, or give --resume none"
+        )
+
+
 def test_loss_and_gradients_do_not_depend_on_how_rows_are_dealt(results: dict[str, list[dict[str, Any]]]) -> None:
     whole = one_result(results["whole"])
     for name in ("in micro-batches", "over two ranks", "over two ranks in micro-batches", "shuffled"):

@@ -1,7 +1,8 @@
-"""A preflight and the health of a run on real ranks: what differs, who is silent, where links hang, who stops."""
+"""A preflight, clocks and health of a run on real ranks: what differs, who is silent, where links hang, who stops."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ from rlhf_megatron.recipe.health import HealthRuleSection, HealthSection
 from rlhf_megatron.runtime.health import Health, HealthStop, describe_nonfinite_gradients
 from rlhf_megatron.runtime.preflight import machine
 from rlhf_megatron.runtime.preflight.answers import answers_of_torchrun
+from rlhf_megatron.topology.clocks import measure_clocks
 from tiny_tokenizer import write_bpe_tokenizer
 
 Result = dict[str, Any]
@@ -92,6 +94,7 @@ def preflights(folder: str) -> None:
     os.chdir(folder)
     results["gradients"] = gradients()
     results["health"] = health()
+    results["clocks"] = clocks()
     begin("silent")
     answers = answers_of_torchrun()
     if rank == 1:  # gives its place, and then nothing
@@ -146,6 +149,12 @@ def health() -> Result:
     except HealthStop as stop:
         return {"told": told, "stop": str(stop)}
     return {"told": told, "stop": None}
+
+
+def clocks() -> list[Result]:
+    """Ranks 1 and 2 as another host, whose clock is 5000 s ahead."""
+    host, ahead = ("this", 0.0) if dist.get_rank() == 0 else ("other", 5000.0)
+    return [dataclasses.asdict(clock) for clock in measure_clocks(host, lambda: time.perf_counter() + ahead)]
 
 
 # ---- the tests
@@ -203,6 +212,16 @@ def test_gradients_that_are_not_finite_are_named_by_parameter_and_rank(results: 
         assert none == ""
         assert one == "weight (1 nan of 4) on rank 1"
         assert all_ranks == "bias (1 inf of 2) on ranks 0-2; weight (1 nan of 4) on rank 1"
+
+
+def test_clocks_of_another_host_are_compared_with_rank_0s(results: list[Result]) -> None:
+    own, *others = results[0]["clocks"]
+    assert all(result["clocks"] == [own, *others] for result in results)
+    assert own["ahead"] == own["uncertainty"] == 0.0
+    for other in others:
+        assert other["uncertainty"] > 0.0
+        assert abs(other["ahead"] - 5000.0) <= other["uncertainty"]
+    assert others[0] == others[1], "ranks of one host share a clock"
 
 
 def test_one_ranks_rule_stops_all(results: list[Result]) -> None:

@@ -5,6 +5,7 @@ change it; how the loop puts it together.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregation import token_weights
+from rlhf_megatron.algorithms.correction import with_correction
 from rlhf_megatron.algorithms.kl import KLController
 from rlhf_megatron.algorithms.objective import objective_fields, policy_objective
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES
@@ -23,6 +25,7 @@ from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.packing import make_micro_batch, plan_micro_batches
 from rlhf_megatron.loops.rl import update, with_advantages
 from rlhf_megatron.recipe import AlgorithmSection, make_recipe
+from rlhf_megatron.recipe.algorithm import SELECTING_LOSSES
 
 DOUBLE = torch.float64
 
@@ -195,7 +198,33 @@ def loss_and_gradient(
                 totals[name] = totals.get(name, 0.0) + float(total)
     loss.backward()
     assert leaf.grad is not None
-    return float(loss), leaf.grad, totals
+    return loss.item(), leaf.grad, totals
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {},
+        {"type": "tis", "threshold": 1.1},
+        {"type": "mis", "level": "sequence", "threshold_low": 0.5, "reject_threshold": 1.2},
+        {"veto_threshold": 0.5},
+    ],
+)
+def test_old_logprobs_of_the_pass_itself_are_those_of_a_pass_before(correction: dict[str, Any]) -> None:
+    batch, logprobs, entropy = minibatch()
+    generator = torch.Generator().manual_seed(9)
+    rolled = logprobs + 0.3 * torch.randn(len(logprobs), dtype=DOUBLE, generator=generator)
+    batch = batch.with_fields(old_logprobs=None, correction=None, rollout_logprobs=rolled)
+    for name in sorted(set(POLICY_LOSSES) - set(SELECTING_LOSSES)):
+        section = AlgorithmSection(policy_loss=name, kl_coef=0.1, rollout_correction=correction)
+        before, _ = with_correction(batch.with_fields(old_logprobs=logprobs), section.rollout_correction)
+        if before.correction is not None:
+            assert (before.correction[batch.response_mask] != 1).any()
+        loss, gradient, metrics = loss_and_gradient(before, logprobs, entropy, section, 10**6, 1)
+        own_loss, own_gradient, own_metrics = loss_and_gradient(batch, logprobs, entropy, section, 12, 2)
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(own_gradient, gradient, rtol=1e-6, atol=1e-9)
+        assert own_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
@@ -244,12 +273,16 @@ class Learner:
     def __init__(self, logprobs: Tensor) -> None:
         self.logprobs, self.fields = logprobs, []
 
-    def update(self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Any) -> dict[str, float]:
+    def update(
+        self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Any, outputs: Tensor | None
+    ) -> dict[str, float]:
         leaf = self.logprobs[batch.tokens].requires_grad_()
         mask = batch.response_mask
         sampled = {name: value[mask] for name, value in fields.items()}
         loss, metrics = objective(leaf[mask], torch.zeros_like(leaf[mask]), sampled)
         self.fields.append(fields)
+        if outputs is not None:
+            outputs[0] = leaf.detach()
         self.logprobs[batch.tokens] -= torch.autograd.grad(loss, leaf)[0]
         return {name: float(total / count) for name, (total, count) in metrics.items()} | {"loss": float(loss)}
 
@@ -257,8 +290,8 @@ class Learner:
         return value
 
 
-def run_step(**algorithm: object) -> tuple[Learner, KLController, dict[str, float]]:
-    """Two prompts with three responses each through with_advantages and update, one prompt per minibatch."""
+def run_step(minibatch_prompts: int = 1, **algorithm: object) -> tuple[Learner, KLController, dict[str, float]]:
+    """Two prompts with three responses each through with_advantages and update, so many prompts in each minibatch."""
     recipe = make_recipe(
         {
             "name": "x",
@@ -266,7 +299,7 @@ def run_step(**algorithm: object) -> tuple[Learner, KLController, dict[str, floa
             "steps": 1,
             "model": {"path": "m", "dtype": "float32"},
             "data": {"train_files": ["a"], "max_prompt_length": 9},
-            "batch": {"prompts_per_step": 2, "responses_per_prompt": 3, "minibatch_prompts": 1},
+            "batch": {"prompts_per_step": 2, "responses_per_prompt": 3, "minibatch_prompts": minibatch_prompts},
             "actor": {"tokens_per_gpu": 9, "optimizer": {"learning_rate": 1.0}},
             "reference": {"tokens_per_gpu": 9},
             "rollout": {"max_response_length": 5},
@@ -281,11 +314,11 @@ def run_step(**algorithm: object) -> tuple[Learner, KLController, dict[str, floa
     old = -torch.ones(count) * mask
     batch = batch.with_fields(
         tokens=torch.arange(count),
-        old_logprobs=old,
+        old_logprobs=old if recipe.old_logprobs == "recompute" else None,
         rollout_logprobs=old - math.log(3.0) * mask,
         reference_logprobs=(old - 0.25 * mask) if recipe.algorithm.kl_coef else None,
     )
-    session = cast(Any, SimpleNamespace(recipe=recipe, actor=Learner(old.clone())))
+    session = cast(Any, SimpleNamespace(recipe=recipe, actor=Learner(old.clone()), span=lambda _: nullcontext()))
     controller = KLController(recipe.algorithm)
     batch = with_advantages(batch, session, controller)
     return session.actor, controller, update(session, batch, controller)
@@ -312,6 +345,13 @@ def test_the_correction_reaches_the_update() -> None:
     truncated, _, metrics = run_step(rollout_correction={"type": "tis", "threshold": 2.0})
     assert torch.allclose(truncated.fields[1]["weights"], 2.0 * plain.fields[1]["weights"])
     assert metrics["train/correction_weight_mean"] == 2.0 and metrics["train/correction_masked_fraction"] == 0.0
+    own, _, metrics_of_own = run_step(minibatch_prompts=2, rollout_correction={"type": "tis", "threshold": 2.0})
+    assert "old_logprobs" not in own.fields[0]
+    # A token weighs half as much among twice as many.
+    assert torch.allclose(2.0 * (own.logprobs + 1.0)[batch_mask()], (truncated.logprobs + 1.0)[batch_mask()])
+    for name in ("correction_weight_mean", "correction_effective_fraction", "ratio"):
+        assert metrics_of_own[f"train/{name}"] == pytest.approx(metrics[f"train/{name}"])
+    assert metrics_of_own["train/rollout_logprob_abs_diff"] == pytest.approx(math.log(3.0))
     masked, _, metrics = run_step(rollout_correction={"type": "mis", "threshold": 2.0})
     assert torch.equal(masked.logprobs[batch_mask()], -torch.ones(12)) and metrics["train/loss"] == 0.0
 

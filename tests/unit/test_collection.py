@@ -12,9 +12,12 @@ import torch
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows, concatenate
+from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.loops.collection import Collector
-from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.loops.groups import Group
+from rlhf_megatron.recipe import Recipe, RolloutSection
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.rollout.engine import Sampling
 
 RECIPE: dict[str, Any] = {
     "name": "filtered",
@@ -61,10 +64,15 @@ class Answers:
     """In the place of the engines: prompt n is answered with tokens n, n and rewards as given; keeps the first rows."""
 
     def __init__(self, rewards: list[tuple[float, float]]) -> None:
-        self.rewards, self.first_rows, self.sampling = rewards, list[int](), None
+        self.rewards, self.first_rows, self.version = rewards, list[int](), 1
+        self.sampling = Sampling(1.0, 1.0, -1, 10, ())
 
-    def generate(self, prompts: list[int], responses: int, sampling: Any, step: int, first_row: int) -> Any:
+    def generate(
+        self, groups: list[Group], responses: int, sampling: Any, step: int, first_row: int, wanted: int | None
+    ) -> Any:
         self.first_rows.append(first_row)
+        left = groups[wanted:] if wanted else []
+        prompts = [group.prompt.row for group in groups[:wanted]]
         rows = [(prompt, k) for prompt in prompts for k in range(responses)]
         batch = batch_from_rows(
             [[prompt] for prompt, _ in rows],
@@ -72,13 +80,16 @@ class Answers:
             group_id=[index // responses for index in range(len(rows))],
             rewards=[self.rewards[prompt][k] for prompt, k in rows],
         )
-        return SimpleNamespace(batch=batch, tokens=len(batch.tokens))
+        return SimpleNamespace(batch=batch, tokens=len(batch.tokens), asked=groups, left=left)
 
     def gather(self, rolled: Any) -> RolloutBatch:
         return rolled.batch
 
     def scoring_metrics(self, rolled: Any) -> dict[str, float]:
         return {"reward/timeouts": 0.0}
+
+    def generation_metrics(self, rolled: Any) -> dict[str, float]:
+        return {"rollout/sampled_tokens": 100.0}
 
 
 class Run:
@@ -88,9 +99,9 @@ class Run:
         self.recipe = Recipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
         self.train, self._next = self, 0
 
-    def next(self, count: int) -> list[int]:
+    def next(self, count: int) -> list[Prompt]:
         self._next += count
-        return list(range(self._next - count, self._next))
+        return [Prompt(row, "source", (row,), "", {}) for row in range(self._next - count, self._next)]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -146,6 +157,50 @@ def test_surplus_groups_wait_for_the_next_step() -> None:
     assert prompts_of(second) == [2, 2, 4, 4]
     assert (metrics["rollout/groups_carried_over"], metrics["rollout/groups_dropped"]) == (1, 1)
     assert metrics["rollout/groups_surplus"] == 1
+
+
+def test_groups_that_were_given_up_come_first_in_the_next_step() -> None:
+    made = collector([MIXED] * 20, kl_coef=0.0)
+    made._session.recipe = made._session.recipe.model_copy(
+        update={"rollout": RolloutSection(max_response_length=10, oversample=1.6, partial="resume")}
+    )
+    first, metrics, _ = made.collect(1)
+    assert (prompts_of(first), metrics["rollout/groups_waiting"]) == ([0, 0, 1, 1], 2)
+    assert made._session._next == 4, "1.6 times 2, whole groups"
+    saved = made.state()
+    again = collector([MIXED] * 20, kl_coef=0.0)
+    again._session = made._session
+    again.load(saved)
+    for which in (made, again):
+        made._session._next = 4
+        second, metrics, _ = which.collect(2)
+        assert prompts_of(second) == [2, 2, 3, 3], "of the data no row comes twice or is lost"
+        assert metrics["rollout/groups_waiting"] == 2
+        assert made._session._next == 6
+
+
+def test_baselines_are_of_the_prompts_that_are_trained_on() -> None:
+    made = collector([(0.1 * row, 1.0) for row in range(8)], advantage="remax")
+    update = {"rollout": RolloutSection(max_response_length=10, oversample=1.5)}
+    made._session.recipe = made._session.recipe.model_copy(update=update)
+    for expected in ([0.0, 0.0, 0.1, 0.1], [0.2, 0.2, 0.3, 0.3]):
+        batch, _, _ = made.collect(1)
+        assert batch.baseline_rewards.tolist() == pytest.approx(expected), "of each prompt's first response"
+
+
+def test_staleness_is_that_of_the_rows_that_are_trained_on() -> None:
+    made = collector([MIXED] * 4, kl_coef=0.0)
+    made._rollouts.version = 3
+    generate = made._rollouts.generate
+
+    def of_several_versions(*arguments: Any) -> Any:
+        rolled = generate(*arguments)
+        rolled.batch = rolled.batch.with_fields(weight_version=torch.tensor([3, 3, 2, 0]))
+        return rolled
+
+    made._rollouts.generate = of_several_versions
+    _, metrics, _ = made.collect(1)
+    assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.0, 3.0)
 
 
 def test_after_the_last_round_it_trains_on_what_there_is_or_stops() -> None:

@@ -17,6 +17,9 @@ from rlhf_megatron.recipe.checks import stage_layers
 from rlhf_megatron.recipe.estimate import GB, estimate
 from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_of
 from rlhf_megatron.recipe.roles import LayoutSection
+from rlhf_megatron.regather.plan import plan_regather
+from rlhf_megatron.regather.sharing import shareable
+from rlhf_megatron.regather.sides import parameter_shapes, rollout_side, trainer_side
 from rlhf_megatron.topology.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +147,42 @@ def test_the_shipped_configs_are_read_the_same_by_the_trainer() -> None:
             assert architecture.padded_vocabulary(tensor) == sizes.padded_vocabulary(tensor)
 
 
+@pytest.mark.parametrize(
+    ("model", "tensor", "pipeline"),
+    [("qwen2.5-7b", 1, 1), ("qwen2.5-7b", 4, 2), ("qwen2.5-72b", 16, 5), ("qwen3-30b-a3b", 2, 1)],
+)
+def test_shared_weights_agree_with_the_plan(model: str, tensor: int, pipeline: int) -> None:
+    """On the pipeline stage that has least of them; with 16 ranks vLLM repeats heads, and it stacks experts."""
+    architecture = read_architecture(ROOT / "recipes" / "models" / model)
+    layout, world = Layout(tensor, pipeline), tensor * pipeline
+    sources, wanted = trainer_side(architecture, layout, range(world)), rollout_side(architecture, tensor, world)
+    counts = []
+    for rank in range(0, world, tensor):
+        own, others = parameter_shapes(sources.blocks(rank)), parameter_shapes(wanted.blocks(rank))
+        pairs = shareable(plan_regather(sources, wanted, rank))
+        assert all(own[source] == others[name] for name, source in pairs.items() if "norm" in name)
+        counts.append(sum(math.prod(own[source]) for name, source in pairs.items() if own[source] == others[name]))
+    overrides = [f"model.path=recipes/models/{model}", f"actor.layout={{tensor: {tensor}, pipeline: {pipeline}}}"]
+    recipe = recipe_of("qwen7b_grpo", *overrides, f"rollout.layout.tensor={tensor}")
+    rollout = estimate(recipe, shape(model), world).rollout
+    assert rollout is not None and rollout.shared == pytest.approx(2 * min(counts) / GB)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["rollout.share_weights=never"], "rollout.share_weights is never"),
+        (["actor.offload.parameters=true"], "actor.offload.parameters takes the actor's off the GPU"),
+        (["rollout.dtype=float32"], "rollout.dtype is float32 and model.dtype bfloat16"),
+    ],
+)
+def test_a_plan_says_why_weights_are_copies(overrides: list[str], why: str) -> None:
+    shared = dry_run(recipe_of("qwen7b_grpo", "actor.layout.tensor=2", "rollout.layout.tensor=2"), 8)
+    assert "weights 7.1 (of which 7.1 in the actor's memory)" in shared and "copies" not in shared
+    text = dry_run(recipe_of("qwen7b_grpo", "actor.layout.tensor=2", "rollout.layout.tensor=2", *overrides), 8)
+    assert f"rollout: all weights are copies, since {why}\n" in text and "in the actor's memory" not in text
+
+
 def test_memory_by_hand() -> None:
     """7B on one GPU in bfloat16: 2 bytes of weights, 4 of gradients and 12 of optimizer per parameter."""
     recipe = recipe_of("qwen7b_grpo", "actor.layout.tensor=1", "rollout.gpu_memory_utilization=0.5")
@@ -153,9 +192,13 @@ def test_memory_by_hand() -> None:
     assert (actor.weights, actor.gradients, actor.optimizer) == pytest.approx((2 * billion, 4 * billion, 12 * billion))
     per_token = 28 * 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 5 * 18944)
     assert actor.activations == pytest.approx(16384 * per_token / GB)
-    assert result.rollout is not None
+    copies = recipe_of("qwen7b_grpo", "actor.layout.tensor=1", "rollout.share_weights=never")
+    copied = estimate(copies, shape("qwen2.5-7b"), 1).rollout
+    assert result.rollout is not None and copied is not None
+    # Half of 80 GB, less 2 GB for vLLM's activations; the weights are the actor's.
+    assert result.rollout.cache == pytest.approx(40 - 2)
+    assert copied.cache == pytest.approx(40 - 2 * billion - 2)
     # Key and value of 28 layers x 4 heads x 128 numbers of 2 bytes for a token.
-    assert result.rollout.cache == pytest.approx(40 - 2 * billion - 2)
     assert result.rollout.cache_tokens == int(result.rollout.cache * GB / (2 * 28 * 4 * 128 * 2))
     assert result.phases["generate"] > 80
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hugging_face import load_model, make_model
 from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.models.flops import attention_cost, forward_flops, training_flops
+from rlhf_megatron.models.flops import attention_cost, forward_flops, peak_flops, training_flops
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -46,3 +46,9 @@ def test_rows_cost_their_tokens_and_their_square(tmp_path: Path) -> None:
     attention = attention_cost(architecture)
     short, long = (forward_flops(architecture, [length], length) for length in (50, 700))
     assert long / short == pytest.approx((700 + attention * 700**2) / (50 + attention * 50**2))
+
+
+def test_a_gpu_is_known_by_its_name() -> None:
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA H20") is peak_flops("NVIDIA GeForce RTX 4090") is None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from rlhf_megatron.data.packing import plan_micro_batches
+from rlhf_megatron.data.packing import imbalance, plan_micro_batches
 
 lengths_of_rows = some.lists(some.integers(1, 300), max_size=60)
 
@@ -66,3 +66,12 @@ def test_a_token_of_a_long_row_counts_for_more() -> None:
     assert plan_micro_batches(lengths, 5000, 2, attention=0.1) == [[[0]], [[1, 2, 3, 4]]]
     [[long], [short]] = plan_micro_batches([*lengths, 400], 1200, 2, attention=0.01)
     assert 0 in long and len(long) == 1 and len(short) == 5
+
+
+def test_imbalance_is_the_dearest_over_the_mean() -> None:
+    lengths, plan = [3, 1, 2, 2], [[[0], [1]], [[2, 3], []]]
+    # n + n^2: rows cost 12, 2, 6, 6; ranks 14 and 12; micro-batches 12, 2, 12, 0.
+    assert imbalance(plan, lengths, attention=1.0) == pytest.approx(
+        {"imbalance": 14 / 13, "imbalance_micro_batch": 12 / 6.5}
+    )
+    assert imbalance([[[0], [1]], [[3], [2]]], [5, 5, 5, 5])["imbalance"] == 1.0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from rlhf_megatron.recipe import (
 )
 from rlhf_megatron.recipe.load import section_of
 from rlhf_megatron.recipe.placement import ranks_of
+from rlhf_megatron.recipe.rollout import DrawnLengthsSection
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -366,3 +369,13 @@ def test_the_page_of_keys_is_up_to_date() -> None:
     command = [sys.executable, "-P", str(ROOT / "tools" / "recipe_reference.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_drawn_lengths_have_the_mean_and_spread_that_are_asked() -> None:
+    section = DrawnLengthsSection(mean=1000, sigma=0.6)
+    lengths = [section.of_row(row) for row in range(4000)]
+    # The standard error of the mean of n lognormal values is mean * sqrt((exp(sigma^2) - 1) / n): 10.4.
+    assert fmean(lengths) == pytest.approx(1000, abs=32)
+    assert pstdev([math.log(length) for length in lengths]) == pytest.approx(0.6, rel=0.05)
+    assert lengths == [section.of_row(row) for row in range(4000)]
+    assert {DrawnLengthsSection(mean=50).of_row(row) for row in range(9)} == {50}

@@ -218,12 +218,15 @@ def test_a_moved_parameter_is_named(served: Served) -> None:
     served.engine.pointer_check()
 
 
-def test_sleeping_changes_nothing_on_a_cpu(served: Served) -> None:
+def test_sleeping_keeps_the_weights_on_a_cpu_but_asks_for_an_update(served: Served) -> None:
     asked = requests_for(prompts(2))
     awake = served.engine.generate(asked, GREEDY)
     served.engine.sleep()
     served.engine.wake_weights()
     served.engine.wake_kv_cache()
+    with pytest.raises(RuntimeError, match="call weights_updated first"):
+        served.engine.generate(asked, GREEDY)
+    served.engine.weights_updated(awake[0].weight_version)
     assert served.engine.generate(asked, GREEDY) == awake
 
 

@@ -41,16 +41,18 @@ def test_megatron_shards_hold_every_element_and_leave_no_hole(layout: Layout, ti
         assert (count == copies).all(), name
 
 
-def test_megatron_interleaves_queries_keys_and_values_by_group() -> None:
+def test_trainer_and_rollout_stack_queries_keys_and_values_alike() -> None:
     a = architecture()
     tensors = checkpoint(a)
-    parameters = filled(megatron_blocks(a, Layout(2), 1, "local"), tensors)
     q, k, v = (tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv")
-    groups = [torch.cat([q[g * 8 : g * 8 + 8], k[g * 4 : g * 4 + 4], v[g * 4 : g * 4 + 4]]) for g in (2, 3)]
-    assert torch.equal(parameters["decoder.layers.0.self_attention.linear_qkv.weight"], torch.cat(groups))
+    of_trainer = filled(megatron_blocks(a, Layout(2), 1, "local"), tensors)
+    of_rollout = filled(rollout_blocks(a, 2, 1), tensors)
+    stacked = torch.cat([q[16:], k[8:], v[8:]])
+    assert torch.equal(of_trainer["decoder.layers.0.self_attention.linear_qkv.weight"], stacked)
+    assert torch.equal(of_rollout["model.layers.0.self_attn.qkv_proj.weight"], stacked)
 
 
-def test_vllm_puts_queries_first_and_repeats_keys_where_there_are_more_ranks_than_heads() -> None:
+def test_vllm_repeats_keys_where_there_are_more_ranks_than_heads() -> None:
     a = architecture(key_value_heads=2)
     tensors = checkpoint(a)
     parameters = filled(rollout_blocks(a, 4, 3), tensors)

@@ -75,6 +75,7 @@ def save_beside_steps(
             steps = []
             while not file.done():
                 steps.append(step())
+            print(f"save {number}: waited {waited:.2f} s, {len(steps)} steps beside it", file=sys.stderr, flush=True)
             if number:
                 waits.append(waited)
                 writes.append(ended[0] - began)

@@ -9,7 +9,6 @@ products alone: one forward, two backward, and for the chunked way one more that
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reports import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from rlhf_megatron.kernels.linear_logprob import linear_logprobs
-from rlhf_megatron.monitor.environment import environment_report
 
 WARM_UPS, REPEATS = 3, 10
 
@@ -55,8 +54,7 @@ def main() -> int:
         results += measure(tokens, options.vocabulary, options.hidden)
     show(results)
     if options.output:
-        report = {"command": " ".join(sys.argv), "environment": environment_report(), "results": results}
-        options.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+        write_report(options.output, {"results": results})
     return 0
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from reports import write_report
 from rich.console import Console
 
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.monitor.environment import environment_report
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.rollout.environment import prepare_environment
 from rlhf_megatron.topology import megatron_groups
@@ -43,18 +42,18 @@ def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace], dic
     result = measure(options)
     Console().print_json(json.dumps(result))
     if options.output:
-        report = {"command": " ".join(sys.argv), "environment": environment_report(), **result}
-        options.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+        write_report(options.output, result)
     return 0
 
 
-def random_role(model: Path, tokens_per_gpu: int) -> Role:
-    """A learning role on one device with random bfloat16 weights."""
+def random_role(model: Path, tokens_per_gpu: int, tensor: int = 1) -> Role:
+    """A learning role on ``tensor`` devices with random weights, which torch's seed decides; on CPUs in float32."""
     from rlhf_megatron.roles.role import Role
 
     role = Role(
-        "actor", read_architecture(model), Layout(), [0], RoleSection(tokens_per_gpu=tokens_per_gpu),
-        dtype="bfloat16", seed=1, optimizer=OptimizerSection(learning_rate=1e-6),
+        "actor", read_architecture(model), Layout(tensor), range(tensor), RoleSection(tokens_per_gpu=tokens_per_gpu),
+        dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=1,
+        optimizer=OptimizerSection(learning_rate=1e-6),
     )  # fmt: skip
     for parameter in role.parameters().values():
         parameter.normal_(std=0.02)

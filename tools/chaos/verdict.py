@@ -14,7 +14,10 @@ from safetensors.numpy import load_file
 
 RECIPE = yaml.safe_load((Path(__file__).resolve().parent / "recipe.yaml").read_text(encoding="utf-8"))
 STEPS, ROWS = RECIPE["steps"], 40
-TIMED = ("time/", "perf/", "rollout/throughput", "train/step_time", "reward/latency")
+TIMED = (
+    *("time/", "start/", "memory/", "perf/", "train/step_time", "reward/latency"),
+    *("rollout/throughput", "rollout/replica_imbalance"),
+)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # tolerance of what differs by rounding
 
 

@@ -1,0 +1,136 @@
+"""Groups on their way: prompts with the responses that there are so far, what is asked of an engine for them, what is
+left of them when a generation ends early, and how a checkpoint keeps that.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.rollout.engine import Completion, Request
+from rlhf_megatron.topology.exchange import gather_objects
+
+_ENDINGS = ("abort", "stop", "length")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A prompt and the responses to it so far, whole ones and parts, by their number in the group."""
+
+    prompt: Prompt
+    begun: Mapping[int, Completion] = dataclasses.field(default_factory=dict)
+
+    def whole(self) -> int:
+        """How many responses are whole."""
+        return sum(completion.is_whole for completion in self.begun.values())
+
+
+def requests_for(
+    groups: Sequence[Group], responses_per_prompt: int, max_tokens: int, seed_of: Callable[[int], int]
+) -> list[Request]:
+    """Every response that is not whole, group after group: those that have begun first, then those of long prompts.
+
+    What comes last is what all replicas wait for, so it should not take long. Response k of group i is row
+    ``i * responses_per_prompt + k``, with the sampling seed ``seed_of`` its row.
+    """
+    order = sorted(enumerate(groups), key=lambda place: (not place[1].begun, -len(place[1].prompt.token_ids)))
+    requests = []
+    for index, group in order:
+        for number in range(responses_per_prompt):
+            begun, row = group.begun.get(number), index * responses_per_prompt + number
+            if begun and begun.is_whole:
+                continue
+            if begun and len(begun.token_ids) >= max_tokens:
+                begun = None  # of a recipe that allowed more
+            requests.append(Request(row, group.prompt.token_ids, seed_of(row), index, begun))
+    return requests
+
+
+def groups_left(
+    groups: Sequence[Group],
+    chosen: Collection[int],
+    completions: Sequence[Completion],
+    responses_per_prompt: int,
+    discard: bool,
+) -> list[Group]:
+    """The groups that are not ``chosen``, by number, with what there is of their responses unless that is discarded.
+
+    ``completions`` are those of this rank's own, whole or not, each on one rank only; collective.
+    """
+    left = sorted(set(range(len(groups))).difference(chosen))
+    if discard:
+        return [Group(groups[index].prompt) for index in left]
+    begun = {index: dict(groups[index].begun) for index in left}
+    own = [completion for completion in completions if completion.row_id // responses_per_prompt in begun]
+    for completion in itertools.chain(*gather_objects(own)):
+        index, number = divmod(completion.row_id, responses_per_prompt)
+        begun[index][number] = dataclasses.replace(completion, row_id=number)
+    return [Group(groups[index].prompt, begun[index]) for index in left]
+
+
+def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
+    """What ``groups_from_state`` needs, for a checkpoint: JSON values and tensors; {} for no groups."""
+    if not groups:
+        return {}
+    rows = [(place, number, of) for place, group in enumerate(groups) for number, of in sorted(group.begun.items())]
+    of_rows = [of for _, _, of in rows]
+    return {
+        "prompts": [_saved(group.prompt) for group in groups],
+        "rows": torch.tensor(
+            [[place, number, len(of.token_ids), _ENDINGS.index(of.finish_reason)] for place, number, of in rows],
+            dtype=torch.int64,
+        ),
+        "token_ids": torch.tensor([token for of in of_rows for token in of.token_ids], dtype=torch.int64),
+        "logprobs": torch.tensor([value for of in of_rows for value in of.logprobs], dtype=torch.float64),
+        "weight_versions": torch.tensor([version for of in of_rows for version in of.weight_versions]).long(),
+    }
+
+
+def groups_from_state(state: dict[str, Any], responses_per_prompt: int) -> list[Group]:
+    """The groups of a ``groups_state``, of a recipe with so many responses now."""
+    if not state:
+        return []
+    begun: list[dict[int, Completion]] = [{} for _ in state["prompts"]]
+    end = 0
+    for place, number, length, ending in state["rows"].tolist():
+        start, end = end, end + length
+        if number >= responses_per_prompt:
+            continue
+        begun[place][number] = Completion(
+            number,
+            state["token_ids"][start:end].tolist(),
+            state["logprobs"][start:end].tolist(),
+            _ENDINGS[ending],
+            state["weight_versions"][start:end].tolist(),
+        )
+    return [Group(_prompt(saved), rows) for saved, rows in zip(state["prompts"], begun, strict=True)]
+
+
+def _saved(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as JSON values. What its row carries may be of any type that a data file has, so Arrow writes it."""
+    table = pa.Table.from_pylist([{"messages": list(prompt.messages), "extra_info": prompt.extra_info}])
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return {
+        "row": prompt.row,
+        "data_source": prompt.data_source,
+        "token_ids": list(prompt.token_ids),
+        "ground_truth": prompt.ground_truth,
+        "carried": base64.b64encode(stream.getvalue()).decode(),
+    }
+
+
+def _prompt(saved: dict[str, Any]) -> Prompt:
+    """Undoes ``_saved``."""
+    fields = dict(saved)
+    [carried] = pa.ipc.open_stream(base64.b64decode(fields.pop("carried"))).read_all().to_pylist()
+    fields |= {"token_ids": tuple(saved["token_ids"]), "messages": tuple(carried["messages"])}
+    return Prompt(**fields, extra_info=carried["extra_info"])

@@ -1,0 +1,240 @@
+"""How a replica keeps vLLM's engine busy: it draws groups of requests as it has room for them, and no more.
+
+The rank that leads the replica draws and decides; its tensor-parallel peers learn the decision by a broadcast and make
+the same calls in the same order, since their schedulers must do the same. When there is something to decide follows
+from what all peers see alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.rollout.engine import Completion, Request, Sampling
+from rlhf_megatron.rollout.tickets import Tickets
+
+# Engine steps after which the replica asks at the latest whether enough is done, or whether there is memory again.
+_MOST_STEPS = 8
+# How many of the latest responses say how long one is.
+_MEMORY_OF_LENGTHS = 256
+
+
+class ExpectedLength:
+    """How many tokens a response will probably have, from those that have ended."""
+
+    def __init__(self) -> None:
+        self._mean, self._count = 0.0, 0
+
+    def learn(self, tokens: int) -> None:
+        """A response has ended with so many."""
+        self._count = min(self._count + 1, _MEMORY_OF_LENGTHS)
+        self._mean += (tokens - self._mean) / self._count
+
+    def of(self, longest: int) -> float:
+        """Of a response of at most ``longest`` tokens; half of them as long as nothing is known."""
+        return min(self._mean, longest) if self._count else longest / 2
+
+
+class Pull:
+    """One generation of a replica on this rank."""
+
+    def __init__(
+        self,
+        core: Any,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        tickets: Tickets | None,
+        peers: Any,
+        version: int,
+        expected: ExpectedLength,
+    ) -> None:
+        """``core`` is vLLM's LLMEngine, ``peers`` its group of tensor-parallel ranks, or None for a replica of one.
+
+        Without ``tickets`` all requests are this replica's. ``expected`` learns from one generation for the next.
+        """
+        self._core, self._sampling, self._peers = core, sampling, peers
+        self._requests, self._version, self._expected = requests, version, expected
+        self._groups = [
+            list(places)
+            for _, places in itertools.groupby(range(len(requests)), lambda place: requests[place].group_id)
+        ]
+        self._rows_per_group = len(requests) / max(len(self._groups), 1)
+        self._tickets = tickets or Tickets(range(len(self._groups)))
+        config = core.vllm_config
+        share = math.ceil(len(requests) / self._tickets.replicas)
+        # All that could run at a time, but no more than an even share: who asks first would leave others with nothing.
+        self._capacity = min(config.scheduler_config.max_num_seqs, share)
+        # Means over groups and rows; the cache holds the prompt of a group once where prefixes are shared.
+        prompts = sum(len(request.prompt_token_ids) for request in requests) / max(len(requests), 1)
+        self._prompt_tokens = prompts * (1 if config.cache_config.enable_prefix_caching else self._rows_per_group)
+        begun = sum(len(request.begun.token_ids) for request in requests if request.begun)
+        self._begun_tokens = begun / max(len(requests), 1)
+        self._flight: dict[str, int] = {}  # vLLM's name of a request that runs or waits there -> its group's number
+        self._left: dict[int, int] = {}  # group -> its rows that have not ended
+        self._finished = 0  # groups since the last decision
+        self._more, self._enough = bool(requests), False
+        self._steps_since, self._has_ended = 0, False
+        self.begun = self.resumed = self.steps = self.sampled_tokens = self.aborted = 0
+
+    def run(self) -> Iterator[list[tuple[int, Completion]]]:
+        """What ended in each step of the engine, with the place of its request; what is given up comes last."""
+        while not self._is_over():
+            if self._is_due():
+                self._decide()
+                if self._enough:
+                    break
+            if self._flight:
+                yield self._step()
+        yield self.give_up()
+
+    def give_up(self) -> list[tuple[int, Completion]]:
+        """Ends what is in flight; what there is of it, if anything."""
+        from vllm.v1.engine import FinishReason
+
+        partial = []
+        for state in list(self._core.output_processor.request_states.values()):
+            name = state.external_req_id
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            # One at a time: of several, vLLM frees the cache blocks in an order that differs between its ranks.
+            self._core.abort_request([name])
+            if name in self._flight:
+                del self._flight[name]
+                self.aborted += 1
+                if output.outputs[0].token_ids:
+                    partial.append((int(name), self._completion(output)))
+        return partial
+
+    # ---- deciding
+
+    def _is_over(self) -> bool:
+        return not self._flight and not self._more and not (self._finished and self._counts)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the generation ends with enough groups, so that those that end are to be counted."""
+        return self._tickets.wanted is not None
+
+    @property
+    def _has_room(self) -> bool:
+        return self._more and len(self._flight) < self._capacity
+
+    def _is_due(self) -> bool:
+        if not self._flight or (self._has_room and self._has_ended):
+            return True
+        return self._steps_since >= _MOST_STEPS and (self._has_room or self._counts)
+
+    def _decide(self) -> None:
+        """Draws what there is room for, and finds out whether enough is done."""
+        decision = torch.zeros(self._capacity + 3, dtype=torch.int64)  # enough, more, how many, which
+        if self._peers is None or self._peers.is_first_rank:
+            decision[0] = enough = self._tickets.are_enough(self._finished)
+            room = 0 if enough or not self._more else self._room()
+            drawn, more = self._tickets.draw(room) if room else ([], self._more)
+            decision[1], decision[2] = more, len(drawn)
+            decision[3 : 3 + len(drawn)] = torch.tensor(drawn, dtype=torch.int64)
+        if self._peers is not None:
+            dist.broadcast(decision, self._peers.first_rank, group=self._peers.cpu_group)
+        enough, more, count, *drawn = decision.tolist()
+        self._enough, self._more = bool(enough), bool(more)
+        self._finished, self._steps_since, self._has_ended = 0, 0, False
+        for number in drawn[:count]:
+            self._begin(number)
+
+    def _room(self) -> int:
+        """How many groups more this replica could keep running, by its number of sequences and its free memory."""
+        by_sequences = math.ceil((self._capacity - len(self._flight)) / self._rows_per_group)
+        if not self._flight:
+            return max(1, min(by_sequences, self._groups_in(_free_tokens(self._core))))
+        running = self._core.engine_core.engine_core.scheduler.running
+        if len(running) < len(self._flight):
+            return 0  # vLLM could not take all of them yet, or has preempted one
+        growth = sum(max(self._expected.of(of.max_tokens) - of.num_output_tokens, 0.0) for of in running)
+        return min(by_sequences, self._groups_in(_free_tokens(self._core) - growth))
+
+    def _groups_in(self, tokens: float) -> int:
+        """How many groups a cache of so many ``tokens`` will probably hold: their prompts and their responses."""
+        response = max(self._expected.of(self._sampling.max_tokens), self._begun_tokens)
+        return max(0, int(min(tokens // (self._prompt_tokens + self._rows_per_group * response), self._capacity)))
+
+    # ---- vLLM
+
+    def _begin(self, number: int) -> None:
+        places = self._groups[number]
+        self._left[number] = len(places)
+        for place in places:
+            request = self._requests[place]
+            begun = request.begun.token_ids if request.begun else []
+            prompt = {"prompt_token_ids": [*request.prompt_token_ids, *begun]}
+            limit = min(request.max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
+            parameters = sampling_params(self._sampling, request.seed, limit - len(begun))
+            self._core.add_request(str(place), prompt, parameters)
+            self._flight[str(place)] = number
+            self.begun += 1
+            self.resumed += bool(begun)
+
+    def _step(self) -> list[tuple[int, Completion]]:
+        ended = []
+        for output in self._core.step():
+            if not output.finished:
+                continue
+            number = self._flight.pop(output.request_id)
+            self._left[number] -= 1
+            self._finished += not self._left[number]
+            self._has_ended = True
+            ended.append((int(output.request_id), self._completion(output)))
+            self._expected.learn(len(ended[-1][1].token_ids))
+        self.steps += 1
+        self._steps_since += 1
+        return ended
+
+    def _completion(self, output: Any) -> Completion:
+        request, sample = self._requests[int(output.request_id)], output.outputs[0]
+        if sample.finish_reason not in ("stop", "length", "abort"):
+            raise RuntimeError(
+                f"vLLM ended row {request.row_id} with {sample.finish_reason!r} after {len(sample.token_ids)} tokens"
+            )
+        flat = sample.logprobs
+        # A position's first entry is the sampled token's, whatever else vLLM adds.
+        logprobs = [flat.logprobs[start] for start in flat.start_indices]
+        tokens, versions = list(sample.token_ids), [self._version] * len(sample.token_ids)
+        self.sampled_tokens += len(tokens)
+        if request.begun:
+            tokens = [*request.begun.token_ids, *tokens]
+            logprobs = [*request.begun.logprobs, *logprobs]
+            versions = [*request.begun.weight_versions, *versions]
+        return Completion(request.row_id, tokens, logprobs, str(sample.finish_reason), versions)
+
+
+def _free_tokens(core: Any) -> float:
+    """Tokens that vLLM's cache still has room for; infinite in a version that does not tell, which then preempts."""
+    try:
+        manager = core.engine_core.engine_core.scheduler.kv_cache_manager
+        blocks, layouts = manager.block_pool.get_num_free_blocks(), len(manager.kv_cache_config.kv_cache_groups)
+    except AttributeError:
+        return math.inf
+    return float(blocks * core.vllm_config.cache_config.block_size / layouts)
+
+
+def sampling_params(sampling: Sampling, seed: int, max_tokens: int) -> Any:
+    """What vLLM is told about one request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # those of generation_config.json; stop_token_ids still end a response
+        seed=seed,
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

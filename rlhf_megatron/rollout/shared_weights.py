@@ -1,0 +1,84 @@
+"""Parameters of vLLM as views of tensors that somebody else owns: a model loader for vLLM, alike in 0.25 and 0.32.
+
+The views are there before vLLM looks at its memory, compiles and captures CUDA graphs, so all of these see the final
+addresses. What is shared is no part of vLLM's pools: it survives its sleep, and is never vLLM's to free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+_ALIGNMENT = 16  # bytes: compiled code would copy an input that begins elsewhere
+_SMALL = 1e-3  # dummy weights, until the first real ones come
+
+
+@contextlib.contextmanager
+def offered(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """An engine that is made inside with dummy weights has views of ``tensors``, by the names of its parameters.
+
+    A parameter of another shape, type or device than the tensor of its name, or without one, has memory of its own,
+    with small random numbers. Import vLLM before.
+    """
+    from vllm.model_executor import model_loader
+
+    loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    # Not under a name of our own: with any other than this vLLM looks into the folder's files, and unties embeddings
+    # where it finds an output layer that nobody reads.
+    usual = loaders["dummy"]
+    loaders["dummy"] = _loader_of(tensors)
+    try:
+        yield
+    finally:
+        loaders["dummy"] = usual
+
+
+def _loader_of(tensors: Mapping[str, Tensor]) -> type:
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    shapes = {tensor.shape for tensor in tensors.values()}
+
+    def give_up_memory(_: torch.nn.Module, __: str, parameter: torch.nn.Parameter) -> None:
+        if parameter.shape in shapes:
+            parameter.untyped_storage().resize_(0)
+
+    class SharedWeightsLoader(BaseModelLoader):  # type: ignore[misc]
+        """Reads no files."""
+
+        def download_model(self, *_: Any) -> None:
+            """There is nothing to download."""
+
+        def load_model(self, *arguments: Any, **named: Any) -> Any:
+            """The model; while it is made, what may become a view takes memory for one parameter at a time."""
+            self._registration = register_module_parameter_registration_hook(give_up_memory)
+            try:
+                return super().load_model(*arguments, **named)
+            finally:
+                self._registration.remove()
+
+        def load_weights(self, model: torch.nn.Module, *_: Any) -> None:
+            """Makes the views, and gives the other parameters their memory back."""
+            self._registration.remove()  # parameters that vLLM makes of these are to keep theirs
+            for name, parameter in model.named_parameters():
+                tensor = tensors.get(name)
+                if tensor is not None and _fits(parameter, tensor):
+                    parameter.data = tensor.detach()
+                    continue
+                if not parameter.untyped_storage().nbytes():
+                    parameter.untyped_storage().resize_(parameter.nbytes)
+                torch.nn.init.uniform_(parameter, -_SMALL, _SMALL)
+
+    return SharedWeightsLoader
+
+
+def _fits(parameter: Tensor, tensor: Tensor) -> bool:
+    return (
+        (parameter.shape, parameter.dtype, parameter.device) == (tensor.shape, tensor.dtype, tensor.device)
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % _ALIGNMENT == 0
+    )

@@ -1,0 +1,105 @@
+"""The benchmark of whole steps at toy size: the training loop's own figures beside the raw engines', and a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from end_to_end.commands import ROOT, torchrun
+from end_to_end.runs import lines_of, make_model
+from rlhf_megatron.rollout.environment import has_gpu
+
+BENCH = ROOT / "tools" / "bench"
+LENGTHS = {"mean": 8.0, "sigma": 0.5}
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("bench_step", BENCH / "step.py")
+    assert specification and specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
+def test_steps_are_measured_beside_the_raw_engines(bench: ModuleType, tmp_path: Path) -> None:
+    make_model(tmp_path, layers=1)
+    toy = {
+        "model": {"dtype": "float32"},
+        "data": {"max_prompt_length": 20},
+        "batch": {"prompts_per_step": 4, "responses_per_prompt": 2},
+        "actor": {"layout": {"tensor": 2}, "sequence_parallel": True, "tokens_per_gpu": 256},
+        "rollout": {"layout": {"tensor": 2}, "max_response_length": 16, "drawn_lengths": LENGTHS, "kv_cache_gb": None},
+        "reward": {"length_high": 16},
+    }
+    recipe = bench.prepare({"model": "toy", "gpus": 2, "recipe": toy}, tmp_path, steps=2)
+    with torchrun(2, "tools/bench/step_measure.py", "recipe.yaml", "1", "raw.json", folder=tmp_path) as command:
+        command.finish().check()
+    run = tmp_path / "runs" / recipe.name
+    metrics = lines_of(run / "metrics.jsonl")
+    raw = json.loads((tmp_path / "raw.json").read_text())
+    assert {part: len(seconds) for part, seconds in raw.items()} == dict.fromkeys(
+        ["generate", "forward", "forward and backward"], 1
+    )
+    row = {"model": "toy", "gpus": 2, **bench.summary(metrics, raw, forward=False)}
+    expected = [min(recipe.rollout.drawn_lengths.of_row(row), 16) for row in range(8)]
+    assert len(set(expected)) > 2
+    for of_step in metrics:
+        assert of_step["rollout/response_length_mean"] == sum(expected) / 8, "stop tokens do not count"
+        tokens = of_step["perf/tokens_per_gpu_per_sec"] * 2 * of_step["train/step_time_ms"] / 1000
+        assert tokens == pytest.approx(8 * 20 + sum(expected)), "every prompt has the longest length"
+    assert 0 < row["overhead"] < 1 and row["efficiency"] > 0
+    assert 0 < row["start_own_seconds"] < row["start_seconds"]["total"]
+    assert sorted(path.name for path in (run / "timeline").iterdir()) == ["step-0.json", "step-2.json"]
+    output = tmp_path / "results" / "step.json"
+    for of_shape in (row, row | {"gpus": 1}, row):  # a shape that is measured again takes its own place
+        bench.write(output, of_shape)
+    record = json.loads(output.read_text())
+    assert [of_shape["gpus"] for of_shape in record["rows"]] == [1, 2]
+    bench.draw(record, tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_says_what_the_records_say(bench: ModuleType) -> None:
+    phases = {"generate": 4.0, "score": 0.5, "logprobs": 1.0, "update": 3.0, "regather": 1.0}
+    record: dict[str, Any] = {f"time/{phase}": seconds for phase, seconds in phases.items()}
+    record |= {f"memory/{phase}_gb": 7.0 for phase in phases}
+    record |= {"perf/tokens_per_gpu_per_sec": 100.0, "rollout/throughput_tokens_per_sec": 50.0, "train/imbalance": 1.0}
+    record |= {"train/step_time_ms": 10_000.0, "perf/mfu_training": 0.4}
+    start = {"start/total": 60.0, "start/launch": 20.0, "start/engine": 35.0}
+    slow = record | start | {"train/step_time_ms": 99_000.0}  # the first step, which does not count
+    raw = {"generate": [3.5, 3.4, 9.0], "forward": [0.9], "forward and backward": [2.6]}
+    row = bench.summary([slow, record, record | {"memory/update_gb": 8.0}], raw, forward=True)
+    assert row["step_seconds"] == {"median": 10.0, "min": 10.0, "max": 10.0}
+    assert row["efficiency"] == pytest.approx(0.7)
+    assert row["overhead"] == pytest.approx(0.1)
+    assert bench.summary([slow, record], raw, forward=False)["efficiency"] == pytest.approx(0.61)
+    assert row["start_own_seconds"] == pytest.approx(5.0)
+    assert (row["peak_memory_gb"]["update"], row["mfu_training"]["median"]) == (8.0, 0.4)
+    assert bench.misses([{"model": "7B", "gpus": 1, **row}]) == [
+        "7B on 1: 70% of the raw engines' speed, below 85%",
+        "7B on 1: 10.0% of the step is neither engine nor model, above 5%",
+    ]
+    assert bench.misses([{"model": "toy", "gpus": 1, **row}]) == []
+    assert bench.misses([{"model": "toy", "gpus": 1, "failed": "not done"}]) == ["toy on 1: not done"]
+
+
+def test_every_shape_is_a_recipe_that_fits_its_gpus(bench: ModuleType, tmp_path: Path) -> None:
+    from rlhf_megatron.recipe import check_architecture, check_world, load_recipe, unsupported
+
+    for shape in yaml.safe_load((BENCH / "step_shapes.yaml").read_text()):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({"defaults": [str(BENCH / "step_recipe.yaml")], **shape["recipe"]}))
+        recipe = load_recipe(path)
+        check_world(recipe, shape["gpus"])
+        assert unsupported(recipe) == []
+        assert recipe.reward.length_high == recipe.rollout.max_response_length
+        if "config" in shape:
+            check_architecture(recipe, json.loads((ROOT / shape["config"] / "config.json").read_text()))

@@ -1,0 +1,89 @@
+"""Over-sampling in whole runs: what is given up waits, survives a kill, and no prompt is lost or trained on twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from end_to_end.commands import torchrun
+from end_to_end.runs import LENGTH_REWARD, TRAIN, logged, make_model, make_sums, metrics_of, wait_for
+from rlhf_megatron.rollout.environment import has_gpu
+
+pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
+
+STEPS, PROMPTS, ROWS = 4, 4, 40
+RECIPE: dict[str, Any] = {
+    "name": "whole",
+    "loop": "rl",
+    "steps": STEPS,
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train_files": ["train.parquet"], "max_prompt_length": 64},
+    "batch": {"prompts_per_step": PROMPTS, "responses_per_prompt": 3},
+    "actor": {"tokens_per_gpu": 512, "optimizer": {"learning_rate": 1e-3}},
+    "rollout": {"max_response_length": 60, "max_num_seqs": 8, "oversample": 1.75, "partial": "resume"},
+    "reward": {"function": "reward.py"},
+    "evaluation": {"at_start": False, "at_end": False},
+    "checkpoint": {"save_interval": 1},
+    "monitor": {"plots": False},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights, whose answers end at random, and data."""
+    path = tmp_path_factory.mktemp("control")
+    (path / "reward.py").write_text(LENGTH_REWARD)
+    (path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
+    make_model(path, layers=2)
+    make_sums(path, ROWS)
+    return path
+
+
+def check_prompts(metrics: dict[int, dict[str, float]]) -> None:
+    """Every prompt that was drawn has been trained on or waits."""
+    for step, found in metrics.items():
+        assert found["data/epoch"] * ROWS == pytest.approx(PROMPTS * step + found["rollout/groups_waiting"])
+        assert found["rollout/groups_waiting"] == 3
+
+
+def test_a_killed_run_goes_on_with_the_groups_that_wait(folder: Path) -> None:
+    """One replica of two ranks, whose draws are the same in every run."""
+    recipe = ("grpo.yaml", "rollout.layout.tensor=2", "actor.layout.tensor=2")
+    with torchrun(2, TRAIN, *recipe, folder=folder) as command:
+        command.finish().check()
+    whole, run = metrics_of(folder / "runs" / "whole"), folder / "runs" / "killed"
+    check_prompts(whole)
+    assert all(found["rollout/aborted"] for found in whole.values())
+    assert sum(found["rollout/resumed"] for found in whole.values()) > 0
+    assert (
+        whole[1]["rollout/staleness_max"] == 0 and max(found["rollout/staleness_max"] for found in whole.values()) > 0
+    )
+    with torchrun(2, TRAIN, *recipe, "name=killed", folder=folder) as command:
+        wait_for(command, lambda: (run / "checkpoints" / "step-2" / "manifest.json").exists() or logged(run) > 2)
+        command.rank(1).kill()
+        assert command.finish().status != 0
+    with torchrun(2, TRAIN, *recipe, "name=killed", folder=folder) as command:
+        assert "going on from runs/killed/checkpoints/step-" in command.finish().check().out
+    assert metrics_of(run) == whole
+    one, other = (load_file(folder / "runs" / name / "export/step-4/model.safetensors") for name in ("whole", "killed"))
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.mark.parametrize("partial", ["resume", "discard"])
+def test_replicas_stop_together_when_enough_is_done(folder: Path, partial: str) -> None:
+    overrides = (f"name={partial}", f"rollout.partial={partial}", "steps=3", "checkpoint.save_interval=0")
+    with torchrun(2, TRAIN, "grpo.yaml", *overrides, folder=folder) as command:
+        command.finish().check()
+    metrics = metrics_of(folder / "runs" / partial)
+    assert sorted(metrics) == [1, 2, 3]
+    check_prompts(metrics)
+    assert sum(found["rollout/aborted"] for found in metrics.values()) > 0
+    if partial == "discard":
+        assert all(found["rollout/resumed"] == found["rollout/staleness_max"] == 0 for found in metrics.values())
+    else:
+        assert sum(found["rollout/resumed"] for found in metrics.values()) > 0
+        assert metrics[1]["rollout/staleness_max"] == 0

@@ -1,0 +1,48 @@
+"""Drawing, giving up and going on with vLLM's GPU engine, whose internals are of another version than on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hugging_face import make_model
+from parallel.queue_ranks import CACHE_TOKENS, GROUPS, RESPONSES, lockstep, replicas, requests_of
+from parallel.ranks import run_ranks
+
+LENGTHS = {request.row_id: request.max_tokens for request in requests_of(range(GROUPS))}
+ROW, TOKENS, LOGPROBS, ENDING, VERSIONS = range(5)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_of_a_replica_keep_in_step_where_the_cache_is_small(tensor: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < tensor:
+        pytest.skip(f"needs {tensor} GPUs, there are {torch.cuda.device_count()}")
+    model = make_model(tmp_path, "qwen3", tied=False)
+    found: list[dict[str, Any]] = run_ranks(lockstep, tensor, {"model": str(model), "tensor": tensor})
+    one = found[0]
+    for other in found[1:]:
+        assert [steps for _, *steps in other["rounds"]] == [steps for _, *steps in one["rounds"]]
+        assert other["preempted"] == one["preempted"]
+    assert one["cache"] <= CACHE_TOKENS and one["left"] == 0
+    print(f"preempted: {one['preempted'][1]} drawing as there is room, {one['preempted'][2]} all at once")
+    assert one["preempted"][1] <= one["preempted"][2]
+    completions = [completion for part, *_ in one["rounds"][:3] for completion in part]
+    assert any(completion[ENDING] == "abort" for completion in completions)
+    assert all(len(of[TOKENS]) == len(of[LOGPROBS]) == len(of[VERSIONS]) for of in completions)
+    finished = {of[ROW]: len(of[TOKENS]) for of in completions if of[ENDING] != "abort"}
+    assert finished == LENGTHS
+
+
+def test_replicas_share_a_queue(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    found = run_ranks(replicas, 2, {"model": str(make_model(tmp_path, "qwen3", tied=False))})
+    rows = sorted(completion[ROW] for result in found for completion in result["queue"])
+    assert rows == list(range(GROUPS * RESPONSES))
+    assert all(result["queue"] for result in found)
+    whole = [of[ROW] for result in found for of in result["first"] if of[ENDING] != "abort"]
+    assert sorted(whole + [of[ROW] for result in found for of in result["second"]]) == rows
+    assert sum(result["resumed"] for result in found) > 0

@@ -1,0 +1,69 @@
+"""vLLM's parameters as views of the actor's on GPUs: compiled, captured in CUDA graphs, asleep between updates."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hugging_face import make_model, random_rows
+from parallel.ranks import run_ranks
+from parallel.sharing_ranks import compare
+from rlhf_megatron.topology.layout import Layout
+
+
+def results(
+    folder: Path, family: str, layout: dict[str, int], rollout_layout: dict[str, int], **more: Any
+) -> list[dict[str, Any]]:
+    world = Layout(**layout).size
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, there are {torch.cuda.device_count()}")
+    arguments = {
+        "model": str(make_model(folder / "model", family, tied=False, vocabulary=250)),
+        "layout": layout,
+        "rollout_layout": rollout_layout,
+        "rows": list(random_rows(24, 250)),
+        "prompts": random_rows(16, 250, seed=3)[0],
+        "dtype": "bfloat16",
+    }
+    found: list[dict[str, Any]] = run_ranks(compare, world, arguments | more, timeout=300)
+    for result in found:
+        for (answered, *_), of_trainer in zip(result["answers"], result["of_trainer"], strict=True):
+            of_rollout = torch.tensor([value for _, logprobs in answered for value in logprobs])
+            difference = (of_rollout - torch.tensor(of_trainer)).abs()
+            print(f"largest {difference.max():.2e}, median {difference.median():.2e}")
+            assert difference.median() < 1e-2
+        assert all(one != other for one, other in itertools.pairwise(result["answers"]))
+    return found
+
+
+def test_answers_are_those_of_copies_to_the_bit(tmp_path: Path) -> None:
+    # Both engines are awake all the time: asleep, they would share one allocator and each other's fate.
+    rollout = {"kv_cache_gb": 1.0, "sleep": False}
+    for result in results(tmp_path, "qwen3", {}, {"tensor": 1}, rollout=rollout):
+        assert result["views"] == result["all"] and result["copied"][0] == 0 < result["copied"][1]
+        assert all(shared == copied for shared, copied in result["answers"])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "rollout_layout"),
+    [
+        ("qwen3", {}, {"tensor": 1}),
+        ("qwen3_moe", {}, {"tensor": 1}),
+        ("llama", {"tensor": 2}, {"tensor": 2}),
+        ("qwen3", {"data": 2}, {"tensor": 1}),
+        ("qwen3", {"pipeline": 2}, {"tensor": 1}),
+    ],
+    ids=["TP1", "experts", "TP2", "DP2", "PP2 -> TP1 x 2"],
+)
+def test_shared_weights_survive_sleep_and_follow_the_actor(
+    family: str, layout: dict[str, int], rollout_layout: dict[str, int], tmp_path: Path
+) -> None:
+    rollout = {"kv_cache_gb": 1.0}
+    for result in results(tmp_path, family, layout, rollout_layout, rollout=rollout, beside_copies=False):
+        assert 0 < len(result["views"]) <= len(result["all"])
+        if family != "qwen3_moe" and "pipeline" not in layout:
+            assert result["views"] == result["all"] and result["copied"] == [0] and result["received"] == 0

@@ -1,0 +1,69 @@
+"""Groups that wait: what is asked for them, and a checkpoint's copy, which is exact whatever a row carries."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.loops.groups import Group, groups_from_state, groups_state, requests_for
+from rlhf_megatron.rollout.engine import Completion
+from rlhf_megatron.runtime.checkpoint import TensorFile, join_tensors, split_tensors, write_tensors
+
+
+def prompt(row: int, length: int = 3, **extra_info: Any) -> Prompt:
+    messages = ({"role": "user", "content": f"question {row} \N{SNOWMAN}"},)
+    return Prompt(row, "source", tuple(range(row, row + length)), "answer", extra_info, messages)
+
+
+def completion(number: int, tokens: int, ending: str, versions: list[int] | None = None) -> Completion:
+    logprobs = [-0.1 * (k + 1) / 3 for k in range(tokens)]
+    return Completion(number, list(range(tokens)), logprobs, ending, versions or [1] * tokens)
+
+
+GROUPS = [
+    Group(prompt(7), {0: completion(0, 3, "stop"), 2: completion(2, 4, "abort", [1, 1, 2, 3])}),
+    Group(prompt(8, when=datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), raw=b"\x00", sum=decimal.Decimal("1.50"))),
+    Group(prompt(9, nested={"list": [1, None], "text": None}, empty=[]), {1: completion(1, 5, "length")}),
+]  # fmt: skip
+
+
+def test_a_checkpoint_keeps_groups_exactly(tmp_path: Any) -> None:
+    plain, tensors = split_tensors({"waiting": groups_state(GROUPS), "none": groups_state([])}, "parts")
+    write_tensors(tmp_path / "step-1", "rank-0.safetensors", tensors, {})
+    [path] = tmp_path.rglob("*.safetensors")
+    with TensorFile(path) as file:
+        state = join_tensors(json.loads(json.dumps(plain)), file)
+    assert groups_from_state(state["waiting"], 3) == GROUPS
+    assert groups_from_state(state["none"], 3) == []
+    fewer = groups_from_state(state["waiting"], 2)
+    assert [sorted(group.begun) for group in fewer] == [[0], [], [1]], "responses that are no longer asked for"
+    assert fewer[2] == GROUPS[2]
+
+
+def test_groups_without_a_token_are_kept_too() -> None:
+    groups = [Group(prompt(1)), Group(prompt(2))]
+    state = groups_state(groups)
+    assert state["rows"].dtype == state["token_ids"].dtype == torch.int64
+    assert groups_from_state(state, 1) == groups
+
+
+def test_begun_groups_come_first_then_long_prompts() -> None:
+    groups = [Group(prompt(0, 2)), Group(prompt(1, 5)), GROUPS[0], Group(prompt(3, 5))]
+    requests = requests_for(groups, 3, 8, lambda row: 100 + row)
+    assert [request.group_id for request in requests] == [2, 2] + [1] * 3 + [3] * 3 + [0] * 3
+    first, second = requests[:2]
+    assert (first.row_id, first.seed, first.begun) == (7, 107, None), "response 0 is whole"
+    assert second.row_id == 8 and second.begun is not None and second.begun.token_ids == [0, 1, 2, 3]
+    assert [request.row_id for request in requests[2:5]] == [3, 4, 5]
+
+
+@pytest.mark.parametrize(("limit", "goes_on"), [(5, True), (4, False)])
+def test_what_is_longer_than_is_allowed_now_starts_anew(limit: int, goes_on: bool) -> None:
+    request = requests_for(GROUPS[:1], 3, limit, lambda row: row)[1]
+    assert (request.begun is not None) == goes_on

@@ -1,0 +1,80 @@
+"""Tickets: all are drawn, each once, whoever draws how many; enough is enough over all replicas."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+
+import pytest
+import torch.distributed as dist
+
+from rlhf_megatron.recipe import RolloutSection
+from rlhf_megatron.rollout.tickets import SharedTickets, TicketOffice, Tickets
+
+
+def test_replicas_draw_every_ticket_once() -> None:
+    store, count, replicas = dist.HashStore(), 500, 5
+    drawn: list[list[int]] = [[] for _ in range(replicas)]
+
+    def draw(replica: int) -> None:
+        tickets, random, more = SharedTickets(store, count, replicas), Random(replica), True
+        while more:
+            numbers, more = tickets.draw(random.randint(1, 7))
+            drawn[replica] += numbers
+
+    threads = [threading.Thread(target=draw, args=(replica,)) for replica in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(number for numbers in drawn for number in numbers) == list(range(count))
+    assert all(numbers == sorted(numbers) for numbers in drawn)
+
+
+def test_the_last_draw_says_that_none_is_left() -> None:
+    store = dist.HashStore()
+    one, other = SharedTickets(store, 5, 2), SharedTickets(store, 5, 2)
+    assert one.draw(3) == ([0, 1, 2], True)
+    assert other.draw(4) == ([3, 4], False)
+    assert one.draw(1) == ([], False)
+    own = Tickets(range(1, 8, 3))
+    assert [own.draw(2), own.draw(2), own.draw(2)] == [([1, 4], True), ([7], False), ([], False)]
+
+
+def test_finished_groups_are_counted_over_all_replicas() -> None:
+    store = dist.HashStore()
+    one, other = SharedTickets(store, 9, 2, wanted=4), SharedTickets(store, 9, 2, wanted=4)
+    assert [one.are_enough(2), other.are_enough(1), one.are_enough(0), other.are_enough(1)] == [False] * 3 + [True]
+    assert one.are_enough(0)
+    assert not SharedTickets(dist.HashStore(), 9, 2).are_enough(9), "all are wanted"
+    alone = Tickets(range(9), wanted=3)
+    assert [alone.are_enough(2), alone.are_enough(1)] == [False, True]
+
+
+def test_what_is_forgotten_leaves_no_keys() -> None:
+    store = dist.HashStore()
+    before = store.num_keys()
+    tickets = SharedTickets(store, 5, 2, wanted=2)
+    tickets.draw(1)
+    tickets.are_enough(1)
+    assert store.num_keys() == before + 2
+    tickets.forget()
+    assert store.num_keys() == before
+
+
+def test_a_static_split_and_a_single_replica_need_no_store() -> None:
+    shares = [TicketOffice("static", replica, 3).open(8).draw(8) for replica in range(3)]
+    assert shares == [([0, 3, 6], False), ([1, 4, 7], False), ([2, 5], False)]
+    assert TicketOffice("queue", 0, 1).open(4, wanted=2).draw(9) == ([0, 1, 2, 3], False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"oversample": 1.5, "scheduling": "static"}, "oversample=1.5 needs scheduling queue"),
+        ({"partial": "resume"}, "partial=resume: without oversample no group is given up"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutSection.model_validate({"max_response_length": 8, **settings})

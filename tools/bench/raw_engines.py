@@ -1,0 +1,95 @@
+"""vLLM and Megatron called directly, without anything of ours around them: what the benchmarks compare with.
+
+vLLM: ``LLM.generate`` with plain sampling, without seeds and logprobs. Megatron: the model, its own cross entropy and
+backward(), a micro-batch after the other; no pipeline, no reduction of gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.packing import MicroBatch, plan_micro_batches
+from rlhf_megatron.topology.exchange import max_over_ranks
+
+if TYPE_CHECKING:
+    from rlhf_megatron.roles.role import Role
+    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+
+
+def generate(engine: VllmEngine, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """The tokens that vLLM answers each prompt with, as many as ``lengths`` say."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    asked = [
+        SamplingParams(
+            max_tokens=length, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        for length in lengths
+    ]  # fmt: skip
+    torch.manual_seed(1)  # tensor-parallel ranks draw alike
+    engine._llm.reset_prefix_cache()
+    answers = engine._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
+    """What this rank of the role computes of a batch; the packing is the role's own."""
+    layout, lengths = role.layout, batch.lengths.tolist()
+    budget = role.section.tokens_per_gpu * layout.context
+    plan = plan_micro_batches(lengths, budget, layout.data, attention=role._attention_cost)
+    return [role._micro_batch(batch, rows, {}, False, role._alignment) for rows in plan[role.groups.dp.rank()]]
+
+
+def forward(role: Role, micros: Sequence[MicroBatch]) -> None:
+    """The loss of each micro-batch, without gradients."""
+    with torch.no_grad():
+        for micro in micros:
+            _loss(role, micro)
+
+
+def forward_and_backward(role: Role, micros: Sequence[MicroBatch]) -> None:
+    """The gradients of all micro-batches."""
+    role._chunks[0].zero_grad_buffer()
+    for micro in micros:
+        _loss(role, micro).backward()
+
+
+def _loss(role: Role, micro: MicroBatch) -> torch.Tensor:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens,
+        max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest,
+    )  # fmt: skip
+    logits = role._chunks[0](micro.tokens[None], micro.positions[None], None, packed_seq_params=packed)
+    # Which tokens are the targets makes no difference to the time.
+    losses = vocab_parallel_cross_entropy(
+        logits.transpose(0, 1).contiguous(), micro.tokens[:, None], tp_group=role.groups.tp
+    )
+    return losses.mean()
+
+
+def seconds_of(action: Callable[[], Any], repeats: int) -> list[float]:
+    """How long each of ``repeats`` calls takes the slowest rank, after one that does not count; collective."""
+    found = []
+    for _ in range(1 + repeats):
+        _synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        _synchronize()
+        found.append(max_over_ranks([time.perf_counter() - began])[0])
+    return found[1:]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,40 @@
+"""The file that a benchmark leaves: what was found, by which command, on which hardware, with which versions.
+
+Fit to be published: it names neither the machine nor its folders.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_megatron.monitor.environment import hardware, package_versions
+
+
+def write_report(path: Path, result: Mapping[str, Any]) -> None:
+    """Writes ``result`` with its surroundings as JSON."""
+    script = Path(sys.argv[0])
+    record = {
+        "name": path.stem,
+        "command": " ".join([f"tools/bench/{script.name}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "hardware": hardware_name(),
+        "versions": package_versions(),
+        **result,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def hardware_name() -> str:
+    """The GPU's name, or the CPU's and how many of its cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    machine = hardware()
+    return f"{machine['cpu']}, {machine['cores']} cores, no GPU"

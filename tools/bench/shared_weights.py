@@ -1,0 +1,195 @@
+"""What it is worth that rollout weights are views of the actor's: memory, regathering, and generated tokens per second.
+
+    python tools/bench/shared_weights.py recipes/models/qwen2.5-7b [--gpus 2] [--output FOLDER]
+
+MODEL needs only a config.json: the weights are random. A learning role and an engine of the same tensor parallelism,
+once with views and once with copies, each in processes of their own with the same requests; both must generate the same
+tokens, before and after the weights were changed. FOLDER gets shared.json, copied.json, and comparison.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.topology.world import join_world
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from random_role import random_role
+from reports import write_report
+
+if TYPE_CHECKING:
+    from rlhf_megatron.roles.role import Role
+    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+
+WAYS = ("shared", "copied")
+LEAST_SPEED = 0.99  # of that with copies, on GPUs
+
+
+def main() -> int:
+    """Measures both ways, one after the other; returns 1 where one fails, tokens differ or the speed is too low."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path, help="folder with a config.json")
+    parser.add_argument("--gpus", type=int, default=1, help="tensor parallelism of both; default: %(default)s")
+    parser.add_argument("--rows", type=int, default=256, help="requests of a generation; default: %(default)s")
+    parser.add_argument(
+        "--length", type=int, default=256, help="tokens of prompt and response each; default: %(default)s"
+    )
+    parser.add_argument("--repeats", type=int, default=4, help="timed generations; default: %(default)s")
+    parser.add_argument("--kv-cache-gb", type=float, default=16.0, help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench_shared_weights"), help="default: %(default)s")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # of the ranks that this starts
+    options = parser.parse_args()
+    if options.way:
+        run_rank(options)
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    for way in WAYS:
+        launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+        command = [*launcher, f"--nproc-per-node={options.gpus}", __file__, *sys.argv[1:], f"--way={way}"]
+        if subprocess.call(command):
+            return 1
+    shared, copied = (json.loads((options.output / f"{way}.json").read_text(encoding="utf-8")) for way in WAYS)
+    found = compared(shared, copied)
+    (options.output / "comparison.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    is_slow = torch.cuda.is_available() and found["speed_of_shared"] < LEAST_SPEED
+    return int(not found["same_tokens"] or is_slow)
+
+
+def compared(shared: dict[str, Any], copied: dict[str, Any]) -> dict[str, Any]:
+    """What the views save and cost; seconds and bytes of both, views first."""
+    return {
+        "speed_of_shared": shared["tokens_per_second"] / copied["tokens_per_second"],
+        "saved_gb": copied["engine_gb"] - shared["engine_gb"],
+        "same_tokens": shared["tokens_digests"] == copied["tokens_digests"],
+        "weights_were_followed": len(set(shared["tokens_digests"])) > 1,
+        **{
+            key: [shared[key], copied[key]]
+            for key in ("tokens_per_second", "engine_gb", "regather_seconds", "bytes_copied", "bytes_received")
+        },
+    }
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """One rank's part; rank 0 writes the report."""
+    prepare_environment()
+    join_world()
+    result = measure(
+        str(options.model), options.way, options.rows, options.length, options.repeats, options.kv_cache_gb
+    )
+    if dist.get_rank() == 0:
+        write_report(options.output / f"{options.way}.json", result)
+    dist.barrier()
+
+
+def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache_gb: float) -> dict[str, Any]:
+    """One way on every rank of one replica; memory in GB of 10^9 bytes, medians of times in seconds."""
+    from rlhf_megatron.recipe import RolloutSection
+    from rlhf_megatron.regather.execute import Regather
+    from rlhf_megatron.regather.plan import plan_regather
+    from rlhf_megatron.regather.sharing import describe_sharing, shareable
+    from rlhf_megatron.regather.sides import rollout_side
+    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.topology import megatron_groups
+
+    megatron_groups.install()
+    torch.manual_seed(1)
+    tensor = dist.get_world_size()
+    role = random_role(Path(model), rows * length, tensor)
+    for name, parameter in role.parameters().items():  # so that sampled tokens depend on every layer
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        elif "embedding" in name or "output_layer" in name:
+            parameter.mul_(10.0)
+    plan = plan_regather(role.side(), rollout_side(role.architecture, tensor, tensor), dist.get_rank())
+    views = {name: role.parameters()[source] for name, source in shareable(plan).items()}
+    section = RolloutSection.model_validate(
+        {"max_response_length": length, "max_num_seqs": rows, "kv_cache_gb": kv_cache_gb, "layout": {"tensor": tensor}}
+    )
+    free, dtype = free_memory(), next(iter(role.parameters().values())).dtype
+    engine = VllmEngine(
+        model, section, str(dtype).removeprefix("torch."), length, 1, shared=views if way == "shared" else None
+    )
+    taken = free - free_memory()
+    regather = Regather(plan, dtype, role.device)
+    result = {
+        "way": way,
+        "gpus": tensor,
+        "told": describe_sharing(plan, role.parameters(), engine.parameters()),
+        "engine_gb": taken / 1e9,
+    }
+    seconds, speeds, digests = [], [], []
+    for repeat in range(1 + repeats):  # the first is a warm-up
+        if repeat == repeats:  # the last is with other weights
+            for name, parameter in role.parameters().items():
+                parameter.mul_(-0.5 if "linear_fc2" in name or "linear_proj" in name else 1.0)
+        seconds.append(refreshed(role, engine, regather, repeat))
+        began = time.perf_counter()
+        digests.append(tokens_digest(engine, role.architecture.vocabulary, rows, length))
+        speeds.append(rows * length / (time.perf_counter() - began))
+    regather.verify(role.parameters(), engine.parameters())
+    return result | {
+        "tokens_per_second": median(speeds[1:]),
+        "spread": [min(speeds[1:]), max(speeds[1:])],
+        "regather_seconds": median(seconds[1:]),
+        "bytes_copied": regather.bytes_copied,
+        "bytes_received": regather.bytes_received,
+        "tokens_digests": digests[-2:],
+    }
+
+
+def refreshed(role: Role, engine: VllmEngine, regather: Any, version: int) -> float:
+    """Seconds of a regathering between sleep and wake."""
+    engine.sleep()
+    engine.wake_weights()
+    wait_for_device()
+    began = time.perf_counter()
+    regather.run(role.parameters(), engine.parameters())
+    wait_for_device()
+    seconds = time.perf_counter() - began
+    engine.wake_kv_cache()
+    engine.weights_updated(version)
+    return seconds
+
+
+def tokens_digest(engine: VllmEngine, vocabulary: int, rows: int, length: int) -> str:
+    """Generates ``length`` tokens for each of ``rows`` prompts of as many; a digest of all."""
+    from rlhf_megatron.rollout.engine import Request, Sampling
+
+    requests = [
+        Request(row, [(row * 7 + place * 13) % (vocabulary - 2) + 2 for place in range(length)], seed=row + 1)
+        for row in range(rows)
+    ]
+    completions = engine.generate(requests, Sampling(1.0, 1.0, -1, length, ()))
+    tokens = json.dumps([completion.token_ids for completion in completions])
+    return hashlib.sha256(tokens.encode()).hexdigest()
+
+
+def free_memory() -> int:
+    """Free bytes of the GPU; 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def wait_for_device() -> None:
+    """Until all that was asked of the GPU is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

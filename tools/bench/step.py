@@ -1,0 +1,237 @@
+"""Whole GRPO steps with random weights and lengths known in advance, beside the raw engines on the same tokens.
+
+    python tools/bench/step.py [--models 0.5B 7B] [--gpus 1] [--output docs/results/step.json] [--plot]
+
+The shapes are those of ``step_shapes.yaml``: prompts of random tokens, responses of lognormal lengths that are the same
+in every step. The steps are those of the training loop (``step_measure.py``); times, speeds and memory are what it
+logs, the first step left out. In the same run, with the same engine and model, vLLM alone generates as many tokens for
+as many prompts, and Megatron alone runs forward, and forward and backward, over them (``raw_engines.py``). The
+efficiency is the sum of these, without the forward pass where the step has none, over the time of a step; the overhead
+is what of a step is none of generate, logprobs, update and regather. Rows of other shapes in the output stay there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+import yaml
+from reports import write_report
+
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.rollout.environment import prepare_environment
+
+HERE = Path(__file__).resolve().parent
+ENGINE_PHASES = ("generate", "logprobs", "update", "regather")
+COLOURS = {
+    "generate": "#2563eb", "score": "#f59e0b", "sleep": "#a16207", "logprobs": "#10b981", "update": "#ec4899",
+    "regather": "#8b5cf6", "other": "#94a3b8", "forward": "#10b981", "forward and backward": "#ec4899",
+}  # fmt: skip
+SECONDS_FOR_ONE_SHAPE = 570.0
+
+
+def main() -> int:
+    """Measures one shape after the other; returns 1 where one failed or missed a target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    shapes = yaml.safe_load((HERE / "step_shapes.yaml").read_text(encoding="utf-8"))
+    here = torch.cuda.device_count()
+    real = [name for name in dict.fromkeys(shape["model"] for shape in shapes) if name != "toy"]
+    parser.add_argument("--models", nargs="+", choices=["toy", *real], default=real if here else ["toy"])
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of ranks; default: all that there are GPUs for")
+    parser.add_argument("--steps", type=int, default=4, help="the first does not count; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=2, help="of the raw engines; default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/step.json"), help="default: %(default)s")
+    parser.add_argument("--plot", action="store_true", help="draw the rows beside the output")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench_step"), help="for runs; default: %(default)s")
+    options = parser.parse_args()
+    prepare_environment()
+    wanted = options.gpus or [shape["gpus"] for shape in shapes if shape["gpus"] <= (here or 2)]
+    rows = []
+    for shape in shapes:
+        if shape["model"] in options.models and shape["gpus"] in wanted:
+            rows.append(measured(shape, options.work, options.steps, options.repeats))
+            print(json.dumps(rows[-1]), flush=True)
+            write(options.output, rows[-1])
+    missed = misses(rows)
+    for text in missed:
+        print(f"missed: {text}", file=sys.stderr)
+    if options.plot:
+        draw(json.loads(options.output.read_text(encoding="utf-8")), options.output.with_suffix(".png"))
+    return int(bool(missed))
+
+
+def measured(shape: Mapping[str, Any], work: Path, steps: int, repeats: int) -> dict[str, Any]:
+    """The row of one shape, from a run of its own."""
+    folder = work.resolve() / f"{shape['model']}-{shape['gpus']}"
+    shutil.rmtree(folder, ignore_errors=True)
+    make_model = [sys.executable, "-P", str(HERE.parent / "make_tiny_model.py"), f"--output={folder / 'model'}"]
+    subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
+    recipe = prepare(shape, folder, steps)
+    command = [
+        sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={shape['gpus']}",
+        str(HERE / "step_measure.py"), "recipe.yaml", str(repeats), "raw.json",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    row = {"model": shape["model"], "gpus": shape["gpus"], "recipe": shape["recipe"]}
+    try:
+        status = process.wait(SECONDS_FOR_ONE_SHAPE)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun passes it on to the ranks
+        process.wait()
+        return row | {"failed": f"not done after {SECONDS_FOR_ONE_SHAPE:g} s"}
+    if status:
+        return row | {"failed": f"the ranks ended with status {status}"}
+    raw = json.loads((folder / "raw.json").read_text(encoding="utf-8"))
+    lines = (folder / "runs" / recipe.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return row | summary([json.loads(line) for line in lines], raw, recipe.old_logprobs == "recompute")
+
+
+def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> Recipe:
+    """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe."""
+    if "config" in shape:
+        shutil.copy(HERE.parent.parent / shape["config"] / "config.json", folder / "model")
+    values = {
+        "defaults": [str(HERE / "step_recipe.yaml")],
+        **shape["recipe"],
+        "steps": steps,
+        "monitor": {"timeline": {"steps": [0, steps]}},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    recipe = load_recipe(folder / "recipe.yaml")
+    write_prompts(recipe, folder / "model", folder / "prompts.parquet")
+    return recipe
+
+
+def write_prompts(recipe: Recipe, model: Path, path: Path) -> None:
+    """Prompts for all steps and one more, each of exactly the recipe's longest length: random digits, a token each."""
+    tokenizer, draw = load_tokenizer(model), random.Random(recipe.seed)
+    around = len(tokenizer.encode_chat([{"role": "user", "content": "0"}])) - 1
+    digits = recipe.data.max_prompt_length - around
+    rows = [
+        {
+            "data_source": "random",
+            "prompt": [{"role": "user", "content": "".join(draw.choices("0123456789", k=digits))}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+        }
+        for _ in range(recipe.batch.prompts_per_step * (recipe.steps + 1))
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def summary(
+    metrics: Sequence[Mapping[str, float]], raw: Mapping[str, Sequence[float]], forward: bool
+) -> dict[str, Any]:
+    """What a row says, from a run's records and the seconds of the raw engines.
+
+    ``forward``: whether a step has a forward pass of its own, for logprobs from before its updates.
+    """
+    counted = [of_step for of_step in metrics if "train/step_time_ms" in of_step][1:]
+    phases = [name.removeprefix("time/") for name in counted[0] if name.startswith("time/")]
+    seconds = [of_step["train/step_time_ms"] / 1000 for of_step in counted]
+    in_engines = [sum(of_step.get(f"time/{phase}", 0.0) for phase in ENGINE_PHASES) for of_step in counted]
+    needed = [part for part in raw if part != "forward" or forward]
+    raw_sum = sum(statistics.median(raw[part]) for part in needed)
+    start = {name.removeprefix("start/"): value for name, value in metrics[0].items() if name.startswith("start/")}
+    found: dict[str, Any] = {
+        "step_seconds": spread(seconds),
+        "phase_seconds": {phase: spread([of_step[f"time/{phase}"] for of_step in counted]) for phase in phases},
+        "tokens_per_gpu_per_second": spread([of_step["perf/tokens_per_gpu_per_sec"] for of_step in counted]),
+        "generated_tokens_per_second": spread([of_step["rollout/throughput_tokens_per_sec"] for of_step in counted]),
+        "raw_seconds": {part: spread(times) for part, times in raw.items()},
+        "raw_needed": needed,
+        "efficiency": raw_sum / statistics.median(seconds),
+        "overhead": statistics.median(1 - within / step for within, step in zip(in_engines, seconds, strict=True)),
+        "imbalance": spread([of_step["train/imbalance"] for of_step in counted]),
+        "peak_memory_gb": {phase: max(of_step[f"memory/{phase}_gb"] for of_step in counted) for phase in phases},
+        "start_seconds": start,
+        # Without Python, imports, joining the others, and vLLM's own start.
+        "start_own_seconds": start["total"] - start["launch"] - start["engine"],
+    }
+    if "perf/mfu_training" in counted[0]:
+        found["mfu_training"] = spread([of_step["perf/mfu_training"] for of_step in counted])
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def write(output: Path, row: Mapping[str, Any]) -> None:
+    """Puts a row into the output in place of an earlier one of its shape."""
+    before: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    others = [old for old in before.get("rows", []) if (old["model"], old["gpus"]) != (row["model"], row["gpus"])]
+    settings = yaml.safe_load((HERE / "step_recipe.yaml").read_text(encoding="utf-8"))
+    write_report(output, {"settings": settings, "rows": [*others, row]})
+
+
+def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What did not keep to its target, in words; the toy has none but to run."""
+    found = []
+    for row in rows:
+        name = f"{row['model']} on {row['gpus']}"
+        if "failed" in row:
+            found.append(f"{name}: {row['failed']}")
+            continue
+        if row["model"] == "toy":
+            continue
+        if row["efficiency"] < 0.85:
+            found.append(f"{name}: {row['efficiency']:.0%} of the raw engines' speed, below 85%")
+        if row["overhead"] > 0.05:
+            found.append(f"{name}: {row['overhead']:.1%} of the step is neither engine nor model, above 5%")
+        if row["start_own_seconds"] > 10:
+            found.append(f"{name}: {row['start_own_seconds']:.1f} s of our own before the first step, above 10 s")
+    return found
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """Two bars for each shape: the phases of a step as shares of it, and below what the raw engines need."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in record["rows"] if "failed" not in row]
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.8 * max(1, len(rows))))
+    for place, row in enumerate(rows):
+        step = row["step_seconds"]["median"]
+        phases = {phase: times["median"] for phase, times in row["phase_seconds"].items() if phase in COLOURS}
+        phases["other"] = max(0.0, step - sum(phases.values()))
+        raw = {part: row["raw_seconds"][part]["median"] for part in row["raw_needed"]}
+        for offset, parts in ((-0.2, phases), (0.2, raw)):
+            left = 0.0
+            for part, seconds in parts.items():
+                axes.barh(place + offset, seconds / step, left=left, height=0.36, color=COLOURS[part])
+                left += seconds / step
+        axes.text(1.01, place - 0.2, f"{step:.3g} s", va="center", fontsize=8)
+        axes.text(left + 0.01, place + 0.2, f"raw engines: {row['efficiency']:.0%}", va="center", fontsize=8)
+    names = [f"{row['model']}, {row['gpus']} GPU{'s' * (row['gpus'] > 1)}" for row in rows]
+    if "no GPU" in record["hardware"]:
+        names = [f"{row['model']}, {row['gpus']} CPU rank{'s' * (row['gpus'] > 1)}" for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of a step")
+    axes.set_title(record["hardware"], fontsize=9)
+    legend = [part for part in COLOURS if not part.startswith("forward")]
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[part]) for part in legend]
+    figure.legend(handles, legend, loc="lower center", ncols=len(legend), fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

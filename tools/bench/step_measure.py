@@ -1,0 +1,89 @@
+"""What the ranks of ``step.py`` run: the training loop by a recipe, then the engines by themselves on the same tokens.
+
+torchrun --nproc-per-node N tools/bench/step_measure.py RECIPE REPEATS OUTPUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import raw_engines
+
+from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.topology import megatron_groups
+from rlhf_megatron.topology.exchange import gather_batches
+from rlhf_megatron.topology.world import join_world, leave_world
+
+if TYPE_CHECKING:
+    from rlhf_megatron.loops.rollouts import Rollouts
+    from rlhf_megatron.loops.session import Session
+
+
+def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
+    """Runs the recipe, whose metrics stay in its run folder; the seconds of each raw part. Every rank calls it."""
+    from rlhf_megatron.loops.rl import run_rl
+    from rlhf_megatron.loops.rollouts import Rollouts
+    from rlhf_megatron.loops.session import Session
+
+    session = Session(load_recipe(recipe), resume="none")
+    rollouts = Rollouts(session)
+    run_rl(session, rollouts)
+    raw = raw_seconds(session, rollouts, repeats)
+    session.close()
+    return raw
+
+
+def raw_seconds(session: Session, rollouts: Rollouts, repeats: int) -> dict[str, list[float]]:
+    """Generation, forward passes, and forward and backward passes over the tokens of one step."""
+    recipe, role = session.recipe, session.actor.local
+    assert recipe.rollout is not None and recipe.rollout.drawn_lengths is not None and role is not None
+    group, tensor = recipe.batch.responses_per_prompt, recipe.rollout.layout.tensor
+    replicas, replica = session.world // tensor, session.rank // tensor
+    asked = session.train.next(recipe.batch.prompts_per_step)
+    rows = [index * group + k for index in range(replica, len(asked), replicas) for k in range(group)]
+    prompts = [asked[row // group].token_ids for row in rows]
+    lengths = [min(recipe.rollout.drawn_lengths.of_row(row), recipe.rollout.max_response_length) for row in rows]
+    answers: list[list[int]] = []
+
+    def generate() -> None:
+        answers[:] = raw_engines.generate(rollouts.engine, prompts, lengths)
+
+    seconds = {"generate": raw_engines.seconds_of(generate, repeats)}
+    rollouts.engine.sleep()
+    leads = session.rank % tensor == 0
+    batch: RolloutBatch = gather_batches(
+        batch_from_rows(prompts, answers, row_id=rows) if leads else batch_from_rows([], [])
+    )
+    role.parameters()  # back on the GPU, if they have left it
+    role._memory.come_back("gradients")
+    micros = raw_engines.micro_batches(role, batch)
+    seconds["forward"] = raw_engines.seconds_of(lambda: raw_engines.forward(role, micros), repeats)
+    seconds["forward and backward"] = raw_engines.seconds_of(
+        lambda: raw_engines.forward_and_backward(role, micros), repeats
+    )
+    return seconds
+
+
+def main() -> None:
+    """Joins the others, measures, leaves the result in a file."""
+    recipe, repeats, output = sys.argv[1:]
+    prepare_environment()
+    join_world()
+    megatron_groups.install()
+    leads = dist.get_rank() == 0
+    raw = measure(recipe, int(repeats))
+    if leads:
+        Path(output).write_text(json.dumps(raw), encoding="utf-8")
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()
