@@ -40,16 +40,16 @@ gpu-test: ## Tests on GPUs, with the Python of GPU_PYTHON
 	$(GPU_PYTHON) -P -m pytest --durations=10 -m gpu $(ARGS)
 
 bench-data: $(READY) ## Start, memory and waiting time over 10 million rows; docs/results/data.json
-	$(PYTHON) -P tools/bench/data.py --output docs/results/data.json $(ARGS)
+	$(PYTHON) tools/bench/data.py --output docs/results/data.json $(ARGS)
 
 bench-regather: $(READY) ## Regathering against its floor and against whole tensors; docs/results/regather.json
-	$(PYTHON) -P tools/bench/regather.py $(ARGS)
+	$(PYTHON) tools/bench/regather.py $(ARGS)
 
 bench-rollout: $(READY) ## Generation beside LLM.generate, queue beside a static split; docs/results/rollout.json
-	$(PYTHON) -P tools/bench/rollout.py $(ARGS)
+	$(PYTHON) tools/bench/rollout.py $(ARGS)
 
 bench-step: $(READY) ## Whole steps beside the raw engines, on GPUs; docs/results/step.json
-	$(PYTHON) -P tools/bench/step.py $(ARGS)
+	$(PYTHON) tools/bench/step.py $(ARGS)
 
 bench-cpu: $(READY) ## The same with a toy on two CPU ranks, in two minutes
-	$(PYTHON) -P tools/bench/step.py --models toy --gpus 2 --steps 3 --repeats 2 --output runs/bench_step/cpu.json --plot $(ARGS)
+	$(PYTHON) tools/bench/step.py --models toy --gpus 2 --steps 3 --repeats 2 --output runs/bench_step/cpu.json --plot $(ARGS)

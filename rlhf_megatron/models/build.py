@@ -23,10 +23,10 @@ from rlhf_megatron.models.weight_map import Implementation
 from rlhf_megatron.recipe.errors import UserError
 
 
-def choose_implementation(wanted: str, key: str) -> Implementation:
+def choose_implementation(wanted: str, role: str) -> Implementation:
     """Whose layers a model has: with "auto" Transformer Engine's where they are installed and there is a GPU.
 
-    Raises UserError, which names the recipe's ``key``, where these are ``wanted`` and cannot be had.
+    Raises UserError, which names the key in the section of ``role``, where these are ``wanted`` and cannot be had.
     """
     available = False
     if torch.cuda.is_available():
@@ -34,7 +34,10 @@ def choose_implementation(wanted: str, key: str) -> Implementation:
 
         available = transformer_engine.HAVE_TE
     if wanted == "transformer_engine" and not available:
-        raise UserError(f"{key} needs Transformer Engine; it is not installed here, or there is no GPU: set it to auto")
+        raise UserError(
+            f"{role}.transformer_implementation needs Transformer Engine; it is not installed here, or there is no "
+            "GPU: set it to auto"
+        )
     return "transformer_engine" if available and wanted != "local" else "local"
 
 

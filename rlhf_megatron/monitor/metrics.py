@@ -1,4 +1,4 @@
-"""MetricsLogger: one object per step into metrics.jsonl and into the recipe's trackers; and the reader of that file.
+"""MetricsLogger: one object per step into metrics.jsonl and into the recipe's trackers; and the readers of that file.
 
 Not here: the trackers themselves (trackers.py), and any reduction over ranks: the loop hands over final numbers.
 """
@@ -18,6 +18,11 @@ from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import Tracker, make_tracker
 
 FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
+# Beginnings of the names of what depends on the machine and its load: no two runs share it.
+OF_THE_MACHINE = (
+    *("time/", "start/", "memory/", "perf/", "train/step_time", "reward/latency"),
+    *("rollout/throughput", "rollout/replica_imbalance"),
+)
 
 
 class MonitorSettings(Protocol):
@@ -106,31 +111,46 @@ def _number(name: str, value: Any) -> float:
     raise TypeError(f"metric {name!r} is a {type(value).__name__}, not a number; reduce it before it is logged")
 
 
-def read_metrics(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Read metrics.jsonl into one series per metric: name -> (steps ascending, values); null is read as NaN.
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl in the order of writing: "step" and numbers, None where one was not finite.
 
-    A step that was logged more than once (an evaluation beside a training step, or a step repeated after a resume) is
-    merged, the later value wins. A torn last line, as a killed run leaves it, is skipped; a broken line elsewhere
-    raises MonitorError with file and line number.
+    A torn last line, as a killed run leaves it, is skipped; a broken line elsewhere raises MonitorError with file and
+    line number.
     """
-    rows: dict[int, dict[str, float]] = {}
+    records = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-            step = int(record.pop("step"))
-            values = {name: math.nan if value is None else float(value) for name, value in record.items()}
+            values = {name: None if value is None else float(value) for name, value in record.items()}
+            records.append(values | {"step": int(record["step"])})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines):
                 break
             raise MonitorError(f"{path}:{number}: not an object with a step and numbers; remove the line") from error
-        rows.setdefault(step, {}).update(values)
+    return records
+
+
+def read_steps(path: Path) -> dict[int, dict[str, float | None]]:
+    """step -> its metrics, steps ascending; errors as in ``read_records``.
+
+    A step that was logged more than once (an evaluation beside a training step, or a step repeated after a resume) is
+    merged, the later value wins.
+    """
+    steps: dict[int, dict[str, float | None]] = {}
+    for record in read_records(path):
+        steps.setdefault(record.pop("step"), {}).update(record)
+    return dict(sorted(steps.items()))
+
+
+def read_metrics(path: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """``read_steps`` as one series per metric: name -> (steps ascending, values), NaN for None."""
     series: dict[str, tuple[list[int], list[float]]] = {}
-    for step in sorted(rows):
-        for name, value in rows[step].items():
-            steps, values_of_name = series.setdefault(name, ([], []))
+    for step, values in read_steps(path).items():
+        for name, value in values.items():
+            steps, of_name = series.setdefault(name, ([], []))
             steps.append(step)
-            values_of_name.append(value)
+            of_name.append(math.nan if value is None else value)
     return series

@@ -40,9 +40,7 @@ class PlacedRole:
     ) -> None:
         """``ranks`` rise; ``settings`` are ``Role``'s."""
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
-        self.implementation = choose_implementation(
-            section.transformer_implementation, f"{name}.transformer_implementation"
-        )
+        self.implementation = choose_implementation(section.transformer_implementation, name)
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
             self.local = Role(name, architecture, layout, self.ranks, section, **settings)

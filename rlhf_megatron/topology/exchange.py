@@ -48,17 +48,18 @@ def gather_batches(batch: RolloutBatch) -> RolloutBatch:
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Element-wise sum of every rank's values, equal on every rank."""
-    total = torch.tensor(list(values), dtype=torch.float64)
-    dist.all_reduce(total)
-    summed: list[float] = total.tolist()
-    return summed
+    return _over_ranks(values, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(values: Sequence[float]) -> list[float]:
     """Element-wise largest of every rank's values, equal on every rank."""
-    largest = torch.tensor(list(values), dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    found: list[float] = largest.tolist()
+    return _over_ranks(values, dist.ReduceOp.MAX)
+
+
+def _over_ranks(values: Sequence[float], operation: Any) -> list[float]:
+    reduced = torch.tensor(list(values), dtype=torch.float64)
+    dist.all_reduce(reduced, operation)
+    found: list[float] = reduced.tolist()
     return found
 
 

@@ -5,13 +5,14 @@ Import it as `from end_to_end.runs import ...`. No test lives here.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from end_to_end.commands import Command, python
+from rlhf_megatron.monitor.metrics import OF_THE_MACHINE, read_records, read_steps
+from rlhf_megatron.runtime.recovery import RecoveryLog
 
 TRAIN = "launch/train.py"
 # A supervised run that takes a few hundredths of a second per step and says nothing but its numbers.
@@ -27,11 +28,6 @@ SUPERVISED: dict[str, Any] = {
     "checkpoint": {"export_at_end": False},
     "monitor": {"plots": False},
 }
-# What no two runs share, as beginnings of names.
-TIMED = (
-    *("time/", "start/", "memory/", "perf/", "train/step_time", "reward/latency"),
-    *("rollout/throughput", "rollout/replica_imbalance"),
-)
 # Some reward that differs between random answers.
 LENGTH_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -52,33 +48,34 @@ def make_sums(folder: Path, size: int, *options: str, name: str = "train") -> No
     python("tools/prepare_data.py", *arguments, folder=folder).check()
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines that may be growing or missing."""
-    text = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+def records_of(run: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics so far."""
+    path = run / "metrics.jsonl"
+    return read_records(path) if path.exists() else []
 
 
 def decisions(run: Path) -> list[dict[str, Any]]:
     """What a run's recovery has done so far."""
-    return lines_of(run / "recovery.jsonl")
+    return RecoveryLog(run).lines()
 
 
 def logged(run: Path) -> int:
     """How many records of metrics a run has logged."""
-    return len(lines_of(run / "metrics.jsonl"))
+    return len(records_of(run))
 
 
-def steps_of(run: Path) -> dict[int, dict[str, float]]:
-    """The metrics of a run's steps, the last word on each."""
-    steps: dict[int, dict[str, float]] = {}
-    for record in lines_of(run / "metrics.jsonl"):
-        steps.setdefault(int(record.pop("step")), {}).update(record)
-    return steps
+def steps_of(run: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of a run's steps, the last word on each; None where a number was not finite."""
+    path = run / "metrics.jsonl"
+    return read_steps(path) if path.exists() else {}
 
 
-def metrics_of(run: Path) -> dict[int, dict[str, float]]:
-    """``steps_of`` without times and memory, which no two runs share."""
-    return {step: {k: v for k, v in found.items() if not k.startswith(TIMED)} for step, found in steps_of(run).items()}
+def metrics_of(run: Path) -> dict[int, dict[str, Any]]:
+    """``steps_of`` without what depends on the machine."""
+    return {
+        step: {name: value for name, value in found.items() if not name.startswith(OF_THE_MACHINE)}
+        for step, found in steps_of(run).items()
+    }
 
 
 def wait_for(command: Command, condition: Callable[[], bool]) -> None:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import step as bench
 import yaml
 
 from end_to_end.commands import ROOT, torchrun
-from end_to_end.runs import lines_of, make_model
+from end_to_end.runs import make_model, records_of
 from rlhf_megatron.rollout.environment import has_gpu
 
 BENCH = ROOT / "tools" / "bench"
 LENGTHS = {"mean": 8.0, "sigma": 0.5}
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("bench_step", BENCH / "step.py")
-    assert specification and specification.loader
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
-def test_steps_are_measured_beside_the_raw_engines(bench: ModuleType, tmp_path: Path) -> None:
+def test_steps_are_measured_beside_the_raw_engines(tmp_path: Path) -> None:
     make_model(tmp_path, layers=1)
     toy = {
         "model": {"dtype": "float32"},
@@ -43,7 +33,7 @@ def test_steps_are_measured_beside_the_raw_engines(bench: ModuleType, tmp_path: 
     with torchrun(2, "tools/bench/step_measure.py", "recipe.yaml", "1", "raw.json", folder=tmp_path) as command:
         command.finish().check()
     run = tmp_path / "runs" / recipe.name
-    metrics = lines_of(run / "metrics.jsonl")
+    metrics = records_of(run)
     raw = json.loads((tmp_path / "raw.json").read_text())
     assert {part: len(seconds) for part, seconds in raw.items()} == dict.fromkeys(
         ["generate", "forward", "forward and backward"], 1
@@ -67,7 +57,7 @@ def test_steps_are_measured_beside_the_raw_engines(bench: ModuleType, tmp_path: 
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_row_says_what_the_records_say(bench: ModuleType) -> None:
+def test_a_row_says_what_the_records_say() -> None:
     phases = {"generate": 4.0, "score": 0.5, "logprobs": 1.0, "update": 3.0, "regather": 1.0}
     record: dict[str, Any] = {f"time/{phase}": seconds for phase, seconds in phases.items()}
     record |= {f"memory/{phase}_gb": 7.0 for phase in phases}
@@ -91,7 +81,7 @@ def test_a_row_says_what_the_records_say(bench: ModuleType) -> None:
     assert bench.misses([{"model": "toy", "gpus": 1, "failed": "not done"}]) == ["toy on 1: not done"]
 
 
-def test_every_shape_is_a_recipe_that_fits_its_gpus(bench: ModuleType, tmp_path: Path) -> None:
+def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
     from rlhf_megatron.recipe import check_architecture, check_world, load_recipe, unsupported
 
     for shape in yaml.safe_load((BENCH / "step_shapes.yaml").read_text()):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from end_to_end.commands import torchrun
-from end_to_end.runs import SUPERVISED, TRAIN, decisions, lines_of, make_model, make_sums
+from end_to_end.runs import SUPERVISED, TRAIN, decisions, make_model, make_sums, records_of
 
 STEPS, ROWS, PROMPTS = 16, 60, 4
 CHANGES: dict[str, Any] = {
@@ -47,11 +47,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with torchrun(2, TRAIN, "sft.yaml", folder=folder, restarts=4) as command:
             command.finish().check()
     return folder / "runs" / "faults"
-
-
-def records(run: Path) -> list[dict[str, float]]:
-    """What the steps say, in the order in which they were done."""
-    return lines_of(run / "metrics.jsonl")
 
 
 def test_each_fault_is_followed_by_what_helps(run: Path) -> None:
@@ -88,9 +83,9 @@ def test_a_hang_leaves_the_stacks_of_the_ranks_that_wait(run: Path) -> None:
 
 def test_steps_that_are_done_again_say_the_same(run: Path) -> None:
     by_step: dict[int, list[dict[str, float]]] = {}
-    for record in records(run):
+    for record in records_of(run):
         if "train/loss" in record:
-            by_step.setdefault(int(record["step"]), []).append(record)
+            by_step.setdefault(record["step"], []).append(record)
     assert [len(by_step[step]) for step in (3, 4, 7, 10)] == [1, 2, 2, 2]
     for step in (4, 7, 10):  # a smaller budget changes rounding only
         first, again = by_step[step]
@@ -101,15 +96,15 @@ def test_steps_that_are_done_again_say_the_same(run: Path) -> None:
 
 
 def test_data_of_skipped_steps_are_passed_over(run: Path) -> None:
-    epochs = {int(record["step"]): record["data/epoch"] for record in records(run) if "data/epoch" in record}
+    epochs = {record["step"]: record["data/epoch"] for record in records_of(run) if "data/epoch" in record}
     steps_of_data = {step: step if step < 11 else step + 3 for step in range(1, STEPS + 1)}
     assert epochs == pytest.approx({step: PROMPTS * drawn / ROWS for step, drawn in steps_of_data.items()})
-    assert "train/skipped" in records(run)[-2] and records(run)[-1]["step"] == STEPS
+    assert "train/skipped" in records_of(run)[-2] and records_of(run)[-1]["step"] == STEPS
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(run: Path) -> None:
     checkpoints = run / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "latest", f"step-{STEPS}", "step-3"]
-    losses = {int(record["step"]): record["eval/loss"] for record in records(run) if "eval/loss" in record}
+    losses = {record["step"]: record["eval/loss"] for record in records_of(run) if "eval/loss" in record}
     best = json.loads((checkpoints / "best").read_text())
     assert best == {"checkpoint": "step-3", "metric": "eval/loss", "mode": "max", "value": max(losses.values())}

@@ -252,7 +252,8 @@ def _run_function(target: str, arguments: str) -> None:
 
 if __name__ == "__main__":
     # As pytest's `pythonpath` does for the tests, so that a test's file imports the same things on a rank.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:0] = [str(root / "tests"), str(root / "tools" / "bench")]
     if sys.argv[1] == "function" and "RANK" not in os.environ:
         sys.exit(_run_forks(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
     _run_one_rank(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import regather as bench
 
 from parallel.ranks import run_ranks
 
 BENCH = Path("tools/bench").resolve()
-
-
-def launcher() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("bench_regather", BENCH / "regather.py")
-    assert specification and specification.loader
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -42,7 +33,7 @@ def test_all_pairs_are_measured_and_drawn(model: str, pairs: list[str], tmp_path
         assert (row["bytes_received"] > 0) == (row["layouts"] not in ("TP2 = TP2", "TP1 x DP2 -> TP2", "EP2 -> EP2"))
         assert row["bytes_local"] <= row["rollout_bytes"] <= row["bytes_local"] + row["bytes_received"]
         assert all(row[f"{kind}_seconds"] > 0 for kind in ("floor", "regather", "whole_tensors"))
-    launcher().draw(rows, tmp_path / "regather.png")
+    bench.draw(rows, tmp_path / "regather.png")
     assert (tmp_path / "regather.png").stat().st_size > 5000
 
 
@@ -52,7 +43,7 @@ def test_what_misses_its_target_is_named() -> None:
         "rollout_bytes": 16 << 30,
         "times_the_floor": 1.2, "times_faster": 11.0, "extra_mb": 300.0,
     }  # fmt: skip
-    misses = launcher().misses
+    misses = bench.misses
     assert misses([good, good | {"model": "0.5B", "times_the_floor": 9.0}]) == []
     bad = {"times_the_floor": 1.4, "times_faster": 8.0, "extra_mb": 500.0}
     assert len(misses([good | bad])) == 3

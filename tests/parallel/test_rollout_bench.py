@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import rollout as bench
 
 from parallel.ranks import run_ranks
 from rlhf_megatron.rollout.environment import has_gpu
@@ -16,17 +15,9 @@ from rlhf_megatron.rollout.environment import has_gpu
 BENCH = Path("tools/bench/rollout.py").resolve()
 
 
-def bench() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("bench_rollout", BENCH)
-    assert specification and specification.loader
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(has_gpu(), reason="the toy has float32 weights on vLLM's CPU kernels")
 def test_all_ways_generate_the_same_lengths(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(bench().TOY))
+    (tmp_path / "config.json").write_text(json.dumps(bench.TOY))
     settings = {"model": str(tmp_path), "size": "toy", "repeats": 1, "oversample": 1.5}
     one, other = run_ranks(f"{BENCH}:measure", 2, settings)
     assert one["one_replica"]["tokens"] > 0 and one["one_replica"]["ours_over_llm_generate"]["median"] > 0
@@ -39,7 +30,7 @@ def test_all_ways_generate_the_same_lengths(tmp_path: Path) -> None:
 
 def test_what_is_below_its_target_is_named() -> None:
     report: dict[str, Any] = {"one_replica": {"ours_over_llm_generate": {"median": 0.96}}}
-    assert bench().misses(report, bench().TARGETS) == ["ours_over_llm_generate: 0.960, below 0.97"]
+    assert bench.misses(report, bench.TARGETS) == ["ours_over_llm_generate: 0.960, below 0.97"]
     report["replicas"] = {"resumed_over_static": {"median": 1.31}}
     report["one_replica"]["ours_over_llm_generate"]["median"] = 0.98
-    assert bench().misses(report, bench().TARGETS) == []
+    assert bench.misses(report, bench.TARGETS) == []

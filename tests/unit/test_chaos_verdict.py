@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy
 import pytest
+import verdict
 from safetensors.numpy import save_file
 
 FOLDER = Path(__file__).parents[2] / "tools" / "chaos"
-
-
-def load_verdict() -> ModuleType:
-    """Import the file: tools/ is a folder of commands, not a package."""
-    specification = importlib.util.spec_from_file_location("verdict", FOLDER / "verdict.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["verdict"] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-verdict = load_verdict()
 STEPS = verdict.STEPS
 
 

@@ -9,9 +9,9 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import convert as tool
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,19 +21,6 @@ from hugging_face import load_model, make_model
 TOOL = Path(__file__).parents[2] / "tools" / "convert.py"
 VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789abcdefghijklmnopqrstuvwxyzĠĊ+=", "ab", "Ġab"]
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
-
-
-def load_tool() -> ModuleType:
-    """Import the tool from its file: tools/ is a folder of commands, not a package."""
-    specification = importlib.util.spec_from_file_location("convert", TOOL)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["convert"] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 def find_smollm2() -> Path | None:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import make_tiny_model as tool
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_tiny_model.py"
 SMALL = ["--layers", "1", "--hidden-size", "64", "--intermediate-size", "64", "--heads", "2", "--kv-heads", "2"]
-
-
-def load_tool() -> ModuleType:
-    """Import the tool from its file: tools/ is a folder of commands, not a package."""
-    specification = importlib.util.spec_from_file_location("make_tiny_model", TOOL)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["make_tiny_model"] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 @pytest.fixture(scope="module")

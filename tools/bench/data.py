@@ -10,11 +10,9 @@ shuffle is read, which is where a step would have to wait. Nothing of a model is
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -72,7 +70,10 @@ def main() -> int:
     row = {"name": "stream", "rows": options.rows, "files_mb": round(size / 1e6)} | json.loads(answer.splitlines()[-1])
     print(json.dumps(row, indent=1))
     if options.output:
-        options.output.write_text(json.dumps(record(options, row), indent=1) + "\n", encoding="utf-8")
+        from reports import write_report  # loads torch, which the process that measures does without
+
+        settings = f"{FILES} files, row groups of {ROW_GROUP} rows, the data section's defaults"
+        write_report(options.output, {"settings": settings, "limits": LIMITS, "rows": [row]})
     missed = {
         "start_seconds": row["start_seconds"] > LIMITS["start_seconds"],
         "resident_mb": row["resident_mb_highest"] > LIMITS["resident_mb"],
@@ -205,24 +206,6 @@ def write_tokenizer(folder: Path) -> None:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(str(folder))
-
-
-def record(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
-    """The results with what they were measured on."""
-    from importlib.metadata import version
-
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "name": "data",
-        "command": f"python tools/bench/data.py --rows {options.rows}",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("pyarrow", "numpy", "transformers", "tokenizers")},
-        "hardware": f"{os.cpu_count()} CPU cores, {memory:.0f} GB of memory",
-        "settings": f"{FILES} files, row groups of {ROW_GROUP} rows, the data section's defaults",
-        "limits": LIMITS,
-        "rows": [row],
-    }
 
 
 if __name__ == "__main__":

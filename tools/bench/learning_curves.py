@@ -23,6 +23,9 @@ from statistics import fmean, median
 from typing import Any
 
 import yaml
+from reports import write_report
+
+from rlhf_megatron.monitor.metrics import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAYS = ROOT / "recipes" / "overlays"
@@ -109,7 +112,6 @@ def train(name: str, seed: str, place: int, options: argparse.Namespace) -> int:
     left = Path("runs") / run
     if (left / "metrics.jsonl").exists():
         (folder / f"{run}.jsonl").write_bytes((left / "metrics.jsonl").read_bytes())
-        (folder / "environment.json").write_bytes((left / "environment.json").read_bytes())
     print(f"{algorithm.label}, seed {seed}: {'done' if status == 0 else f'status {status}'}", flush=True)
     return status
 
@@ -120,7 +122,7 @@ def summarize(folder: Path, order: Sequence[str]) -> None:
     seconds: dict[str, list[float]] = {}
     for name in order:
         for file in sorted(folder.glob(f"curve_{name}_[0-9]*.jsonl")):
-            records = [json.loads(line) for line in file.read_text().splitlines()]
+            records = read_records(file)
             curve = {record["step"]: value for record in records if (value := accuracy(record)) is not None}
             if curve:
                 curves.setdefault(name, {})[file.stem.rsplit("_", 1)[1]] = curve
@@ -138,13 +140,7 @@ def summarize(folder: Path, order: Sequence[str]) -> None:
         }
         for name, of_seed in curves.items()
     }
-    environment = folder / "environment.json"
-    result = {
-        "command": " ".join(sys.argv),
-        "environment": json.loads(environment.read_text()) if environment.exists() else None,
-        "algorithms": table,
-    }
-    folder.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+    write_report(folder.with_suffix(".json"), {"algorithms": table})
     draw(table, folder.with_suffix(".png"))
     for label, row in table.items():
         print(f"{label:14} {row['first']:.3f} -> {row['last']:.3f}  ({len(row['seeds'])} seeds)")

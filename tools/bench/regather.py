@@ -12,19 +12,16 @@ of their own, and what was measured is written after each pair, so that one fail
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from launching import run_on_ranks
 from regather_measure import SHAPES, append
+from reports import write_report
 
 SECONDS_FOR_ONE_MODEL = 75.0
 HELD_TO_TARGETS = ("7B", "32B", "30B-A3B")
@@ -40,45 +37,19 @@ def main() -> int:
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     models = options.models or [name for name in SHAPES if name.startswith("toy") != on_gpu]
-    options.output.write_text(json.dumps(_record(options.gpus, on_gpu), indent=1) + "\n", encoding="utf-8")
+    write_report(options.output, {"ranks": options.gpus, "rows": []})
+    script = Path(__file__).with_name("regather_measure.py")
     for model in models:
-        command = [
-            sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={options.gpus}",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-            str(Path(__file__).with_name("regather_measure.py")), model, str(options.output),
-        ]  # fmt: skip
-        status = _run(command)
-        if status:
-            append(options.output, {"model": model, "failed": status})
+        arguments = [model, str(options.output)]
+        failed = run_on_ranks(options.gpus, script, arguments, SECONDS_FOR_ONE_MODEL)
+        if failed:
+            append(options.output, {"model": model, "failed": failed})
     rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
     missed = misses(rows)
     for text in missed:
         print(f"missed: {text}", file=sys.stderr)
     draw([row for row in rows if "failed" not in row], options.plot or options.output.with_suffix(".png"))
     return int(bool(missed))
-
-
-def _run(command: Sequence[str]) -> str:
-    """Why the command failed, or nothing; one that takes too long is ended, and its ranks with it."""
-    process = subprocess.Popen(command)
-    try:
-        status = process.wait(SECONDS_FOR_ONE_MODEL)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun passes it on to the ranks
-        process.wait()
-        return f"not done after {SECONDS_FOR_ONE_MODEL:g} s"
-    return f"the ranks ended with status {status}" if status else ""
-
-
-def _record(ranks: int, on_gpu: bool) -> dict[str, Any]:
-    return {
-        "command": " ".join(["python tools/bench/regather.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "ranks": ranks,
-        "torch": torch.__version__,
-        "rows": [],
-    }
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:

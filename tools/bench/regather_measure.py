@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from whole_tensors import WholeTensors
 
 from rlhf_megatron.kernels.rectangle_copy import copy_rectangles_reference

@@ -33,8 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from reports import write_report
 
 from rlhf_megatron.rollout.environment import prepare_environment

@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from random_role import random_role
+from reports import write_report
 
 from rlhf_megatron.rollout.environment import prepare_environment
 from rlhf_megatron.topology.world import join_world
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from random_role import random_role
-from reports import write_report
 
 if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role

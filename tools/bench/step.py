@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
@@ -28,9 +27,11 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import yaml
+from launching import run_on_ranks
 from reports import write_report
 
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.monitor.metrics import read_records
 from rlhf_megatron.recipe import Recipe, load_recipe
 from rlhf_megatron.rollout.environment import prepare_environment
 
@@ -80,23 +81,14 @@ def measured(shape: Mapping[str, Any], work: Path, steps: int, repeats: int) -> 
     make_model = [sys.executable, "-P", str(HERE.parent / "make_tiny_model.py"), f"--output={folder / 'model'}"]
     subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
     recipe = prepare(shape, folder, steps)
-    command = [
-        sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={shape['gpus']}",
-        str(HERE / "step_measure.py"), "recipe.yaml", str(repeats), "raw.json",
-    ]  # fmt: skip
-    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONWARNINGS": "ignore"})
     row = {"model": shape["model"], "gpus": shape["gpus"], "recipe": shape["recipe"]}
-    try:
-        status = process.wait(SECONDS_FOR_ONE_SHAPE)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun passes it on to the ranks
-        process.wait()
-        return row | {"failed": f"not done after {SECONDS_FOR_ONE_SHAPE:g} s"}
-    if status:
-        return row | {"failed": f"the ranks ended with status {status}"}
+    arguments = ["recipe.yaml", str(repeats), "raw.json"]
+    failed = run_on_ranks(shape["gpus"], HERE / "step_measure.py", arguments, SECONDS_FOR_ONE_SHAPE, folder)
+    if failed:
+        return row | {"failed": failed}
     raw = json.loads((folder / "raw.json").read_text(encoding="utf-8"))
-    lines = (folder / "runs" / recipe.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return row | summary([json.loads(line) for line in lines], raw, recipe.old_logprobs == "recompute")
+    metrics = read_records(folder / "runs" / recipe.name / "metrics.jsonl")
+    return row | summary(metrics, raw, recipe.old_logprobs == "recompute")
 
 
 def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> Recipe:

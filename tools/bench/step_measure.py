@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import raw_engines
+import torch.distributed as dist
 
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.recipe import load_recipe

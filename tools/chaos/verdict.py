@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any, Literal
 import yaml
 from safetensors.numpy import load_file
 
+from rlhf_megatron.monitor.metrics import OF_THE_MACHINE, read_records, read_steps
+from rlhf_megatron.runtime.recovery import RecoveryLog
+
 RECIPE = yaml.safe_load((Path(__file__).resolve().parent / "recipe.yaml").read_text(encoding="utf-8"))
 STEPS, ROWS = RECIPE["steps"], 40
-# What tells how a step was computed and not what came of it; the packing changes with a smaller budget of tokens.
-NOT_COMPARED = (
-    *("time/", "start/", "memory/", "perf/", "train/step_time", "reward/latency"),
-    *("rollout/throughput", "rollout/replica_imbalance", "train/imbalance"),
-)
+# The packing changes with a smaller budget of tokens.
+NOT_COMPARED = (*OF_THE_MACHINE, "train/imbalance")
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # tolerance of what differs by rounding
 
 
@@ -70,22 +69,15 @@ class Result:
         return [self.name, self.expected, happened, self.equal, str(self.steps_repeated), recovery]
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
 def decisions(run: Path) -> list[dict[str, Any]]:
     """The run's recovery.jsonl."""
-    return lines_of(run / "recovery.jsonl")
+    return RecoveryLog(run).lines()
 
 
-def metrics_of(run: Path) -> dict[int, dict[str, float]]:
-    """The last word on each step, without what depends on the machine and the packing."""
-    steps: dict[int, dict[str, float]] = {}
-    for record in lines_of(run / "metrics.jsonl"):
-        steps.setdefault(record.pop("step"), {}).update(record)
+def metrics_of(run: Path) -> dict[int, dict[str, float | None]]:
+    """The last word on each step so far, without what depends on the machine and the packing."""
+    path = run / "metrics.jsonl"
+    steps = read_steps(path) if path.exists() else {}
     return {step: {k: v for k, v in found.items() if not k.startswith(NOT_COMPARED)} for step, found in steps.items()}
 
 
@@ -123,11 +115,13 @@ def equality(run: Path, reference: Path) -> str:
     return f"until step {min((step for step in expected if found[step] != expected[step]), default=STEPS + 1) - 1}"
 
 
-def are_close(found: dict[str, float], expected: dict[str, float]) -> bool:
+def are_close(found: dict[str, float | None], expected: dict[str, float | None]) -> bool:
     """Whether two records have the same numbers up to rounding."""
     return found.keys() == expected.keys() and all(
         value == wanted
-        or (None not in (value, wanted) and math.isclose(value, wanted, rel_tol=RELATIVE, abs_tol=ABSOLUTE))
+        or (
+            value is not None and wanted is not None and math.isclose(value, wanted, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        )
         for value, wanted in ((found[name], expected[name]) for name in expected)
     )
 
@@ -146,8 +140,8 @@ def accounts(run: Path, passed_over: tuple[int, int] | None) -> list[str]:
 
     Looks at the last time that each step was done, since these steps made the weights.
     """
-    records = [record for record in lines_of(run / "metrics.jsonl") if "data/epoch" in record]
-    steps = {int(record["step"]): record for record in records}
+    records = [record for record in read_records(run / "metrics.jsonl") if "data/epoch" in record]
+    steps = {record["step"]: record for record in records}
     after = {step: round(record["data/epoch"] * ROWS) for step, record in steps.items()}
     before = {step: after.get(step - 1, 0) for step in steps}
     if passed_over:  # where the data stood after the last of these steps, when it was first done
