@@ -23,8 +23,8 @@ if not HAS_GPU:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 TESTS = Path(__file__).resolve().parent
-# Quick ones first, so that a mistake shows early.
-ORDER = ("unit", "gpu", "parallel", "end_to_end")
+# The longest first: several workers then end at about the same time.
+ORDER = ("end_to_end", "parallel", "gpu", "unit")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,14 +36,15 @@ class PlacedRole:
         layout: Layout,
         ranks: Sequence[int],
         section: RoleSection,
+        dtype: str,
         **settings: Any,
     ) -> None:
-        """``ranks`` rise; ``settings`` are ``Role``'s."""
+        """``ranks`` rise; ``dtype`` and ``settings`` are ``Role``'s."""
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
-        self.implementation = choose_implementation(section.transformer_implementation, name)
+        self.implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
-            self.local = Role(name, architecture, layout, self.ranks, section, **settings)
+            self.local = Role(name, architecture, layout, self.ranks, section, dtype=dtype, **settings)
         else:
             make_groups(layout, self.ranks)
 

@@ -77,7 +77,7 @@ class Role:
         self._training_steps = training_steps
         self._optimizer_section = optimizer
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self.implementation = choose_implementation(section.transformer_implementation, name)
+        self.implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
         self.config = transformer_config(
             architecture,
             layout,

@@ -22,6 +22,7 @@ def install() -> None:
     """Mends vLLM for this process; call it before an engine is made."""
     # It says that Triton has no CPU backend, before its own log level is in force.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
+    _inspect_models_in_this_process()
     _keep_weights_unpacked()
     _keep_experts_unpacked()
     _name_shared_memory_by_job()
@@ -40,6 +41,16 @@ def preserved_threads() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != threads:
             set_num_threads(threads)
+
+
+def _inspect_models_in_this_process() -> None:
+    """vLLM looks at a model's class in a process of its own, so that CUDA stays untouched, and remembers what it saw.
+
+    Where it has no memory of it, or another version's, that process imports all of vLLM: ten seconds on every rank.
+    """
+    import vllm.model_executor.models.registry as registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 def _keep_weights_unpacked() -> None:

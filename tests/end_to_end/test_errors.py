@@ -179,6 +179,10 @@ def test_tools_tell_bad_input_in_one_line(folder: Path, arguments: list[str], li
             ["actor.transformer_implementation=transformer_engine"],
             "error: actor.transformer_implementation needs Transformer Engine; ",
         ),
+        (
+            ["actor.transformer_implementation=transformer_engine", "actor.layout={context: 2}"],
+            "error: actor.transformer_implementation: Transformer Engine has no context parallelism in float32; ",
+        ),
     ],
 )
 def test_an_error_of_all_ranks_is_told_once(train: Callable[..., Finished], overrides: list[str], line: str) -> None:
