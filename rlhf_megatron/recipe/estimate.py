@@ -218,17 +218,23 @@ def _layer_activations(section: RoleSection, shape: ModelShape, layout: LayoutSe
     """Bytes per token that one decoder layer keeps for its backward pass, in the manner of arXiv 2205.05198, section 4.
 
     Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden). Inside: query, key, value and
-    the attention's output; and of the gated feed-forward layer, which is not fused, gate and up, silu(gate), a copy of
-    up, and their product. Attention itself keeps nothing of the order of tokens squared. Experts, taken to be equally
-    busy, keep the same of each token that they get, and its input and output.
+    the attention's output; and of the gated feed-forward layer gate, up and their product, and where the activation is
+    not fused, also silu(gate) and a copy of up. Attention itself keeps nothing of the order of tokens squared. Experts,
+    taken to be equally busy, keep the same of each token that they get, and its input and output.
     """
     outside = 4 * shape.hidden / _sequence_parts(section, shape, layout)
-    feed_forward = 5 * shape.feed_forward
+    kept = 3 if _is_fused(section, layout, size) else 5
+    feed_forward = kept * shape.feed_forward
     if shape.experts:
         parts = layout.expert_gpus // layout.expert
-        feed_forward = shape.experts_per_token * (5 * shape.expert_feed_forward + 2 * shape.hidden * parts)
+        feed_forward = shape.experts_per_token * (kept * shape.expert_feed_forward + 2 * shape.hidden * parts)
     inside = (2 * shape.query + 2 * shape.key_value + feed_forward) / layout.tensor
     return size * (outside + inside)
+
+
+def _is_fused(section: RoleSection, layout: LayoutSection, size: int) -> bool:
+    """Whether the layers are Transformer Engine's, where it is installed; see models.build.choose_implementation."""
+    return section.transformer_implementation != "local" and not (layout.context > 1 and size == 4)
 
 
 def _stage_activations(
