@@ -71,7 +71,14 @@ def check(options: argparse.Namespace) -> int:
         raise DataError("--max-prompt-length: needs --tokenizer to count tokens")
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     reward = RewardSection(function=options.reward_function)
-    findings = check_files(options.files, reward, tokenizer, options.max_prompt_length, options.sample)
+    findings = check_files(
+        options.files,
+        reward,
+        tokenizer,
+        options.max_prompt_length,
+        options.sample,
+        system_prompt=options.system_prompt,
+    )
     if options.json:
         print(json.dumps(findings.as_json(), ensure_ascii=False))
     else:
@@ -157,6 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
     checked.add_argument("files", type=Path, nargs="+", metavar="FILE", help="parquet file with verl's columns")
     checked.add_argument("--tokenizer", help="folder or .model file to measure prompts with")
     checked.add_argument("--max-prompt-length", type=int, help="in tokens; longer prompts are counted")
+    checked.add_argument("--system-prompt", metavar="TEXT", help="data.system_prompt of the recipe, to be measured too")
     checked.add_argument("--reward-function", help="path/to/file.py:name (default: the rule of each data_source)")
     checked.add_argument("--sample", type=int, default=100, help="rows of each source to try the reward on (100)")
     checked.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")

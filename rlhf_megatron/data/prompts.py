@@ -23,6 +23,7 @@ from rlhf_megatron.data.rows import (
     parse_margin,
     parse_messages,
     parse_response,
+    with_system_prompt,
 )
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.recipe import DataSection
@@ -171,8 +172,7 @@ class PromptDataset:
             messages = parse_messages(row.get("prompt"), place)
             if not self._on_this_side(messages):
                 continue
-            if self._section.system_prompt is not None and all(message["role"] != "system" for message in messages):
-                messages = [{"role": "system", "content": self._section.system_prompt}, *messages]
+            messages = with_system_prompt(messages, self._section.system_prompt)
             try:
                 texts.append(self._tokenizer.render_chat(messages))
             except DataError as error:

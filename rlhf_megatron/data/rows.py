@@ -310,6 +310,13 @@ def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
     return messages
 
 
+def with_system_prompt(messages: list[dict[str, Any]], text: str | None) -> list[dict[str, Any]]:
+    """The messages with ``text`` as the system's before them, where there is a text and they have none of their own."""
+    if text is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
 def parse_data_source(value: Any, place: RowPlace) -> str:
     """Return a row's data_source, the name by which its reward function is chosen.
 

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.data.rows import ParquetRows, parse_data_source, parse_extra_info, parse_ground_truth, parse_messages
+from rlhf_megatron.data.rows import (
+    ParquetRows,
+    parse_data_source,
+    parse_extra_info,
+    parse_ground_truth,
+    parse_messages,
+    with_system_prompt,
+)
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, RewardSection, RewardSource, UserError
@@ -114,7 +121,7 @@ def tokenizer_check(recipe: Recipe) -> Check:
     lengths = []
     for row in range(min(ROWS, len(rows))):
         place = rows.place(row)
-        messages = parse_messages(rows.read(row)["prompt"], place)
+        messages = with_system_prompt(parse_messages(rows.read(row)["prompt"], place), recipe.data.system_prompt)
         lengths.append(len(tokenizer.encode(tokenizer.render_chat(messages))))
     seen, limit = f"{len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens", recipe.data.max_prompt_length
     if min(lengths) > limit:

@@ -27,6 +27,7 @@ from rlhf_megatron.data.rows import (
     parse_extra_info,
     parse_ground_truth,
     parse_messages,
+    with_system_prompt,
 )
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.recipe import RewardSection
@@ -113,6 +114,7 @@ def check_files(
     max_prompt_length: int | None = None,
     sample: int = 100,
     seed: int = 1,
+    system_prompt: str | None = None,
 ) -> Findings:
     """Read every row of some files once, and try the reward on a sample of them.
 
@@ -123,6 +125,7 @@ def check_files(
         max_prompt_length: in tokens; longer prompts are counted.
         sample: rows of each data source that the reward is tried on.
         seed: chooses them.
+        system_prompt: as in the recipe's data section.
 
     Raises:
         DataError: a file cannot be read, or lacks a column.
@@ -137,7 +140,7 @@ def check_files(
         texts = []
         for offset, values in enumerate(rows):
             try:
-                row, text = _read(values, source.place(first + offset), first + offset, tokenizer)
+                row, text = _read(values, source.place(first + offset), first + offset, tokenizer, system_prompt)
             except DataError as error:
                 findings.bad_rows += 1
                 if len(findings.problems) < SHOWN_PROBLEMS:
@@ -175,7 +178,9 @@ class _Row:
         return ScoreItem(self.data_source, response, self.truth, self.extra_info, self.number, tokens=0)
 
 
-def _read(values: dict[str, Any], place: RowPlace, number: int, tokenizer: Tokenizer | None) -> tuple[_Row, str]:
+def _read(
+    values: dict[str, Any], place: RowPlace, number: int, tokenizer: Tokenizer | None, system_prompt: str | None
+) -> tuple[_Row, str]:
     """Return a row, and its prompt as the model sees it ("" without a tokenizer); raise DataError for a fault."""
     messages = parse_messages(values.get("prompt"), place)
     row = _Row(
@@ -188,7 +193,7 @@ def _read(values: dict[str, Any], place: RowPlace, number: int, tokenizer: Token
     if tokenizer is None:
         return row, ""
     try:
-        return row, tokenizer.render_chat(messages)
+        return row, tokenizer.render_chat(with_system_prompt(messages, system_prompt))
     except DataError as error:
         raise place.error("prompt", str(error)) from error
 

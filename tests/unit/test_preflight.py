@@ -303,6 +303,8 @@ def test_silence_hangs_and_wrong_data_name_their_ranks() -> None:
 def test_the_tokenizer_renders_the_first_rows(recipe_of: Callable[..., Recipe], tmp_path: Path) -> None:
     check = tokenizer_check(recipe_of())
     assert check.result == "ok" and check.seen.startswith("4 rows of ")
+    data = recipe_of().data.model_dump() | {"system_prompt": "Use digits."}
+    assert tokenizer_check(recipe_of(data=data)).seen != check.seen
     data = recipe_of().data.model_dump() | {"max_prompt_length": 2}
     assert tokenizer_check(recipe_of(data=data)).result == "warn"
     template = tmp_path / "template.jinja"

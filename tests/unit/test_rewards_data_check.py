@@ -125,6 +125,9 @@ def test_lengths_are_measured_with_the_chat_template(tmp_path: Path) -> None:
     assert findings.too_long == sum(length > lengths[80] for length in lengths) > 0
     assert findings.rewards["gsm8k"].rows == 3
     assert "every prompt is too long" in check(path, tokenizer=tokenizer, max_prompt_length=1, sample=3).faults()
+    prompted = check(path, tokenizer=tokenizer, system_prompt="Be short.", sample=3).lengths
+    talk = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "ab"}]
+    assert prompted["min"] == len(tokenizer.encode_chat(talk))
 
 
 def test_the_command_prints_a_report_and_a_verdict(tmp_path: Path) -> None:
