@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from rlhf_megatron.loops.planning import plan_text
 from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks
 from rlhf_megatron.recipe import Recipe, RecipeError, check_world, dry_run, load_recipe
@@ -182,6 +184,11 @@ def test_a_plan_says_why_weights_are_copies(overrides: list[str], why: str) -> N
     assert "weights 7.1 (of which 7.1 in the actor's memory)" in shared and "copies" not in shared
     text = dry_run(recipe_of("qwen7b_grpo", "actor.layout.tensor=2", "rollout.layout.tensor=2", *overrides), 8)
     assert f"rollout: all weights are copies, since {why}\n" in text and "in the actor's memory" not in text
+
+
+def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
+    shown = re.search(r"```text\n(Model\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown and shown[1] in plan_text(recipe_of("qwen7b_grpo"), 8)
 
 
 def test_memory_by_hand() -> None:
