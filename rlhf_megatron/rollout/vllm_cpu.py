@@ -67,8 +67,14 @@ def _keep_weights_unpacked() -> None:
 
 
 def _keep_experts_unpacked() -> None:
-    """The same for the stacked weights of experts, which are multiplied one expert after the other."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    """The same for the stacked weights of experts, which are multiplied one expert after the other.
+
+    Older engines (0.25) have no such class: there everything but experts works, whose weights stay repacked.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return
 
     def apply(
         _: Any,

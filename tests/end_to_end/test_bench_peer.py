@@ -1,0 +1,134 @@
+"""The benchmark beside TRL: what TRL is asked to do, what a row says, and the whole of it where TRL is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import peer as bench
+import peer_reward
+import pytest
+import yaml
+
+from end_to_end.commands import ROOT, Command
+from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
+from rlhf_megatron.rollout.environment import has_gpu
+
+BENCH = ROOT / "tools" / "bench"
+# Three rows of a prompt and a response of the longest length are 144 tokens.
+SMALL = (
+    *("batch.prompts_per_step=2", "batch.responses_per_prompt=3", "data.max_prompt_length=40"),
+    *("rollout.max_response_length=8", "rollout.drawn_lengths.mean=8", "actor.tokens_per_gpu=144"),
+)
+
+
+def recipe_of(folder: Path, *overrides: str) -> Recipe:
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"defaults": [str(BENCH / "step_recipe.yaml")]}))
+    return load_recipe(folder / "recipe.yaml", overrides)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.skipif(has_gpu(), reason="the engines of this machine need a GPU, which is hidden here")
+def test_both_sides_take_the_same_tokens(tmp_path: Path) -> None:
+    output = tmp_path / "peer.json"
+    options = ("--steps=2", "--warm-up=1", "--rounds=1", f"--output={output}", f"--work={tmp_path / 'work'}")
+    with Command([sys.executable, str(BENCH / "peer.py"), *options, "--ours", *SMALL], tmp_path) as command:
+        finished = command.finish(600.0)
+    assert output.exists(), finished.err  # the status is 1 where the target is missed, which is no matter here
+    record = json.loads(output.read_text())
+    (row,) = record["rows"]
+    assert "failed" not in row, "tokens are compared there"
+    assert row["tokens_per_step"] == 6 * 48
+    assert set(row["ratio"]) == {"trl", "trl_without_correction"}
+    assert {len(side["seconds_of_rounds"][0]) for side in row["sides"].values()} == {1}
+    assert record["versions"]["trl"]
+    assert str(tmp_path) not in json.dumps(record["rows"])
+
+
+def test_without_trl_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peer.py"])
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert bench.main() == 2
+    assert capsys.readouterr().err == 'TRL is not installed: pip install -e ".[peer]"\n'
+
+
+def test_trl_is_asked_for_the_work_of_the_recipe(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, *SMALL, "model.dtype=float32", "steps=5")
+    settings = bench.trl_settings(recipe, "toy", [], on_gpu=False)
+    asked = settings["arguments"]
+    assert (asked["per_device_train_batch_size"], asked["gradient_accumulation_steps"]) == (3, 2)
+    assert asked["num_generations"] == 3 and asked["max_steps"] == 5
+    assert (settings["prompt_length"], asked["max_completion_length"], asked["vllm_max_model_length"]) == (40, 8, 48)
+    assert asked["generation_kwargs"] == {"ignore_eos": True}
+    assert (asked["bf16"], settings["engine"]["dtype"]) == (False, "float32")
+    assert (asked["learning_rate"], asked["loss_type"], asked["scale_rewards"]) == (1e-6, "dapo", "group")
+    assert not asked["gradient_checkpointing"]
+    changed = bench.trl_settings(recipe, "toy", ["optim=null", "per_device_train_batch_size=6"], on_gpu=False)
+    assert changed["arguments"] == asked | {"optim": None, "per_device_train_batch_size": 6}
+
+
+def test_on_a_gpu_trl_runs_as_it_comes(tmp_path: Path) -> None:
+    overrides = ("actor.recompute.granularity=full", "batch.prompts_per_step=16", "actor.tokens_per_gpu=4608")
+    settings = bench.trl_settings(recipe_of(tmp_path, *overrides), "7B", [], on_gpu=True)
+    asked = settings["arguments"]
+    assert settings["engine"] == {}
+    assert asked["gradient_checkpointing"] and asked["bf16"] and asked["vllm_enable_sleep_mode"]
+    assert asked["model_init_kwargs"] == {"dtype": "bfloat16"}
+
+
+def test_a_micro_batch_has_as_many_rows_as_fit_and_divide_the_step() -> None:
+    assert bench.rows_at_once(32, 96, 1024) == 8
+    assert bench.rows_at_once(128, 1536, 4608) == 2
+    assert bench.rows_at_once(6, 48, 10_000) == 6
+    assert bench.rows_at_once(5, 96, 10) == 1
+
+
+def test_every_shape_of_one_gpu_is_a_recipe_with_equal_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "write_prompts", lambda *_: None)
+    monkeypatch.setattr(bench, "write_weights", lambda *_: None)
+    shapes = [shape for shape in yaml.safe_load((BENCH / "step_shapes.yaml").read_text()) if shape["gpus"] == 1]
+    assert {shape["model"] for shape in shapes} == {"toy", *bench.ENGINE_MEMORY}
+    for shape in shapes:
+        recipe = bench.prepare(shape, tmp_path, 3, ["seed=7"])
+        assert load_recipe(tmp_path / "recipe.yaml") == recipe and recipe.seed == 7
+        assert unsupported(recipe) == []
+        assert recipe.rollout is not None and recipe.rollout.drawn_lengths is not None
+        length = recipe.rollout.max_response_length
+        assert {recipe.rollout.drawn_lengths.of_row(row) for row in range(9)} == {length}
+        assert bench.tokens_per_step(recipe) % (recipe.data.max_prompt_length + length) == 0
+
+
+def test_a_row_says_what_the_rounds_say() -> None:
+    def of(*seconds: float) -> dict[str, Any]:
+        return {"seconds": [99.0, *seconds], "cpu_seconds": [9.0, *seconds], "tokens": [100] * (len(seconds) + 1)}
+
+    rounds = {
+        "ours": [of(1.0, 2.0), of(3.0)],
+        "trl": [of(5.0, 4.0), of(6.0)],
+        "trl_without_correction": [of(3.0), of(3.0)],
+    }
+    row = bench.summary(rounds, tokens=100, warm_up=1)
+    ours = row["sides"]["ours"]
+    assert ours["step_seconds"] == {"median": 2.0, "min": 1.0, "max": 3.0} == ours["cpu_seconds"]
+    assert (ours["tokens_per_second"], ours["mean_tokens_per_second"]) == (50.0, 50.0)
+    assert ours["seconds_of_rounds"] == [[1.0, 2.0], [3.0]]
+    assert row["ratio"] == {"trl": 2.5, "trl_without_correction": 1.5}
+    assert bench.misses([{"model": "7B", "gpus": 1, **row}]) == [
+        "7B on 1: 1.50 times the tokens per second of trl_without_correction, below 2"
+    ]
+    rounds["trl"][1]["tokens"][0] = 90
+    failed = bench.summary(rounds, tokens=100, warm_up=1)
+    assert failed == {"failed": "trl: steps of 90 tokens"}
+    assert bench.misses([{"model": "toy", "gpus": 1, **failed}]) == ["toy on 1: trl: steps of 90 tokens"]
+
+
+def test_the_reward_differs_between_responses() -> None:
+    scores = [peer_reward.compute_score("", "x" * length, "", {}) for length in range(5)]
+    assert scores == [0.0, 0.25, 0.5, 0.75, 1.0]

@@ -1,0 +1,81 @@
+"""What ``peer.py`` starts for ours: the training loop by a recipe, with a clock around each of its steps.
+
+torchrun --nproc-per-node 1 tools/bench/peer_ours.py RECIPE OUTPUT.json
+
+The clock is that of ``peer_trl.py``: from the end of a step, its line in the metrics included, to the end of the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.topology import megatron_groups
+from rlhf_megatron.topology.world import join_world, leave_world
+
+if TYPE_CHECKING:
+    from rlhf_megatron.data.batch import RolloutBatch
+
+
+def train(recipe: str) -> dict[str, Any]:
+    """Trains by the recipe; seconds, CPU seconds and tokens of each step."""
+    from rlhf_megatron.loops.rl import run_rl
+    from rlhf_megatron.loops.session import Session
+
+    ends: list[tuple[float, float]] = []
+    counted: list[int] = []
+
+    class Timed(Session):
+        """Reads the time when a step has ended."""
+
+        def begin_step(self, step: int) -> None:
+            if not ends:
+                ends.append(now())
+            super().begin_step(step)
+
+        def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, learnt: RolloutBatch) -> None:
+            super().end_step(step, metrics, tokens, learnt)
+            ends.append(now())
+            counted.append(tokens)
+
+    session = Timed(load_recipe(recipe), resume="none")
+    run_rl(session)
+    session.close()
+    steps = list(itertools.pairwise(ends))
+    return {
+        "seconds": [after[0] - before[0] for before, after in steps],
+        "cpu_seconds": [after[1] - before[1] for before, after in steps],
+        "tokens": counted,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def now() -> tuple[float, float]:
+    """The time when what has been asked of the GPU is done, and the CPU's time of this process."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
+
+
+def main() -> None:
+    """Joins the world, trains, leaves the result in a file."""
+    recipe, output = sys.argv[1:]
+    prepare_environment()
+    join_world()
+    megatron_groups.install()
+    result = train(recipe)
+    Path(output).write_text(json.dumps(result), encoding="utf-8")
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What ``peer.py`` starts for TRL: GRPOTrainer by a file of settings, with a clock around each of its steps.
+
+    python tools/bench/peer_trl.py SETTINGS.json OUTPUT.json
+
+The settings: ``arguments`` for GRPOConfig, the ``model`` folder, the ``prompts`` (a parquet file), the ``reward`` (a
+file with compute_score), the ``prompt_length`` in tokens, and ``engine``, which are arguments for vLLM that
+GRPOConfig has no name for. The output: the seconds of each step, also those of the CPU, and the tokens
+that TRL counted in it.
+
+On GPUs TRL runs as it comes. Without one, ``adapt_to_cpus`` mends vLLM as the project mends its own engine, and
+``pass_to_engine`` tells it the model's type, the size of its cache and to compile nothing: ours runs with the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+from rlhf_megatron.rollout.environment import has_gpu, prepare_environment
+
+
+def train(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains for the steps that the settings ask for; seconds, CPU seconds and tokens of each."""
+    import torch
+    from datasets import Dataset  # type: ignore[import-not-found,unused-ignore]  # as TRL no requirement of the project
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found,unused-ignore]
+
+    class Clock(TrainerCallback):  # type: ignore[misc]  # mypy does not look into transformers
+        """Reads the time when a step has ended: from one end to the next is a step with all that belongs to it."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+            self.cpu: list[float] = []
+            self.tokens: list[float] = []
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self._read(0)
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            self._read(state.num_input_tokens_seen)
+
+        def _read(self, tokens: float) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
+            self.cpu.append(time.process_time())
+            self.tokens.append(tokens)
+
+    rows = pyarrow.parquet.read_table(settings["prompts"]).to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    check_lengths(tokenizer, rows, settings["prompt_length"])
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=settings["model"],
+        args=GRPOConfig(**settings["arguments"]),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        processing_class=tokenizer,
+        reward_funcs=reward_function(Path(settings["reward"])),
+        callbacks=[clock],
+    )
+    trainer.train()
+    readings: dict[str, list[float]] = {"seconds": clock.ends, "cpu_seconds": clock.cpu, "tokens": clock.tokens}
+    return {
+        name: [after - before for before, after in itertools.pairwise(values)] for name, values in readings.items()
+    } | {"threads": torch.get_num_threads()}
+
+
+def check_lengths(tokenizer: Any, rows: Sequence[Mapping[str, Any]], length: int) -> None:
+    """Raises ValueError where TRL's template gives a prompt another number of tokens than ours."""
+    for row in rows:
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        if len(ids) != length:
+            raise ValueError(f"a prompt has {len(ids)} tokens and not {length}")
+
+
+def reward_function(path: Path) -> Callable[..., list[float]]:
+    """The file's compute_score in the form that TRL calls."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_: Any) -> list[float]:
+        return [module.compute_score("", messages[-1]["content"], "", {}) for messages in completions]
+
+    return reward
+
+
+def adapt_to_cpus() -> None:
+    """What vLLM needs without a GPU, on both sides alike: the environment, and weights that can be written in place."""
+    prepare_environment()
+    from rlhf_megatron.rollout import vllm_cpu
+
+    vllm_cpu.install()
+
+
+def pass_to_engine(arguments: Mapping[str, Any]) -> None:
+    """Adds arguments to those that TRL makes its vLLM engine with."""
+    from trl.generation import vllm_generation  # type: ignore[import-not-found,unused-ignore]
+
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, **arguments)
+
+
+def main() -> None:
+    """Reads the settings, trains, leaves the result in a file."""
+    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if not has_gpu():
+        adapt_to_cpus()
+    if settings["engine"]:
+        pass_to_engine(settings["engine"])
+    Path(sys.argv[2]).write_text(json.dumps(train(settings)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
