@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import yaml
 from launching import run_on_ranks
-from reports import write_report
+from reports import rows_with, write_report
 from step import spread, write_prompts
 
 from rlhf_megatron.monitor.environment import package_versions
@@ -196,7 +196,7 @@ def trl_settings(recipe: Recipe, model: str, overrides: Sequence[str], on_gpu: b
         arguments[key] = json.loads(value)
     return {
         "model": "model", "prompts": "prompts.parquet", "prompt_length": prompt,
-        "reward": str(HERE / "peer_reward.py"), "arguments": arguments, "engine": engine,
+        "arguments": arguments, "engine": engine,
     }  # fmt: skip
 
 
@@ -273,15 +273,13 @@ def summary(rounds: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], token
 
 def write(output: Path, row: Mapping[str, Any]) -> None:
     """Puts a row into the output in place of an earlier one of its shape."""
-    before: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    others = [old for old in before.get("rows", []) if (old["model"], old["gpus"]) != (row["model"], row["gpus"])]
     versions = package_versions()
     versions |= {name: importlib.metadata.version(name) for name in ("trl", "accelerate", "datasets")}
-    write_report(output, {"versions": versions, "rows": [*others, row]})
+    write_report(output, {"versions": versions, "rows": rows_with(output, row)})
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What did not keep to its target, in words: twice the tokens per second of either way of TRL."""
+    """What did not keep to its target, in words: twice the tokens per second of either way of TRL; the toy has none."""
     found = []
     for row in rows:
         name = f"{row['model']} on {row['gpus']}"
@@ -289,7 +287,7 @@ def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             found.append(f"{name}: {row['failed']}")
             continue
         for side, ratio in row["ratio"].items():
-            if ratio < TARGET:
+            if ratio < TARGET and row["model"] != "toy":
                 found.append(f"{name}: {ratio:.2f} times the tokens per second of {side}, below {TARGET:g}")
     return found
 

@@ -2,8 +2,8 @@
 
     python tools/bench/peer_trl.py SETTINGS.json OUTPUT.json
 
-The settings: ``arguments`` for GRPOConfig, the ``model`` folder, the ``prompts`` (a parquet file), the ``reward`` (a
-file with compute_score), the ``prompt_length`` in tokens, and ``engine``, which are arguments for vLLM that
+The settings: ``arguments`` for GRPOConfig, the ``model`` folder, the ``prompts`` (a parquet file), the
+``prompt_length`` in tokens, and ``engine``, which are arguments for vLLM that
 GRPOConfig has no name for. The output: the seconds of each step, also those of the CPU, and the tokens
 that TRL counted in it.
 
@@ -14,16 +14,16 @@ On GPUs TRL runs as it comes. Without one, ``adapt_to_cpus`` mends vLLM as the p
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
+from peer_reward import compute_score
 
 from rlhf_megatron.rollout.environment import has_gpu, prepare_environment
 
@@ -65,7 +65,7 @@ def train(settings: Mapping[str, Any]) -> dict[str, Any]:
         args=GRPOConfig(**settings["arguments"]),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         processing_class=tokenizer,
-        reward_funcs=reward_function(Path(settings["reward"])),
+        reward_funcs=reward,
         callbacks=[clock],
     )
     trainer.train()
@@ -83,17 +83,9 @@ def check_lengths(tokenizer: Any, rows: Sequence[Mapping[str, Any]], length: int
             raise ValueError(f"a prompt has {len(ids)} tokens and not {length}")
 
 
-def reward_function(path: Path) -> Callable[..., list[float]]:
-    """The file's compute_score in the form that TRL calls."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_: Any) -> list[float]:
-        return [module.compute_score("", messages[-1]["content"], "", {}) for messages in completions]
-
-    return reward
+def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_: Any) -> list[float]:
+    """``peer_reward.py`` in the form that TRL calls."""
+    return [compute_score("", messages[-1]["content"], "", {}) for messages in completions]
 
 
 def adapt_to_cpus() -> None:

@@ -32,6 +32,13 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+def rows_with(path: Path, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of the report at ``path``, if there is one, with ``row`` in place of that of its model and GPUs."""
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    others = [old for old in before.get("rows", []) if (old["model"], old["gpus"]) != (row["model"], row["gpus"])]
+    return [*others, row]
+
+
 def hardware_name() -> str:
     """The GPU's name, or the CPU's and how many of its cores."""
     if torch.cuda.is_available():

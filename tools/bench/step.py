@@ -28,7 +28,7 @@ import pyarrow.parquet
 import torch
 import yaml
 from launching import run_on_ranks
-from reports import write_report
+from reports import rows_with, write_report
 
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
@@ -164,10 +164,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def write(output: Path, row: Mapping[str, Any]) -> None:
     """Puts a row into the output in place of an earlier one of its shape."""
-    before: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    others = [old for old in before.get("rows", []) if (old["model"], old["gpus"]) != (row["model"], row["gpus"])]
     settings = yaml.safe_load((HERE / "step_recipe.yaml").read_text(encoding="utf-8"))
-    write_report(output, {"settings": settings, "rows": [*others, row]})
+    write_report(output, {"settings": settings, "rows": rows_with(output, row)})
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
