@@ -21,18 +21,18 @@ from rlhf_megatron.models.heads import ScalarHead
 from rlhf_megatron.models.self_attention import StackedSelfAttention
 from rlhf_megatron.models.weight_map import Implementation
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
 
 def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str) -> Implementation:
     """Whose layers a model has: with "auto" Transformer Engine's where they are there, with a GPU, and they can.
 
-    Their attention has no context parallelism in float32. Raises UserError, which names the key in the section of
-    ``role``, where they are ``wanted`` and cannot be had.
+    Raises UserError, which names the key in the section of ``role``, where they are ``wanted`` and cannot be had.
     """
     key = f"{role}.transformer_implementation"
-    unable = layout.context > 1 and dtype == "float32"
-    if wanted == "transformer_engine" and unable:
+    can = transformer_engine_can(layout.context, dtype == "float32")
+    if wanted == "transformer_engine" and not can:
         raise UserError(
             f"{key}: Transformer Engine has no context parallelism in float32; set it to auto, model.dtype to "
             f"bfloat16, or {role}.layout.context to 1"
@@ -44,7 +44,7 @@ def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str) ->
         available = transformer_engine.HAVE_TE
     if wanted == "transformer_engine" and not available:
         raise UserError(f"{key} needs Transformer Engine; it is not installed here, or there is no GPU: set it to auto")
-    return "transformer_engine" if available and wanted != "local" and not unable else "local"
+    return "transformer_engine" if available and can and wanted != "local" else "local"
 
 
 def _layer_spec(architecture: Architecture, implementation: Implementation) -> ModuleSpec:

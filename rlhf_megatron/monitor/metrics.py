@@ -145,6 +145,15 @@ def read_steps(path: Path) -> dict[int, dict[str, float | None]]:
     return dict(sorted(steps.items()))
 
 
+def comparable(steps: Mapping[int, Mapping[str, Any]], *besides: str) -> dict[int, dict[str, Any]]:
+    """The metrics of steps without those of the machine, and without names that begin with one of ``besides``."""
+    left_out = (*OF_THE_MACHINE, *besides)
+    return {
+        step: {name: value for name, value in found.items() if not name.startswith(left_out)}
+        for step, found in steps.items()
+    }
+
+
 def read_metrics(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     """``read_steps`` as one series per metric: name -> (steps ascending, values), NaN for None."""
     series: dict[str, tuple[list[int], list[float]]] = {}

@@ -10,7 +10,7 @@ import dataclasses
 from rlhf_megatron.recipe.checks import layout_of, role_ranks, roles_of, stage_layers
 from rlhf_megatron.recipe.model_shape import ModelShape, role_config, shape_of
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.roles import LayoutSection, OffloadSection, RoleSection
+from rlhf_megatron.recipe.roles import LayoutSection, OffloadSection, RoleSection, transformer_engine_can
 
 GB = 2**30
 RESERVED_GB = 2.0  # CUDA context, NCCL buffers, workspaces of cuBLAS and attention
@@ -223,18 +223,14 @@ def _layer_activations(section: RoleSection, shape: ModelShape, layout: LayoutSe
     taken to be equally busy, keep the same of each token that they get, and its input and output.
     """
     outside = 4 * shape.hidden / _sequence_parts(section, shape, layout)
-    kept = 3 if _is_fused(section, layout, size) else 5
+    fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
+    kept = 3 if fused else 5  # Transformer Engine is taken to be installed
     feed_forward = kept * shape.feed_forward
     if shape.experts:
         parts = layout.expert_gpus // layout.expert
         feed_forward = shape.experts_per_token * (kept * shape.expert_feed_forward + 2 * shape.hidden * parts)
     inside = (2 * shape.query + 2 * shape.key_value + feed_forward) / layout.tensor
     return size * (outside + inside)
-
-
-def _is_fused(section: RoleSection, layout: LayoutSection, size: int) -> bool:
-    """Whether the layers are Transformer Engine's, where it is installed; see models.build.choose_implementation."""
-    return section.transformer_implementation != "local" and not (layout.context > 1 and size == 4)
 
 
 def _stage_activations(

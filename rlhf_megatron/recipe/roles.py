@@ -143,6 +143,11 @@ class RoleSection(Section):
         return str(value) if isinstance(value, int) else value
 
 
+def transformer_engine_can(context: int, float32: bool) -> bool:
+    """Whether Transformer Engine has layers for a model: not with context parallelism in float32."""
+    return context == 1 or not float32
+
+
 class ActorSection(RoleSection):
     """The model that is trained."""
 

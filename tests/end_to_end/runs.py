@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from end_to_end.commands import Command, python
-from rlhf_megatron.monitor.metrics import OF_THE_MACHINE, read_records, read_steps
+from rlhf_megatron.monitor.metrics import comparable, read_records, read_steps
 from rlhf_megatron.runtime.recovery import RecoveryLog
 
 TRAIN = "launch/train.py"
@@ -72,10 +72,7 @@ def steps_of(run: Path) -> dict[int, dict[str, Any]]:
 
 def metrics_of(run: Path) -> dict[int, dict[str, Any]]:
     """``steps_of`` without what depends on the machine."""
-    return {
-        step: {name: value for name, value in found.items() if not name.startswith(OF_THE_MACHINE)}
-        for step, found in steps_of(run).items()
-    }
+    return comparable(steps_of(run))
 
 
 def wait_for(command: Command, condition: Callable[[], bool]) -> None:

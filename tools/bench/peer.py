@@ -23,20 +23,18 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from launching import run_on_ranks
-from reports import rows_with, write_report
-from step import spread, write_prompts
+from launching import run, run_on_ranks
+from reports import exit_status, missed_by, model_and_gpus, rows_with, write_report
+from step import folder_with_model, spread, write_prompts
 
 from rlhf_megatron.monitor.environment import package_versions
 from rlhf_megatron.recipe import Recipe, load_recipe
@@ -77,18 +75,12 @@ def main() -> int:
         rows.append(measured(shapes[model], options))
         print(json.dumps(rows[-1]), flush=True)
         write(options.output, rows[-1])
-    missed = misses(rows)
-    for text in missed:
-        print(f"missed: {text}", file=sys.stderr)
-    return int(bool(missed))
+    return exit_status(misses(rows))
 
 
 def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The row of one shape, from all sides in turn."""
-    folder = options.work.resolve() / shape["model"]
-    shutil.rmtree(folder, ignore_errors=True)
-    make_model = [sys.executable, "-P", str(HERE.parent / "make_tiny_model.py"), f"--output={folder / 'model'}"]
-    subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
+    folder = folder_with_model(options.work / shape["model"])
     recipe = prepare(shape, folder, options.steps, options.ours)
     settings = trl_settings(recipe, shape["model"], options.trl, torch.cuda.is_available())
     row = {"model": shape["model"], "gpus": 1, "settings": described(recipe, settings)}
@@ -222,13 +214,7 @@ def run_side(side: str, settings: Mapping[str, Any], folder: Path, output: Path)
     path = folder / f"{side}.settings.json"
     path.write_text(json.dumps({**settings, "arguments": settings["arguments"] | changed}), encoding="utf-8")
     # Without torchrun, which would have TRL wrap the model for several ranks.
-    command = [sys.executable, str(HERE / "peer_trl.py"), str(path), str(output)]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    try:
-        done = subprocess.run(command, cwd=folder, env=environment, timeout=SECONDS_FOR_ONE_PROCESS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"not done after {SECONDS_FOR_ONE_PROCESS:g} s"
-    return f"ended with status {done.returncode}" if done.returncode else ""
+    return run("TRL", [str(HERE / "peer_trl.py"), str(path), str(output)], SECONDS_FOR_ONE_PROCESS, folder)
 
 
 def described(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,16 +266,13 @@ def write(output: Path, row: Mapping[str, Any]) -> None:
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What did not keep to its target, in words: twice the tokens per second of either way of TRL; the toy has none."""
-    found = []
-    for row in rows:
-        name = f"{row['model']} on {row['gpus']}"
-        if "failed" in row:
-            found.append(f"{name}: {row['failed']}")
-            continue
+
+    def texts(row: Mapping[str, Any]) -> Iterator[str]:
         for side, ratio in row["ratio"].items():
             if ratio < TARGET and row["model"] != "toy":
-                found.append(f"{name}: {ratio:.2f} times the tokens per second of {side}, below {TARGET:g}")
-    return found
+                yield f"{ratio:.2f} times the tokens per second of {side}, below {TARGET:g}"
+
+    return missed_by(rows, model_and_gpus, texts)
 
 
 if __name__ == "__main__":

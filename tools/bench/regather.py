@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from launching import run_on_ranks
 from regather_measure import SHAPES, append
-from reports import write_report
+from reports import exit_status, missed_by, write_report
 
 SECONDS_FOR_ONE_MODEL = 75.0
 HELD_TO_TARGETS = ("7B", "32B", "30B-A3B")
@@ -45,32 +45,27 @@ def main() -> int:
         if failed:
             append(options.output, {"model": model, "failed": failed})
     rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-    missed = misses(rows)
-    for text in missed:
-        print(f"missed: {text}", file=sys.stderr)
+    status = exit_status(misses(rows))
     draw([row for row in rows if "failed" not in row], options.plot or options.output.with_suffix(".png"))
-    return int(bool(missed))
+    return status
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What did not keep to its target, in words."""
-    found = []
-    for row in rows:
-        name = f"{row['model']} {row.get('layouts', '')}".strip()
-        if "failed" in row:
-            found.append(f"{name}: {row['failed']}")
-            continue
+
+    def texts(row: Mapping[str, Any]) -> Iterator[str]:
         if row["equal"] and row["bytes_received"]:
-            found.append(f"{name}: {row['bytes_received']} bytes cross a link between equal layouts")
+            yield f"{row['bytes_received']} bytes cross a link between equal layouts"
         if row["model"] not in HELD_TO_TARGETS:
-            continue
+            return
         if row["times_the_floor"] > 1.3:
-            found.append(f"{name}: {row['times_the_floor']:.2f} times the floor, above 1.3")
+            yield f"{row['times_the_floor']:.2f} times the floor, above 1.3"
         if row["bytes_received"] and row["times_faster"] < 10:
-            found.append(f"{name}: {row['times_faster']:.1f} times as fast as whole tensors, below 10")
+            yield f"{row['times_faster']:.1f} times as fast as whole tensors, below 10"
         if row["extra_mb"] > 256 + row["rollout_bytes"] / 2**20 / 100:
-            found.append(f"{name}: {row['extra_mb']:.0f} MB on top, above 256 MB + 1%")
-    return found
+            yield f"{row['extra_mb']:.0f} MB on top, above 256 MB + 1%"
+
+    return missed_by(rows, lambda row: f"{row['model']} {row.get('layouts', '')}".strip(), texts)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

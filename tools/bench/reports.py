@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,27 @@ def rows_with(path: Path, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     others = [old for old in before.get("rows", []) if (old["model"], old["gpus"]) != (row["model"], row["gpus"])]
     return [*others, row]
+
+
+def missed_by(
+    rows: Sequence[Mapping[str, Any]], name_of: Callable[[Any], str], texts_of: Callable[[Any], Iterable[str]]
+) -> list[str]:
+    """What did not keep to its target, in words: each row's name and its text, or why there are no figures of it."""
+    return [
+        f"{name_of(row)}: {text}" for row in rows for text in ([row["failed"]] if "failed" in row else texts_of(row))
+    ]
+
+
+def model_and_gpus(row: Mapping[str, Any]) -> str:
+    """The name of a row that has these two."""
+    return f"{row['model']} on {row['gpus']}"
+
+
+def exit_status(missed: Sequence[str]) -> int:
+    """Tells what was missed on stderr; 1 if anything was."""
+    for text in missed:
+        print(f"missed: {text}", file=sys.stderr)
+    return int(bool(missed))
 
 
 def hardware_name() -> str:

@@ -20,7 +20,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from reports import write_report
+from launching import run_on_ranks
+from reports import exit_status, write_report
 
 from rlhf_megatron.rollout.environment import prepare_environment
 
@@ -82,19 +82,12 @@ def main() -> int:
             "repeats": options.repeats,
             "oversample": options.oversample,
         }
-        command = [
-            sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={options.replicas}", __file__, json.dumps(settings), str(toy / "result.json"),
-        ]  # fmt: skip
-        status = subprocess.call(command)
-        if status:
+        arguments = [json.dumps(settings), str(toy / "result.json")]
+        if run_on_ranks(options.replicas, Path(__file__), arguments):
             return 1
         result = json.loads((toy / "result.json").read_text(encoding="utf-8"))
     write_report(options.output, result)
-    missed = misses(result, TARGETS if on_gpu else {})
-    for text in missed:
-        print(f"missed: {text}", file=sys.stderr)
-    return int(bool(missed))
+    return exit_status(misses(result, TARGETS if on_gpu else {}))
 
 
 def misses(report: dict[str, Any], targets: dict[str, float]) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from launching import run_on_ranks
 from random_role import random_role
 from reports import write_report
 
@@ -54,9 +54,7 @@ def main() -> int:
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
     for way in WAYS:
-        launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-        command = [*launcher, f"--nproc-per-node={options.gpus}", __file__, *sys.argv[1:], f"--way={way}"]
-        if subprocess.call(command):
+        if run_on_ranks(options.gpus, Path(__file__), [*sys.argv[1:], f"--way={way}"]):
             return 1
     shared, copied = (json.loads((options.output / f"{way}.json").read_text(encoding="utf-8")) for way in WAYS)
     found = compared(shared, copied)

@@ -19,7 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import pyarrow.parquet
 import torch
 import yaml
 from launching import run_on_ranks
-from reports import rows_with, write_report
+from reports import exit_status, missed_by, model_and_gpus, rows_with, write_report
 
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
@@ -66,20 +66,15 @@ def main() -> int:
             rows.append(measured(shape, options.work, options.steps, options.repeats))
             print(json.dumps(rows[-1]), flush=True)
             write(options.output, rows[-1])
-    missed = misses(rows)
-    for text in missed:
-        print(f"missed: {text}", file=sys.stderr)
+    status = exit_status(misses(rows))
     if options.plot:
         draw(json.loads(options.output.read_text(encoding="utf-8")), options.output.with_suffix(".png"))
-    return int(bool(missed))
+    return status
 
 
 def measured(shape: Mapping[str, Any], work: Path, steps: int, repeats: int) -> dict[str, Any]:
     """The row of one shape, from a run of its own."""
-    folder = work.resolve() / f"{shape['model']}-{shape['gpus']}"
-    shutil.rmtree(folder, ignore_errors=True)
-    make_model = [sys.executable, "-P", str(HERE.parent / "make_tiny_model.py"), f"--output={folder / 'model'}"]
-    subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
+    folder = folder_with_model(work / f"{shape['model']}-{shape['gpus']}")
     recipe = prepare(shape, folder, steps)
     row = {"model": shape["model"], "gpus": shape["gpus"], "recipe": shape["recipe"]}
     arguments = ["recipe.yaml", str(repeats), "raw.json"]
@@ -89,6 +84,15 @@ def measured(shape: Mapping[str, Any], work: Path, steps: int, repeats: int) -> 
     raw = json.loads((folder / "raw.json").read_text(encoding="utf-8"))
     metrics = read_records(folder / "runs" / recipe.name / "metrics.jsonl")
     return row | summary(metrics, raw, recipe.old_logprobs == "recompute")
+
+
+def folder_with_model(folder: Path) -> Path:
+    """The folder's absolute path, with nothing but a tiny model in it."""
+    folder = folder.resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    make_model = [sys.executable, "-P", str(HERE.parent / "make_tiny_model.py"), f"--output={folder / 'model'}"]
+    subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
+    return folder
 
 
 def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> Recipe:
@@ -170,21 +174,18 @@ def write(output: Path, row: Mapping[str, Any]) -> None:
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What did not keep to its target, in words; the toy has none but to run."""
-    found = []
-    for row in rows:
-        name = f"{row['model']} on {row['gpus']}"
-        if "failed" in row:
-            found.append(f"{name}: {row['failed']}")
-            continue
+
+    def texts(row: Mapping[str, Any]) -> Iterator[str]:
         if row["model"] == "toy":
-            continue
+            return
         if row["efficiency"] < 0.85:
-            found.append(f"{name}: {row['efficiency']:.0%} of the raw engines' speed, below 85%")
+            yield f"{row['efficiency']:.0%} of the raw engines' speed, below 85%"
         if row["overhead"] > 0.05:
-            found.append(f"{name}: {row['overhead']:.1%} of the step is neither engine nor model, above 5%")
+            yield f"{row['overhead']:.1%} of the step is neither engine nor model, above 5%"
         if row["start_own_seconds"] > 10:
-            found.append(f"{name}: {row['start_own_seconds']:.1f} s of our own before the first step, above 10 s")
-    return found
+            yield f"{row['start_own_seconds']:.1f} s of our own before the first step, above 10 s"
+
+    return missed_by(rows, model_and_gpus, texts)
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:

@@ -11,13 +11,11 @@ from typing import Any, Literal
 import yaml
 from safetensors.numpy import load_file
 
-from rlhf_megatron.monitor.metrics import OF_THE_MACHINE, read_records, read_steps
+from rlhf_megatron.monitor.metrics import comparable, read_records, read_steps
 from rlhf_megatron.runtime.recovery import RecoveryLog
 
 RECIPE = yaml.safe_load((Path(__file__).resolve().parent / "recipe.yaml").read_text(encoding="utf-8"))
 STEPS, ROWS = RECIPE["steps"], 40
-# The packing changes with a smaller budget of tokens.
-NOT_COMPARED = (*OF_THE_MACHINE, "train/imbalance")
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # tolerance of what differs by rounding
 
 
@@ -77,8 +75,8 @@ def decisions(run: Path) -> list[dict[str, Any]]:
 def metrics_of(run: Path) -> dict[int, dict[str, float | None]]:
     """The last word on each step so far, without what depends on the machine and the packing."""
     path = run / "metrics.jsonl"
-    steps = read_steps(path) if path.exists() else {}
-    return {step: {k: v for k, v in found.items() if not k.startswith(NOT_COMPARED)} for step, found in steps.items()}
+    # The packing changes with a smaller budget of tokens.
+    return comparable(read_steps(path) if path.exists() else {}, "train/imbalance")
 
 
 def judge(case: Case, folder: Path, faults: list[float], seconds: float, problems: list[str]) -> Result:
