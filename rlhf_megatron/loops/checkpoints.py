@@ -173,7 +173,7 @@ class Checkpoints:
         if reason:
             why = self._limit.text() if reason == _TIME_IS_UP else f"{signal.Signals(reason).name} came"
             if self._rank == 0:
-                self._recovery.append("stop", step, why)
+                self._recovery.stop(step, why)
             raise RunStopped(step, why)
 
     def _reason_to_stop(self) -> int:

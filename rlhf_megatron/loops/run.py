@@ -11,7 +11,7 @@ from rlhf_megatron.recipe import Recipe, check_architecture, check_world
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
 from rlhf_megatron.runtime.health import HealthStop
 from rlhf_megatron.runtime.recovery import RecoveryLog, RepeatedFault
-from rlhf_megatron.runtime.signals import stop_status
+from rlhf_megatron.runtime.signals import stop_signals, stop_status
 from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.topology.world import first_to_say, join_world, leave_world
 
@@ -33,6 +33,11 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
 
     from rlhf_megatron.models.architecture import read_config
 
+    folder = RunFolder(recipe.run_root, recipe.name)
+    recovery = RecoveryLog(folder.path)
+    if _has_stopped(recovery):
+        leave_world()
+        return stop_status(os.environ)
     if check_first:
         from rlhf_megatron.loops.preflight import preflight
 
@@ -40,8 +45,6 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
             os._exit(1)  # a thread may hang in a collective
     check_world(recipe, dist.get_world_size())
     check_architecture(recipe, read_config(recipe.model.path))
-    folder = RunFolder(recipe.run_root, recipe.name)
-    recovery = RecoveryLog(folder.path)
     recipe, skips = _begin(recipe, folder, recovery)
     try:
         status = _train(recipe, resume, recovery, skips)
@@ -56,6 +59,15 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
         raise
     leave_world()
     return status
+
+
+def _has_stopped(recovery: RecoveryLog) -> bool:
+    """Whether torchrun has started the ranks again after the run has stopped; the same on every rank, collective."""
+    import torch.distributed as dist
+
+    decided = [dist.get_rank() == 0 and recovery.has_stopped()]
+    dist.broadcast_object_list(decided, src=0)
+    return decided[0]
 
 
 def _begin(recipe: Recipe, folder: RunFolder, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dict[str, Any]]]:
@@ -107,6 +119,7 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, skips: dict[int, 
     try:
         result = train(session)
     except RunStopped as stop:
+        stop_signals.ignore()
         session.say(f"{stop}; the same command goes on from there")
         if session.rank == 0:
             recovery.ask_for_requeue(stop.step, stop.why)

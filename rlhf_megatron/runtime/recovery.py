@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from rlhf_megatron.recipe.errors import UserError
 
@@ -34,6 +37,12 @@ def launch_of(environment: Mapping[str, str]) -> str:
     return f"torchrun {os.getppid() if given == 'none' else given}"
 
 
+def _torchrun() -> str:
+    """The process that has started this rank, unlike any other; a launch has another one after each requeue."""
+    parent = psutil.Process(os.getppid())
+    return f"{socket.gethostname()} {parent.pid} {parent.create_time()}"
+
+
 class RecoveryLog:
     """The decisions of one run, over all of its jobs."""
 
@@ -52,6 +61,16 @@ class RecoveryLog:
     def of_this_launch(self) -> list[dict[str, Any]]:
         """The lines since a person has started the run."""
         return self._of_this_launch(self.lines())
+
+    def stop(self, step: int, why: str) -> None:
+        """Notes that all ranks have saved after ``step`` and end."""
+        self.append("stop", step, why, torchrun=_torchrun())
+
+    def has_stopped(self) -> bool:
+        """Whether the run has stopped under the torchrun that has now started it again: to that, a rank that dies as it
+        ends is a fault."""
+        torchrun = _torchrun()
+        return any(line["what"] == "stop" and line.get("torchrun") == torchrun for line in self.lines())
 
     def starts(self) -> int:
         """How often the run has been started, by whomever."""

@@ -27,7 +27,7 @@ REQUEUE_STATUS = 85
 
 
 class StopSignals:
-    """Notes the first SIGTERM or SIGUSR1 of this process; a second one ends it at once.
+    """Notes the first SIGTERM or SIGUSR1 of this process; a second one ends it at once, until signals are ignored.
 
     A thread reads the signals, since Python's own handlers wait for the main thread, which may be in a collective that
     never returns.
@@ -52,6 +52,15 @@ class StopSignals:
             signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=_unlisten)
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
+
+    def ignore(self) -> None:
+        """From now on the signals have no effect; call it in the main thread when the run has saved and is to end.
+
+        Python gives its handlers up before a process is gone. A rank that died of a second signal then would look like
+        a fault, for which torchrun starts all ranks again.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def _watch(self, reader: int) -> None:
         while True:

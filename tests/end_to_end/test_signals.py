@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from end_to_end.commands import Command, torchrun
+from end_to_end.commands import ROOT, Command, torchrun
 from end_to_end.runs import SUPERVISED, TRAIN, decisions, logged, make_model, make_sums, metrics_of, wait_for
 
 STEPS = SUPERVISED["steps"]
@@ -86,6 +86,34 @@ def test_a_run_that_is_stopped_killed_and_stopped_gives_the_numbers_of_one_that_
         command.finish().check()
     assert decisions(run)[-1]["what"] == "done" and not (run / "requeue").exists()
     assert metrics_of(run) == whole
+
+
+# launch/train.py; in a torchrun's first attempt rank 1 dies at the end of Python, when all that it had to do is done.
+DIES_AT_THE_END = """
+import atexit, os, runpy, signal
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+def test_what_has_stopped_is_started_again_by_slurm_but_not_by_torchrun(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # a requeued job keeps its number
+    run, script = folder / "runs" / "once", folder / "dies_at_the_end.py"
+    script.write_text(DIES_AT_THE_END.format(train=str(ROOT / TRAIN)))
+    with torchrun(2, str(script), "sft.yaml", "name=once", folder=folder, restarts=1) as command:
+        wait_for(command, lambda: logged(run) > 3)
+        command.rank(0).send_signal(signal.SIGTERM)
+        stopped = command.finish()
+    assert "exitcode  : 85" in stopped.err, "torchrun has taken the death for a fault; the ranks end as before"
+    assert [line["what"] for line in decisions(run)] == ["start", "stop"]
+    assert logged(run) == decisions(run)[-1]["step"] and (run / "requeue").exists()
+
+    with train(folder, "name=once", restarts=1) as command:
+        wait_for(command, lambda: decisions(run)[-1]["what"] == "resume")
+    assert [line["what"] for line in decisions(run)] == ["start", "stop", "restart", "resume"]
 
 
 def test_a_fault_that_comes_again_ends_the_run_with_the_reason(folder: Path) -> None:

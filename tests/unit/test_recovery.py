@@ -166,6 +166,26 @@ def test_a_second_signal_ends_a_process_that_is_stuck() -> None:
         assert process.wait(20) == 128 + signal.SIGTERM
 
 
+SAVED = """
+import sys
+from rlhf_megatron.runtime.signals import stop_signals
+stop_signals.listen()
+stop_signals.ignore()
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_no_signal_disturbs_the_end_of_a_run_that_has_saved() -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-P", "-c", SAVED], text=True, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        print("end", file=process.stdin, flush=True)
+        while process.poll() is None:  # also when Python has given up its own handlers
+            process.send_signal(signal.SIGUSR1)
+    assert process.returncode == 0
+
+
 def test_a_rank_whose_neighbour_is_gone_ends_at_once() -> None:
     with stuck(LOCAL_RANK="0", LOCAL_WORLD_SIZE="2") as process:
         process.send_signal(signal.SIGTERM)
