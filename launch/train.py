@@ -44,7 +44,7 @@ def main() -> int:
     if "RANK" in os.environ:
         end_with_parent()
     stop_signals.listen()
-    prepare_environment()  # before torch is imported
+    prepare_environment(recipe.deterministic)  # before torch is imported
     from torch.distributed.elastic.multiprocessing.errors import record
 
     # torchrun shows the traceback of the rank that failed first

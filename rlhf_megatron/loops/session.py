@@ -127,6 +127,7 @@ class Session:
                 temperature=recipe.rollout.temperature if recipe.rollout else 1.0,
                 optimizer=optimizer,
                 training_steps=updates,
+                deterministic=recipe.deterministic,
             )
             self._roles.append(role)
             with self.span("weights"):

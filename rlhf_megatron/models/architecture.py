@@ -255,10 +255,12 @@ def transformer_config(
     recompute_granularity: str = "none",
     recompute_layers: int | None = None,
     fused: bool = False,
+    deterministic: bool = False,
 ) -> TransformerConfig:
     """Megatron's config for ``architecture`` cut into ``layout``, computing in ``dtype`` ("float32" or "bfloat16").
 
     ``fused`` asks for Transformer Engine's kernels for rotary embeddings and activations, and for its grouped experts.
+    ``deterministic`` asks for Megatron's own kernels that give the same bits each time.
 
     Losses are sums over tokens that already carry their global weight (``calculate_per_token_loss``: data-parallel
     ranks are added up, never averaged), so gradients do not depend on micro-batches or on how rows fall onto ranks.
@@ -308,6 +310,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=fused,
         attention_softmax_in_fp32=True,
+        deterministic_mode=deterministic,
         deallocate_pipeline_outputs=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=True,

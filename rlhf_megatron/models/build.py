@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +67,19 @@ def _layer_spec(architecture: Architecture, implementation: Implementation) -> M
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
     spec.submodules.self_attention.module = StackedSelfAttention
     return spec
+
+
+@contextlib.contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Inside, if ``wanted``, torch takes kernels that give the same bits each time, and warns where it has none."""
+    if not wanted:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def build_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -29,4 +30,7 @@ class StackedSelfAttention(SelfAttention):
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, value
+        # Rotary embeddings make queries and keys anew. A value that is a view would keep all of ``fused`` for the
+        # backward pass, and of a single token it counts as contiguous wherever it begins, which Transformer Engine
+        # refuses.
+        return query, key, value.clone(memory_format=torch.contiguous_format)

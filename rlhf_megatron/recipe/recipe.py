@@ -37,6 +37,8 @@ class Recipe(Section):
     """Steps of the loop: each takes batch.prompts_per_step prompts."""
     seed: int = 1
     """Decides data order, sampling and random weights."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time, which are slower on GPUs; needs rollout.scheduling static."""
     run_root: str = "runs"
     """Folder of all runs."""
     model: ModelSection
@@ -141,6 +143,11 @@ class Recipe(Section):
         algorithm, group = self.algorithm, self.batch.responses_per_prompt
         if self.rollout is None:
             raise ValueError("rollout: loop rl needs this section; see recipes/tiny_grpo.yaml")
+        if self.deterministic and self.rollout.scheduling != "static":
+            raise ValueError(
+                f"deterministic: with rollout.scheduling={self.rollout.scheduling} the batches of the engine depend on "
+                "the replicas' speed; set it to static"
+            )
         if algorithm.kl_coef and self.reference is None:
             raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the section reference; add it, or use 0")
         if algorithm.advantage in COMPARING_ADVANTAGES and group < 2:

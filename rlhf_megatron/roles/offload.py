@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.recipe.roles import OffloadSection
+from rlhf_megatron.roles.host_memory import pinned_buffers
 
 
 class RoleMemory:
@@ -37,6 +38,11 @@ class RoleMemory:
             if kind in kinds or not kinds:
                 memory.come_back()
 
+    def fetch(self, kind: str) -> None:
+        """Starts to bring a kind back while the GPU computes; it is not to be read before ``come_back``."""
+        if kind in self._kinds:
+            self._kinds[kind].fetch()
+
     def _tensors(self, kind: str) -> list[Tensor]:
         """The tensors of one kind of memory. Some of the optimizer's are views of float32 parameters."""
         if kind == "parameters":
@@ -60,12 +66,15 @@ class _Offloaded:
         """``keeps``: the contents are copied to the host and back; otherwise they come back as zeros."""
         self._keeps = keeps
         self._away: list[tuple[torch.UntypedStorage, int]] = []
-        self._host: list[Tensor] = []  # pinned where there is a GPU, and used again
+        self._host: list[Tensor] = []  # used again
+        self._stream: torch.cuda.Stream | None = None
+        self._coming: torch.cuda.Event | None = None
 
     def leave(self, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
         """Frees the storages of ``tensors``, except those that ``besides`` share; nothing if they are away already."""
         if self._away:
             return
+        self.come_back()  # what is only on its way
         others = {tensor.untyped_storage()._cdata for tensor in besides}
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         self._away = [(storage, storage.nbytes()) for key, storage in storages.items() if key not in others]
@@ -76,23 +85,40 @@ class _Offloaded:
         for storage, _ in self._away:
             storage.resize_(0)
 
-    def come_back(self) -> None:
-        """Makes the storages as they were; nothing if they are here."""
-        for index, (storage, size) in enumerate(self._away):
+    def fetch(self) -> None:
+        """Starts to make the storages as they were, on a GPU beside what it computes; nothing if they have not left."""
+        if not self._away:
+            return
+        away, self._away = self._away, []
+        for storage, size in away:
             storage.resize_(size)
+        if not torch.cuda.is_available():
+            self._fill(away)
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())  # which may still use what the memory held before
+        with torch.cuda.stream(self._stream):
+            self._fill(away)
+        self._coming = self._stream.record_event()
+
+    def come_back(self) -> None:
+        """Has the storages as they were, for all that is asked of the GPU from now on."""
+        self.fetch()
+        if self._coming is not None:
+            torch.cuda.current_stream().wait_event(self._coming)
+            self._coming = None
+
+    def _fill(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+        for index, (storage, _) in enumerate(storages):
             if self._keeps:
                 _bytes(storage).copy_(self._host[index], non_blocking=True)
             else:
                 _bytes(storage).zero_()
-        if self._away:
-            _synchronize()
-        self._away = []
 
     def _buffers(self) -> list[Tensor]:
         """A host buffer for each storage that leaves."""
         if [len(buffer) for buffer in self._host] != [size for _, size in self._away]:
-            pinned = torch.cuda.is_available()
-            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _, size in self._away]
+            self._host = pinned_buffers([size for _, size in self._away])
         return self._host
 
 

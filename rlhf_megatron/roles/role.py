@@ -24,7 +24,7 @@ from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.context import part_of
 from rlhf_megatron.data.packing import MicroBatch, imbalance, make_micro_batch, plan_micro_batches
 from rlhf_megatron.models.architecture import Architecture, transformer_config
-from rlhf_megatron.models.build import build_model, choose_implementation
+from rlhf_megatron.models.build import build_model, choose_implementation, deterministic_kernels
 from rlhf_megatron.models.flops import attention_cost
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
@@ -57,8 +57,12 @@ class Role:
         temperature: float = 1.0,
         optimizer: OptimizerSection | None = None,
         training_steps: int = 1,
+        deterministic: bool = False,
     ) -> None:
-        """Without ``optimizer`` the model is frozen. Weights are unset until ``load``."""
+        """Without ``optimizer`` the model is frozen. Weights are unset until ``load``.
+
+        ``deterministic``: kernels that give the same bits each time, where ``prepare_environment`` was told so too.
+        """
         self.name, self.architecture, self.layout, self.section = name, architecture, layout, section
         architecture.check_layout(layout)
         groups = make_groups(layout, ranks)
@@ -87,6 +91,7 @@ class Role:
             recompute_granularity=section.recompute.granularity,
             recompute_layers=section.recompute.layers,
             fused=self.implementation == "transformer_engine",
+            deterministic=deterministic,
         )
         self._row_alignment = 2 * layout.context if layout.context > 1 else 1
         self._alignment = self._row_alignment * (layout.tensor if self.config.sequence_parallel else 1)
@@ -247,7 +252,8 @@ class Role:
                 totals[name] = totals[name] + value if name in totals else value
             return loss
 
-        self._memory.come_back()
+        self._memory.come_back("parameters", "gradients")
+        self._memory.fetch("optimizer")
         rate = learning_rate(self.steps_taken, self._optimizer_section, self._training_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -259,6 +265,7 @@ class Role:
         balance = self._run(batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False)
         if outputs is not None and found is not None:
             outputs.copy_(self._on_all_ranks(found))
+        self._memory.come_back("optimizer")
         grad_norm, taken = self._step()
         step = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": float(not taken)}
         return self._reduced(totals) | balance | step
@@ -310,17 +317,18 @@ class Role:
         iterators = [
             (self._micro_batch(batch, rows, fields, output.per_row, length) for rows in mine) for _ in range(chunks)
         ]
-        schedule(
-            forward_step_func=functools.partial(self._forward_step, output=output, loss_of=loss_of),
-            data_iterator=iterators if chunks > 1 else iterators[0],
-            model=self._chunks,
-            num_microbatches=len(mine),
-            seq_length=length,  # of one chunk a hint only: shapes travel with the activations
-            micro_batch_size=1,
-            forward_only=forward_only,
-            pg_collection=self.groups,
-            p2p_communicator=self._communicator,
-        )
+        with deterministic_kernels(self.config.deterministic_mode):
+            schedule(
+                forward_step_func=functools.partial(self._forward_step, output=output, loss_of=loss_of),
+                data_iterator=iterators if chunks > 1 else iterators[0],
+                model=self._chunks,
+                num_microbatches=len(mine),
+                seq_length=length,  # of one chunk a hint only: shapes travel with the activations
+                micro_batch_size=1,
+                forward_only=forward_only,
+                pg_collection=self.groups,
+                p2p_communicator=self._communicator,
+            )
         return imbalance(plan, lengths, self._attention_cost)
 
     def _common_length(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> int:

@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rlhf_megatron.models.weight_map import is_expert
+from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.roles.saved import ROWS_OF_ATTENTION, SavedRole
 from rlhf_megatron.runtime.checkpoint import TensorFile
@@ -41,7 +42,7 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     ``held`` keeps the copies' memory for the next call, which overwrites it: page-locked memory takes long to get, and
     without it the copy takes long.
     """
-    tensors: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
     distributed = _is_distributed(role)
     for owned in _owned(role):
@@ -50,10 +51,11 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
             continue  # the first data-parallel rank has the same
         pieces[owned.name] = {"start": owned.start, "stop": owned.stop, "shape": list(owned.shape)}
         for kind, value in {"weights": owned.weights, **_moments(owned)}.items():
-            name, flat = f"{role.name}/{kind}/{owned.name}", value.detach().reshape(-1)
-            if name not in held:
-                held[name] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
-            tensors[name] = held[name].copy_(flat, non_blocking=True)
+            kept[f"{role.name}/{kind}/{owned.name}"] = value.detach().reshape(-1)
+    new = [name for name in kept if name not in held]
+    for name, buffer in zip(new, pinned_buffers([kept[name].nbytes for name in new]), strict=True):
+        held[name] = buffer.view(kept[name].dtype)
+    tensors = {name: held[name].copy_(value, non_blocking=True) for name, value in kept.items()}
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return tensors, pieces

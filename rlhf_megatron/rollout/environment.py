@@ -12,8 +12,10 @@ def has_gpu() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden
 
 
-def prepare_environment() -> None:
+def prepare_environment(deterministic: bool = False) -> None:
     """Sets what an in-process engine needs; call it before torch or vLLM is imported. What the user has set stays.
+
+    ``deterministic``: libraries choose kernels that give the same bits each time, and none by how fast it was here.
 
     The engine must live in this process (it shares the trainer's GPU and receives weights in place). The sampler of
     FlashInfer is off, since it needs a compiler at run time. On CPUs each rank gets one thread, because ranks that
@@ -35,6 +37,12 @@ def prepare_environment() -> None:
             # torch's own log, about binding memory to NUMA nodes.
             "VLLM_LOGGING_LEVEL": "ERROR",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+    if deterministic:
+        settings |= {
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "TORCHINDUCTOR_DETERMINISTIC": "1",
         }
     for name, value in settings.items():
         os.environ.setdefault(name, value)

@@ -271,7 +271,7 @@ def _checked_vocabulary(folder: Path) -> int:
 def _gpu_memory_share(section: RolloutSection) -> float:
     """The gpu_memory_utilization to give vLLM, which checks it against what is free at the start.
 
-    With an explicit cache size the share serves for that check only, so it is lowered to what passes.
+    With an explicit cache size the share serves for that check only, so it is that of the cache.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -283,7 +283,7 @@ def _gpu_memory_share(section: RolloutSection) -> float:
                 f"rollout.kv_cache_gb={section.kv_cache_gb:g} is more than the {free / gib:.1f} GiB that the trainer "
                 "leaves free; lower it"
             )
-        return min(share, _FREE_MEMORY_MARGIN * free / total)
+        return section.kv_cache_gb * gib / total
     if share * total > free:
         raise RolloutError(
             f"rollout.gpu_memory_utilization={share:g} is {share * total / gib:.1f} GiB, and the trainer leaves "

@@ -36,6 +36,7 @@ RECIPE: dict[str, Any] = {
     "name": "whole",
     "loop": "rl",
     "steps": STEPS,
+    "deterministic": True,
     "model": {"path": "model", "dtype": "float32"},
     "data": {"train_files": ["train.parquet"], "validation_files": ["held_out.parquet"], "max_prompt_length": 64},
     "batch": {"prompts_per_step": 3, "responses_per_prompt": 4},

@@ -40,12 +40,33 @@ def results(
     return found
 
 
-def test_answers_are_those_of_copies_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_answers_are_those_of_copies(eager: bool, tmp_path: Path) -> None:
+    """To the bit where layers run one by one. Compiled code is fused around the parts of a view, and rounds there."""
     # Both engines are awake all the time: asleep, they would share one allocator and each other's fate.
-    rollout = {"kv_cache_gb": 1.0, "sleep": False}
+    rollout = {"kv_cache_gb": 1.0, "sleep": False, "enforce_eager": eager}
     for result in results(tmp_path, "qwen3", {}, {"tensor": 1}, rollout=rollout):
         assert result["views"] == result["all"] and result["copied"][0] == 0 < result["copied"][1]
-        assert all(shared == copied for shared, copied in result["answers"])
+        differences = torch.tensor([pair for answers in result["answers"] for pair in logprobs_side_by_side(*answers)])
+        largest = (differences[:, 0] - differences[:, 1]).abs().max()
+        print(f"views and copies, eager {eager}: {len(differences)} logprobs, largest difference {largest:.2e}")
+        if eager:
+            assert all(shared == copied for shared, copied in result["answers"])
+        else:
+            assert largest < 6e-2
+
+
+def logprobs_side_by_side(shared: list[Any], copied: list[Any]) -> list[tuple[float, float]]:
+    """Logprobs of two engines' greedy answers, as far as they agree on the tokens before."""
+    pairs = []
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(shared, copied, strict=True):
+        for token, other_token, logprob, other_logprob in zip(
+            tokens, other_tokens, logprobs, other_logprobs, strict=False
+        ):
+            if token != other_token:
+                break
+            pairs.append((logprob, other_logprob))
+    return pairs
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,21 @@ def _megatron_globals_exist() -> bool:
     return bool(parallel_state.model_parallel_is_initialized())
 
 
-def run_cases(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Several cases on the ranks of one launch, since starting ranks takes longer than what they do."""
+def run_cases(cases: dict[str, dict[str, Any]], go_on: bool = False) -> dict[str, dict[str, Any]]:
+    """Several cases on the ranks of one launch, since starting ranks takes longer than what they do.
+
+    With ``go_on``, a case that fails on all ranks alike has the traceback as its result.
+    """
     functions = {"learn": learn, "learn_past_a_nan": learn_past_a_nan}
-    return {name: functions[case["function"]](**case["arguments"]) for name, case in cases.items()}
+    results: dict[str, dict[str, Any]] = {}
+    for name, case in cases.items():
+        try:
+            results[name] = functions[case["function"]](**case["arguments"])
+        except Exception:
+            if not go_on:
+                raise
+            results[name] = {"failed": traceback.format_exc()}
+    return results
 
 
 def learn_past_a_nan(model: str, rows: list[Any], dtype: str) -> dict[str, Any]:

@@ -46,12 +46,16 @@ def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace], dic
     return 0
 
 
-def random_role(model: Path, tokens_per_gpu: int, tensor: int = 1) -> Role:
-    """A learning role on ``tensor`` devices with random weights, which torch's seed decides; on CPUs in float32."""
+def random_role(model: Path, tokens_per_gpu: int, tensor: int = 1, **section: Any) -> Role:
+    """A learning role on ``tensor`` devices with random weights, which torch's seed decides; on CPUs in float32.
+
+    ``section``: more keys of its section in a recipe.
+    """
     from rlhf_megatron.roles.role import Role
 
     role = Role(
-        "actor", read_architecture(model), Layout(tensor), range(tensor), RoleSection(tokens_per_gpu=tokens_per_gpu),
+        "actor", read_architecture(model), Layout(tensor), range(tensor),
+        RoleSection(tokens_per_gpu=tokens_per_gpu, **section),
         dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=1,
         optimizer=OptimizerSection(learning_rate=1e-6),
     )  # fmt: skip

@@ -1,0 +1,148 @@
+"""Memory of a learning role in each phase, with each switch that saves some, beside what --dry-run reckons.
+
+    torchrun --nproc-per-node 1 tools/bench/memory.py recipes/models/qwen2.5-7b [--output docs/results/memory.json]
+
+MODEL needs only a config.json: the weights are random. For each switch a role is made anew and takes two whole steps
+with AdamW; what is told is of the second. "rollout": what stays while vLLM generates, after the role was offloaded;
+"logprobs" and "update": the most that is allocated in a pass without gradients and in a step; the seconds are of
+leaving the GPU and of a step, which begins with coming back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_role import make_parser, random_batch, random_role, run
+from rich.console import Console
+
+from rlhf_megatron.models.architecture import read_config
+from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.recipe.estimate import GB, estimate
+from rlhf_megatron.recipe.model_shape import shape_of
+
+# Names of switches, and the keys of a role's section that they are.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "recompute selective": {"recompute": {"granularity": "selective"}},
+    "recompute 14 layers": {"recompute": {"granularity": "full", "layers": 14}},
+    "recompute full": {"recompute": {"granularity": "full"}},
+    "offload optimizer": {"offload": {"optimizer": True}},
+    "offload gradients": {"offload": {"gradients": True}},
+    "offload parameters": {"offload": {"parameters": True}},
+    "offload all, recompute full": {
+        "offload": {"parameters": True, "gradients": True, "optimizer": True},
+        "recompute": {"granularity": "full"},
+    },
+}
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "qwen7b_grpo.yaml"
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = make_parser(__doc__ or "", length=512)
+    parser.add_argument("--tokens-per-gpu", type=int, default=1024, help="of a micro-batch; default: %(default)s")
+    parser.add_argument("--switches", nargs="+", choices=list(SWITCHES), default=list(SWITCHES), metavar="NAME")
+    return run(parser.parse_args(), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """A row for each switch."""
+    rows = []
+    for name in options.switches:
+        rows.append({"switch": name} | measured(options, SWITCHES[name]) | reckoned(options, SWITCHES[name]))
+        Console(stderr=True).print(rows[-1])
+    return {"model": options.model.name, "tokens_per_gpu": options.tokens_per_gpu, "rows": rows}
+
+
+def measured(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
+    """GB of 2^30 bytes, and seconds; or that the role does not fit."""
+    before = _allocated()
+    try:
+        found = _phases(options, section)
+    except torch.OutOfMemoryError:
+        found = {"failed": "does not fit"}
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found | {"left_gb": (_allocated() - before) / GB}
+
+
+def _phases(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
+    role = random_role(options.model, options.tokens_per_gpu, **section)
+    batch, fields = random_batch(role.architecture.vocabulary, options.rows, options.length)
+
+    def update() -> None:
+        role.update(batch, fields, lambda logprobs, _entropy, given: (-(logprobs * given["weights"]).sum(), {}))
+
+    update()
+    role.offload()  # the first time, it gets host memory
+    update()
+    _, leaving = _at_most(role.offload)
+    rollout = _allocated()
+    logprobs, _ = _at_most(lambda: role.logprobs(batch))
+    role.offload()
+    peak, updating = _at_most(update)
+    return {
+        "rollout_gb": rollout / GB,
+        "logprobs_gb": logprobs / GB,
+        "update_gb": peak / GB,
+        "leaving_seconds": leaving,
+        "update_seconds": updating,
+    }
+
+
+def reckoned(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, float]:
+    """The same by the estimate, without what it sets aside for the CUDA context and for vLLM."""
+    recipe = _recipe(options, section)
+    [actor] = estimate(recipe, shape_of(read_config(options.model)), 1).roles["actor"]
+    return {
+        "reckoned_rollout_gb": actor.resident,
+        "reckoned_logprobs_gb": actor.resident + actor.forward,
+        "reckoned_update_gb": actor.held + actor.activations + actor.logits,
+    }
+
+
+def _recipe(options: argparse.Namespace, section: dict[str, Any]) -> Recipe:
+    """One that has a micro-batch as here and rows that are no longer."""
+    values: dict[str, Any] = {"layout": {"tensor": 1}, "sequence_parallel": False, **section}
+    given = {f"actor.{key}": value for key, value in values.items()} | {
+        "actor.tokens_per_gpu": options.tokens_per_gpu,
+        "data.max_prompt_length": options.length // 2,
+        "rollout.max_response_length": options.length // 2,
+    }
+    return load_recipe(RECIPE, [f"{key}={_yaml(value)}" for key, value in given.items()])
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(each)}" for key, each in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _allocated() -> float:
+    return float(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0.0
+
+
+def _at_most(action: Callable[[], Any]) -> tuple[float, float]:
+    """(bytes at the peak of what torch has allocated, seconds)."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return float(torch.cuda.max_memory_allocated()), time.perf_counter() - began
+    return 0.0, time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
