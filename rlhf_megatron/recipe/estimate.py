@@ -269,6 +269,8 @@ def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> Rollo
     tensor, size = section.layout.tensor, _ELEMENT_BYTES[section.dtype or recipe.model.dtype]
     weights = size * shape.rank_parameters(tensor, [shape.layers], 0, repeated_heads=True) / GB
     shared = size * _shared_parameters(recipe, shape, world_size) / GB
+    if section.quantization:  # a copy in 8 bits of all linear layers but routers and experts
+        weights += shape.layers * shape.layer_parameters(tensor, repeated_heads=True) / GB
     beside_cache = weights - shared + ROLLOUT_ACTIVATIONS_GB
     if section.kv_cache_gb is not None:
         cache = section.kv_cache_gb

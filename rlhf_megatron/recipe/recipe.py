@@ -148,6 +148,12 @@ class Recipe(Section):
                 f"deterministic: with rollout.scheduling={self.rollout.scheduling} the batches of the engine depend on "
                 "the replicas' speed; set it to static"
             )
+        corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
+        if self.rollout.quantization and not corrected:
+            raise ValueError(
+                f"rollout.quantization={self.rollout.quantization}: another policy than the actor's answers; correct "
+                "for it by algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
+            )
         if algorithm.kl_coef and self.reference is None:
             raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the section reference; add it, or use 0")
         if algorithm.advantage in COMPARING_ADVANTAGES and group < 2:

@@ -55,6 +55,10 @@ class RolloutSection(Section):
     """Sample from the k likeliest only; -1 is off."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the rollout's weights; default: model.dtype."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: linear layers multiply in e4m3, weights with a scale for each row and activations for each token; experts,
+    embeddings and the output layer do not. The policy that answers is then not quite the actor's: it takes
+    algorithm.rollout_correction, or old_logprobs rollout."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """vLLM's share of each GPU's memory."""
     kv_cache_gb: float | None = Field(default=None, gt=0)

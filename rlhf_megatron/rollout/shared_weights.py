@@ -71,7 +71,8 @@ def _loader_of(tensors: Mapping[str, Tensor]) -> type:
                     continue
                 if not parameter.untyped_storage().nbytes():
                     parameter.untyped_storage().resize_(parameter.nbytes)
-                torch.nn.init.uniform_(parameter, -_SMALL, _SMALL)
+                if parameter.element_size() > 1:  # what is quantized follows from another parameter
+                    torch.nn.init.uniform_(parameter, -_SMALL, _SMALL)
 
     return SharedWeightsLoader
 

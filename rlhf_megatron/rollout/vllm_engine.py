@@ -82,8 +82,13 @@ class VllmEngine:
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group
 
-            if shared:
-                stack.enter_context(shared_weights.offered(shared))
+            if section.quantization:
+                from rlhf_megatron.rollout import fp8
+
+                fp8.install()
+                arguments["quantization"] = fp8.METHOD
+            if shared or section.quantization:
+                stack.enter_context(shared_weights.offered(shared or {}))
             try:
                 self._llm: Any = LLM(model=model_path, **arguments)
             except ValueError as error:
@@ -140,7 +145,10 @@ class VllmEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """See RolloutEngine. Fused as vLLM has them (qkv_proj, gate_up_proj), the vocabulary padded; tied ones once."""
-        return {name: parameter.data for name, parameter in self._model().named_parameters()}
+        from rlhf_megatron.rollout import fp8
+
+        named = self._model().named_parameters()
+        return {name: parameter.data for name, parameter in named if fp8.is_full_precision(name)}
 
     def pointer_check(self) -> None:
         """Raises RuntimeError naming the first parameter whose storage has moved: CUDA graphs hold the old address."""
@@ -155,6 +163,10 @@ class VllmEngine:
         self.pointer_check()
         if self._on_gpu:
             torch.cuda.synchronize()  # whichever streams they were written on
+        if self._section.quantization:
+            from rlhf_megatron.rollout import fp8
+
+            fp8.quantize(self._model())
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache; requests are still running")
         self._version = version

@@ -1,4 +1,7 @@
-"""Whole runs whose rollout reads the actor's memory, beside runs with copies: every metric is the same."""
+"""Whole runs whose rollout reads the actor's memory, beside runs with copies: every metric is the same.
+
+And one whose rollout multiplies in 8 bits, beside these.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,10 @@ RUNS = {
         ("actor.offload.parameters=true",),
         "all are copies, since actor.offload.parameters takes the actor's off the GPU",
     ),
+    "fp8": (
+        ("rollout.quantization=fp8", "algorithm.rollout_correction={type: tis, level: sequence}"),
+        " are the actor's own memory",
+    ),
 }
 
 
@@ -72,3 +79,11 @@ def test_a_run_that_shares_weights_is_the_same_to_the_bit(
     assert sorted(steps["shared"]) == [1, 2, 3]
     assert all(metrics["train/grad_norm"] > 0 for metrics in steps["shared"].values())
     assert steps["shared"] == steps["never"] == steps["offloaded"]
+
+
+def test_the_mismatch_of_8_bits_is_told_and_corrected(runs: dict[str, tuple[str, dict[int, dict[str, float]]]]) -> None:
+    in_full, quantized = runs["shared"][1], runs["fp8"][1]
+    for step, metrics in quantized.items():
+        assert metrics["train/rollout_logprob_abs_diff_median"] > 1e-4
+        assert in_full[step]["train/rollout_logprob_abs_diff_median"] < 1e-5
+        assert abs(metrics["train/correction_weight_max"] - 1) > 1e-3

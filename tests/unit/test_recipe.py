@@ -126,6 +126,8 @@ def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: 
         (["batch.responses_per_prompt=1"], "batch.responses_per_prompt=1 must be at least 2"),
         (["algorithm={advantage: rloo, normalize_by_std: true}"], "algorithm: normalize_by_std must be false"),
         (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1 needs the section reference"),
+        (["deterministic=true"], "deterministic: with rollout.scheduling=queue the batches of the engine depend on"),
+        (["rollout.quantization=fp8"], "rollout.quantization=fp8: another policy than the actor's answers"),
         (["algorithm.overlong_buffer={enable: true, len: 51}"], "overlong_buffer.len=51 must be from 1 to"),
         (["algorithm.advantage=gae"], "algorithm.advantage=gae needs the section critic"),
         (["critic={tokens_per_gpu: 100, optimizer: {learning_rate: 1e-5}}"], "critic: algorithm.advantage=grpo reads"),

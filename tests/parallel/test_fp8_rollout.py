@@ -1,0 +1,110 @@
+"""Rollout in 8 bits against transformers with every linear layer quantized by the formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hugging_face import load_model, make_model, random_rows, row_logprobs
+from parallel.ranks import run_ranks
+
+LARGEST = 448.0  # of e4m3, arXiv 2209.05433, table 1
+# Without and with biases. vLLM's Qwen2 takes the size of a head from the hidden size.
+FAMILIES: dict[str, dict[str, int]] = {"qwen3": {}, "qwen2": {"hidden_size": 128}}
+WAYS = ("copies", "views")
+UPDATES = 2
+
+
+def answers(models: list[str]) -> dict[str, Any]:
+    """Greedy answers with the weights of one model after the other, by a fresh engine for each way."""
+    from rlhf_megatron.rollout.environment import prepare_environment
+
+    prepare_environment()
+    from rlhf_megatron.models.architecture import read_architecture
+    from rlhf_megatron.models.hf_files import CheckpointFiles, load_blocks
+    from rlhf_megatron.models.weight_map import rollout_blocks
+    from rlhf_megatron.recipe import RolloutSection
+    from rlhf_megatron.rollout.engine import Request, Sampling
+    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+
+    architecture = read_architecture(models[0])
+    section = RolloutSection(max_response_length=16, max_num_seqs=8, quantization="fp8")
+    requests = [Request(row, prompt, 1) for row, prompt in enumerate(random_rows(16, 250, seed=3)[0])]
+    found: dict[str, Any] = {}
+    engines = []
+    own: dict[str, Tensor] = {}
+    for way in WAYS:
+        engine = VllmEngine(models[0], section, "float32", 16, seed=1, shared=own if way == "views" else None)
+        engines.append(engine)  # one that is collected takes torch.distributed with it
+        found[way] = []
+        for version, model in enumerate(models):
+            with CheckpointFiles(model, architecture) as files:
+                load_blocks(rollout_blocks(architecture, 1, 0), engine.parameters(), files)
+            engine.weights_updated(version)
+            completions = engine.generate(requests, Sampling(0.0, 1.0, -1, 12, ()))
+            found[way].append([(completion.token_ids, completion.logprobs) for completion in completions])
+        if way == "copies":
+            own = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+        else:
+            found["shared"] = all(engine.parameters()[name].data_ptr() == own[name].data_ptr() for name in own)
+    return found
+
+
+def rounded(values: Tensor) -> Tensor:
+    """What e4m3 with one scale for each row leaves of [n, m]."""
+    scale = values.abs().amax(1, keepdim=True) / LARGEST
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def quantized_model(folder: Path) -> Any:
+    """The folder's model, whose linear layers round their weights and what they are given; not the output layer."""
+    model = load_model(folder)
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            layer.weight.data = rounded(layer.weight.data)
+            layer.register_forward_pre_hook(lambda _, given: (rounded(given[0][0])[None],))
+    return model
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fp8")
+
+
+@pytest.fixture(scope="module")
+def results(home: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for family, sizes in FAMILIES.items():
+        models = [
+            make_model(home / f"{family}-{update}", family, tied=False, seed=update, **sizes)
+            for update in range(UPDATES)
+        ]
+        [found[family]] = run_ranks(answers, 1, {"models": [str(model) for model in models]})
+    return found
+
+
+@pytest.mark.parametrize("update", range(UPDATES))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_the_quantized_model(
+    family: str, way: str, update: int, home: Path, results: dict[str, dict[str, Any]]
+) -> None:
+    assert results[family]["shared"]
+    prompts, answered = random_rows(16, 250, seed=3)[0], results[family][way][update]
+    of_rollout = torch.tensor([value for _, logprobs in answered for value in logprobs])
+    folder = home / f"{family}-{update}"
+    with torch.no_grad():
+        expected, in_full = (
+            torch.cat([row_logprobs(model, p, tokens) for p, (tokens, _) in zip(prompts, answered, strict=True)])
+            for model in (quantized_model(folder), load_model(folder))
+        )
+    difference = (of_rollout - expected).abs()
+    print(f"largest {difference.max():.1e}, median {difference.median():.1e}")
+    # A number half-way between two of e4m3 falls to either side by rounding in float32, which costs a sixteenth of it.
+    assert difference.median() < 1e-4
+    assert difference.max() < 0.1
+    assert (of_rollout - in_full).abs().median() > 10 * difference.median(), "8 bits do differ"
