@@ -71,7 +71,13 @@ class Rollouts:
         sharing = f"all are copies, since {why_copied}" if why_copied else None
         session.say(f"rollout weights: {sharing or describe_sharing(plan, actors, self.engine.parameters())}")
         dtype = next(iter(self.engine.parameters().values())).dtype
-        self.regather = Regather(plan, dtype, session.device, staging_bytes=recipe.regather.buffer_mb << 20)
+        self.regather = Regather(
+            plan,
+            dtype,
+            session.device,
+            staging_bytes=recipe.regather.buffer_mb << 20,
+            source_dtype=getattr(torch, recipe.model.dtype),
+        )
 
     def refresh(self) -> None:
         """Wakes the engine and brings the actor's weights into it; collective.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from rlhf_megatron.kernels.rectangle_copy import RectangleCopies
 from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.regather.plan import Copy, RankPlan
-from rlhf_megatron.regather.staging import IN_FLIGHT, STAGING_BYTES, Half, stage
+from rlhf_megatron.regather.staging import DIRECT_BYTES, IN_FLIGHT, STAGING_BYTES, Half, stage
 from rlhf_megatron.regather.transport import Pending, PointToPoint, Transport
 from rlhf_megatron.regather.verify import RegatherError, compare_plans, verify_weights
 
@@ -23,8 +24,8 @@ class _Turn:
     """A round, bound to the parameters that it is from and for."""
 
     pack: RectangleCopies
-    sends: dict[int, Tensor]
-    receives: dict[int, Tensor]
+    sends: dict[int, list[Tensor]]
+    receives: dict[int, list[Tensor]]
     unpack: RectangleCopies
 
 
@@ -42,16 +43,20 @@ class Regather:
         device: torch.device | str,
         transport: Transport | None = None,
         staging_bytes: int = STAGING_BYTES,
+        direct_bytes: int | None = DIRECT_BYTES,
+        source_dtype: torch.dtype | None = None,
     ) -> None:
         """Compares the plans of all ranks and allocates at most ``staging_bytes``; collective over the world.
 
-        ``dtype`` is the destination's: numbers are cast before they travel, if that is what they become. Raises
-        RegatherError on every rank where two ends of a transfer do not plan the same.
+        ``dtype`` is the destinations', ``source_dtype`` the sources', the same by default: numbers are cast before they
+        travel. Where none are, contiguous pieces of ``direct_bytes`` or more travel without a buffer (None: never).
+        All are alike on all ranks. Raises RegatherError on every rank where two ends of a transfer plan differently.
         """
         compare_plans(plan, dtype)
         self.plan, self._dtype, self._device = plan, dtype, torch.device(device)
         self._transport = transport or PointToPoint()
-        self._rounds = stage(plan, dtype, device, staging_bytes)
+        same_type = source_dtype in (None, dtype)
+        self._rounds = stage(plan, dtype, device, staging_bytes, direct_bytes if same_type else None)
         self.bytes_copied = 0
         self._places: tuple[int, ...] = ()
         self._padding: list[Tensor] = []
@@ -87,7 +92,7 @@ class Regather:
         try:
             self._exchange()
         except RuntimeError as error:
-            peers = sorted({peer for turn in self._rounds for peer in (*turn.sends.buffers, *turn.receives.buffers)})
+            peers = sorted({peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers})
             raise RegatherError(f"regathering: the exchange with ranks {peers} broke off ({error})") from error
         if self._side_stream:
             torch.cuda.current_stream().wait_stream(self._side_stream)
@@ -142,23 +147,32 @@ class Regather:
 
     def _buffers(
         self, half: Half, view_of: Callable[[Copy], Tensor]
-    ) -> tuple[dict[int, Tensor], list[Tensor], list[Tensor]]:
+    ) -> tuple[dict[int, list[Tensor]], list[Tensor], list[Tensor]]:
         """What travels to or from each peer; windows of parameters, and the places in buffers that belong to them.
 
-        A contiguous window that travels alone does so without a buffer.
+        A contiguous window that is all there is for a buffer travels without it, whatever its other end is like.
         """
-        buffers: dict[int, Tensor] = {}
+        travelling: dict[int, list[Tensor]] = defaultdict(list)
         views: list[Tensor] = []
         places: list[Tensor] = []
         for peer, pieces in half.pieces.items():
             of_peer = [view_of(copy) for copy, _ in pieces]
             if len(of_peer) == 1 and of_peer[0].is_contiguous() and of_peer[0].dtype == self._dtype:
-                buffers[peer] = of_peer[0].view(-1)
+                travelling[peer].append(of_peer[0].view(-1))
                 continue
-            buffers[peer] = half.buffers[peer]
+            travelling[peer].append(half.buffers[peer])
             views += of_peer
             places += [place for _, place in pieces]
-        return buffers, views, places
+        for peer, copies in half.direct.items():
+            for copy in copies:
+                view = view_of(copy)
+                if not view.is_contiguous() or view.dtype != self._dtype:
+                    raise RegatherError(
+                        f"regathering: {copy.tensor} is to travel as it is, and its window {list(view.shape)} of type "
+                        f"{view.dtype} with strides {view.stride()} is not contiguous or not of type {self._dtype}"
+                    )
+                travelling[peer].append(view.view(-1))
+        return travelling, views, places
 
 
 def _origin(copy: Copy, sources: Mapping[str, Tensor]) -> Tensor:

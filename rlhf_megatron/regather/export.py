@@ -77,5 +77,5 @@ def _gather(
         for block in blocks
         if rank == writer
     }
-    Regather(plan, dtype, device).run(parameters, whole)
+    Regather(plan, dtype, device, direct_bytes=None).run(parameters, whole)  # of whatever type each parameter is
     yield from whole.items()

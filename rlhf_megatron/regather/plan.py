@@ -33,6 +33,7 @@ class Copy(NamedTuple):
     destination: int
     destination_parameter: str
     destination_offset: tuple[int, ...]
+    contiguous: bool  # on both ends, so that it can travel without a buffer
 
     @property
     def elements(self) -> int:
@@ -241,6 +242,8 @@ def _copy(item: _Item, held: Block, region: Region, source: int, destination: in
         destination,
         wanted.parameter,
         _offset(wanted, region),
+        # Every block spans the columns of its parameter: parameters are put together from rows alone.
+        held.region[1:] == region[1:] == wanted.region[1:],
     )
 
 

@@ -1,12 +1,14 @@
-"""The buffers that weights travel through: few, bounded, and allocated once."""
+"""What travels when: in few rounds, and what is not contiguous through buffers that are bounded and allocated once."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,10 @@ from torch import Tensor
 from rlhf_megatron.regather.plan import Copy, RankPlan, rounds
 
 STAGING_BYTES = 256 << 20
+# A piece of so many bytes that is contiguous on both ends travels from parameter to parameter. Of a smaller one the two
+# copies take less time than a transfer takes to start.
+DIRECT_BYTES = 8 << 20
+_DIRECT_AT_A_TIME = 64  # pieces for each peer in one round
 IN_FLIGHT = 2  # rounds: while one is on the wire, the next is packed and the one before unpacked
 _LEAST_BYTES = 1 << 20
 _ALIGNMENT = 16  # bytes; each piece begins at a multiple, for the widest accesses of a GPU
@@ -22,31 +28,53 @@ _ALIGNMENT = 16  # bytes; each piece begins at a multiple, for the widest access
 
 @dataclasses.dataclass(frozen=True)
 class Half:
-    """What one round sends, or receives: for each peer a flat buffer, and each piece with its place in it."""
+    """What one round sends, or receives.
+
+    Attributes:
+        buffers: for each peer a flat buffer.
+        pieces: for each peer, what goes through its buffer, with the place there.
+        direct: for each peer, what goes without one.
+    """
 
     buffers: dict[int, Tensor]
     pieces: dict[int, list[tuple[Copy, Tensor]]]
+    direct: dict[int, list[Copy]]
+
+    @property
+    def peers(self) -> set[int]:
+        """The ranks at the other end."""
+        return {*self.buffers, *self.direct}
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One transfer of at most one buffer to and from each peer."""
+    """One transfer to and from each peer: at most one buffer, and any number of pieces without."""
 
     sends: Half
     receives: Half
 
 
-def stage(plan: RankPlan, dtype: torch.dtype, device: torch.device | str, staging_bytes: int) -> list[Round]:
+class _Pieces(NamedTuple):
+    """What one round moves between two ranks."""
+
+    staged: list[Copy]
+    direct: list[Copy]
+
+
+def stage(
+    plan: RankPlan, dtype: torch.dtype, device: torch.device | str, staging_bytes: int, direct_bytes: int | None
+) -> list[Round]:
     """The rounds of ``plan``, with their buffers; collective over the world, which all rounds of all ranks fit.
 
-    Where a rank has not enough memory all halve their buffers until all have, and the first rank says so. Raises the
-    out-of-memory error where less than 1 MB is still too much.
+    Contiguous pieces of ``direct_bytes`` or more go without a buffer, none where that is None. Where a rank has not
+    enough memory all halve their buffers until all have, and the first rank says so. Raises the out-of-memory error
+    where less than 1 MB is still too much.
     """
     peers = len({copy.destination for copy in plan.sends}) + len({copy.source for copy in plan.receives})
     share = max(1, _largest(peers)) * IN_FLIGHT * dtype.itemsize
     allowed = staging_bytes
     while True:
-        made, failure = _try_rounds(plan, max(1, allowed // share), dtype, device)
+        made, failure = _try_rounds(plan, max(1, allowed // share), direct_bytes, dtype, device)
         if not _largest(int(failure is not None)):
             break
         del made
@@ -64,11 +92,11 @@ def stage(plan: RankPlan, dtype: torch.dtype, device: torch.device | str, stagin
 
 
 def _try_rounds(
-    plan: RankPlan, limit: int, dtype: torch.dtype, device: torch.device | str
+    plan: RankPlan, limit: int, direct_bytes: int | None, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[list[Round], RuntimeError | None]:
     """The rounds of at most ``limit`` elements for each peer, or none and why there is no memory for them."""
     try:
-        return _rounds(plan, limit, dtype, device), None
+        return _rounds(plan, limit, direct_bytes, dtype, device), None
     except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, no type of its own on a CPU
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             return [], error
@@ -82,10 +110,14 @@ def _largest(value: int) -> int:
     return int(found)
 
 
-def _rounds(plan: RankPlan, limit: int, dtype: torch.dtype, device: torch.device | str) -> list[Round]:
+def _rounds(
+    plan: RankPlan, limit: int, direct_bytes: int | None, dtype: torch.dtype, device: torch.device | str
+) -> list[Round]:
     """Every round with its part of the buffers, which the rounds of one slot share."""
-    of_sends, of_receives = _by_round(plan.sends, "destination", limit), _by_round(plan.receives, "source", limit)
-    turns = list(itertools.zip_longest(of_sends, of_receives, fillvalue=dict[int, list[Copy]]()))
+    least = direct_bytes / dtype.itemsize if direct_bytes is not None else math.inf
+    of_sends = _by_round(plan.sends, "destination", limit, least)
+    of_receives = _by_round(plan.receives, "source", limit, least)
+    turns = list(itertools.zip_longest(of_sends, of_receives, fillvalue=dict[int, _Pieces]()))
     made: list[Round] = []
     spaces: list[tuple[Tensor, ...]] = []
     for slot in range(min(IN_FLIGHT, len(turns))):
@@ -97,18 +129,31 @@ def _rounds(plan: RankPlan, limit: int, dtype: torch.dtype, device: torch.device
     return made
 
 
-def _by_round(copies: Sequence[Copy], end: str, limit: int) -> list[dict[int, list[Copy]]]:
-    """For each round the pieces that go to, or come from, each peer."""
+def _by_round(copies: Sequence[Copy], end: str, limit: int, least: float) -> list[dict[int, _Pieces]]:
+    """For each round the pieces that go to, or come from, each peer; contiguous ones of ``least`` elements directly."""
     of_peer: dict[int, list[Copy]] = defaultdict(list)
     for copy in copies:
         of_peer[getattr(copy, end)].append(copy)
-    by_round: list[dict[int, list[Copy]]] = []
+    by_round: list[dict[int, _Pieces]] = []
     for peer, its_copies in of_peer.items():
-        for number, pieces in enumerate(rounds(its_copies, limit)):
+        for number, pieces in enumerate(_rounds_of_pair(its_copies, limit, least)):
             if number == len(by_round):
                 by_round.append({})
             by_round[number][peer] = pieces
     return by_round
+
+
+def _rounds_of_pair(copies: Sequence[Copy], limit: int, least: float) -> list[_Pieces]:
+    """The rounds of one pair of ranks, alike on both; what needs no buffer is spread evenly over those that do."""
+    direct = [copy for copy in copies if copy.contiguous and copy.elements >= least]
+    staged = rounds([copy for copy in copies if not (copy.contiguous and copy.elements >= least)], limit)
+    count = max(len(staged), -(-len(direct) // _DIRECT_AT_A_TIME))
+    found = [_Pieces(staged[number] if number < len(staged) else [], []) for number in range(count)]
+    total, before = sum(copy.elements for copy in direct), 0
+    for copy in direct:
+        found[before * count // total].direct.append(copy)
+        before += copy.elements
+    return found
 
 
 def _padded(copy: Copy, dtype: torch.dtype) -> int:
@@ -117,20 +162,21 @@ def _padded(copy: Copy, dtype: torch.dtype) -> int:
     return -(-copy.elements // multiple) * multiple
 
 
-def _size(turn: dict[int, list[Copy]], dtype: torch.dtype) -> int:
-    return sum(_padded(copy, dtype) for pieces in turn.values() for copy in pieces)
+def _size(turn: dict[int, _Pieces], dtype: torch.dtype) -> int:
+    return sum(_padded(copy, dtype) for pieces in turn.values() for copy in pieces.staged)
 
 
-def _place(turn: dict[int, list[Copy]], space: Tensor) -> Half:
-    """Where each piece of one round lies in ``space``: the peers one behind the other."""
-    half = Half({}, defaultdict(list))
+def _place(turn: dict[int, _Pieces], space: Tensor) -> Half:
+    """Where each staged piece of one round lies in ``space``: the peers one behind the other."""
+    half = Half({}, defaultdict(list), {peer: pieces.direct for peer, pieces in turn.items() if pieces.direct})
     position = 0
     for peer, pieces in turn.items():
         start = position
-        for copy in pieces:
+        for copy in pieces.staged:
             end = position + copy.elements
             shape = [stop - first for first, stop in copy.region]
             half.pieces[peer].append((copy, space[position:end].view(shape)))
             position += _padded(copy, space.dtype)
-        half.buffers[peer] = space[start:end]
+        if pieces.staged:
+            half.buffers[peer] = space[start:end]
     return half

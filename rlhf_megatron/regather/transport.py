@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -18,12 +18,13 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves one flat buffer per peer in each direction."""
+    """Moves flat buffers to and from peers."""
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+    def start(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> list[Pending]:
         """Begins to send ``sends[rank]`` to each rank and to fill ``receives[rank]`` from each.
 
-        Buffers are left alone until what is returned has been waited for. Raises RuntimeError where a peer is gone.
+        Two ranks name as many buffers of the same sizes in the same order. They are left alone until what is returned
+        has been waited for. Raises RuntimeError where a peer is gone.
         """
         ...
 
@@ -31,8 +32,8 @@ class Transport(Protocol):
 class PointToPoint:
     """torch.distributed's batched isend and irecv: NCCL over NVLink or RDMA on GPUs, gloo on CPUs."""
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+    def start(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> list[Pending]:
         """See Transport. Operations are posted by rank, receives first, so that pairs match up on both ends."""
-        operations = [dist.P2POp(dist.irecv, receives[rank], rank) for rank in sorted(receives)]
-        operations += [dist.P2POp(dist.isend, sends[rank], rank) for rank in sorted(sends)]
+        operations = [dist.P2POp(dist.irecv, each, rank) for rank in sorted(receives) for each in receives[rank]]
+        operations += [dist.P2POp(dist.isend, each, rank) for rank in sorted(sends) for each in sends[rank]]
         return list(dist.batch_isend_irecv(operations)) if operations else []

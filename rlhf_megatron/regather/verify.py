@@ -82,7 +82,8 @@ def verify_weights(
     sent = {pair[1]: of_origin(copies) for pair, copies in _by_pair(plan.sends).items()}
     found = {pair[0]: (copies, of_target(copies)) for pair, copies in _by_pair(plan.receives).items()}
     expected = {source: torch.empty_like(sums) for source, (_, sums) in found.items()}
-    for pending in transport.start(sent, expected):
+    as_lists = ({rank: [each] for rank, each in sums.items()} for sums in (sent, expected))
+    for pending in transport.start(*as_lists):
         pending.wait()
     if plan.local:
         found[plan.rank] = (plan.local, of_target(plan.local))

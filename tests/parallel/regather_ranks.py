@@ -39,11 +39,12 @@ def learn_and_answer(
     exported: str,
     dtype: str = "float32",
     staging_bytes: int = 4096,
+    direct_bytes: int = 2048,
     rollout: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """For each update: vLLM's greedy and sampled answers, the trainer's logprobs of the latter, and an export.
 
-    Staging is small, so that weights travel in many rounds.
+    Staging is small, so that weights travel in many rounds, and some of them directly.
     """
     architecture, world, rank = read_architecture(model), dist.get_world_size(), dist.get_rank()
     role = Role(
@@ -65,7 +66,9 @@ def learn_and_answer(
     wanted = rollout_side(architecture, section.layout.tensor, world, section.layout.expert_parallel)
     plan = plan_regather(role.side(), wanted, rank)
     weights_dtype = next(iter(engine.parameters().values())).dtype
-    regather = Regather(plan, weights_dtype, role.device, staging_bytes=staging_bytes)
+    regather = Regather(
+        plan, weights_dtype, role.device, None, staging_bytes, direct_bytes, source_dtype=getattr(torch, dtype)
+    )
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     results = []

@@ -69,7 +69,8 @@ def compare(
     for name, parameter in engines[0].parameters().items():
         if name not in views:
             parameter.fill_(torch.nan)  # what a regathering leaves out is seen
-    regathers = [Regather(plan, next(iter(e.parameters().values())).dtype, role.device) for e in engines]
+    types = [next(iter(engine.parameters().values())).dtype for engine in engines]
+    regathers = [Regather(plan, each, role.device, source_dtype=getattr(torch, dtype)) for each in types]
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     answered: list[list[Any]] = []

@@ -48,13 +48,13 @@ class DamagedTransport(PointToPoint):
     def __init__(self) -> None:
         self.transfers = 0
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+    def start(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> list[Pending]:
         pending = super().start(sends, receives)
         self.transfers += 1
         if self.transfers == DAMAGED and dist.get_rank() == 1:
             for each in pending:
                 each.wait()
-            next(iter(receives.values())).view(torch.int32)[0] ^= 1
+            next(iter(receives.values()))[0].view(torch.int32)[0] ^= 1
             return []
         return pending
 
@@ -73,7 +73,7 @@ def many_regatherings() -> dict[str, Any]:
     a, rank = architecture(tied=False), dist.get_rank()
     sources, wanted = sides(a)
     plan = plan_regather(sources, wanted, rank)
-    regather = Regather(plan, torch.float32, "cpu", staging_bytes=STAGING)
+    regather = Regather(plan, torch.float32, "cpu", staging_bytes=STAGING, direct_bytes=1024)
     held = shards(sources.blocks(rank), checkpoint(a))
     targets = {name: torch.full_like(v, torch.nan) for name, v in shards(wanted.blocks(rank), checkpoint(a)).items()}
     places = [tensor.data_ptr() for tensor in targets.values()]
@@ -106,7 +106,7 @@ def casts_as_torch_does(
     rows = targets["lm_head.weight"]
     targets["lm_head.weight"] = torch.cat([rows, rows[:56]])
     expected["lm_head.weight"] = torch.cat([expected["lm_head.weight"], torch.zeros_like(rows[:56])])
-    Regather(plan, torch.bfloat16, "cpu").run(held, targets)
+    Regather(plan, torch.bfloat16, "cpu", source_dtype=torch.float32).run(held, targets)
     return all(torch.equal(targets[name], value) for name, value in expected.items())
 
 
@@ -151,7 +151,7 @@ def little_memory() -> dict[str, Any]:
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (100 << 20), before[1]))
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        regather = Regather(plan, torch.float32, "cpu")
+        regather = Regather(plan, torch.float32, "cpu", direct_bytes=None)
     resource.setrlimit(resource.RLIMIT_AS, before)
     return {"said": said.getvalue(), "staging": regather.staging_bytes}
 

@@ -182,6 +182,9 @@ def measure_regather(
     places = [tensor.data_ptr() for tensor in targets.values()]
     seconds = timed(lambda: regather.run(held, targets), device, REPEATS)
     extra = _highest(device) - before
+    began = time.perf_counter()
+    regather.run(held, targets)
+    asked = time.perf_counter() - began  # what Python and the driver take; beyond the rest, a GPU waits for them
     regather.verify(held, targets)
     assert places == [tensor.data_ptr() for tensor in targets.values()]
     origins = [window(held[c.source_parameter], c.source_offset, c.region) for c in plan.local]
@@ -189,6 +192,7 @@ def measure_regather(
     by_torch = timed(lambda: copy_rectangles_reference(ends, origins), device, REPEATS)
     return {
         "regather_seconds": seconds,
+        "asking_seconds": asked,
         "extra_mb": extra / 2**20,
         "local_copies_by_torch_seconds": by_torch,
     }
