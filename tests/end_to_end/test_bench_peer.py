@@ -93,7 +93,7 @@ def test_every_shape_of_one_gpu_is_a_recipe_with_equal_responses(
 ) -> None:
     monkeypatch.setattr(bench, "write_prompts", lambda *_: None)
     monkeypatch.setattr(bench, "write_weights", lambda *_: None)
-    shapes = [shape for shape in yaml.safe_load((BENCH / "step_shapes.yaml").read_text()) if shape["gpus"] == 1]
+    shapes = bench.shapes_of_one_gpu()
     assert {shape["model"] for shape in shapes} == {"toy", *bench.ENGINE_MEMORY}
     for shape in shapes:
         recipe = bench.prepare(shape, tmp_path, 3, ["seed=7"])

@@ -42,7 +42,8 @@ def results(
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_answers_are_those_of_copies(eager: bool, tmp_path: Path) -> None:
-    """To the bit where layers run one by one. Compiled code is fused around the parts of a view, and rounds there."""
+    """To the bit where layers run one by one. For compiled code each engine measures anew which of several kernels is
+    the fastest, and they may round differently."""
     # Both engines are awake all the time: asleep, they would share one allocator and each other's fate.
     rollout = {"kv_cache_gb": 1.0, "sleep": False, "enforce_eager": eager}
     for result in results(tmp_path, "qwen3", {}, {"tensor": 1}, rollout=rollout):

@@ -52,8 +52,7 @@ ENGINE_MEMORY = {"0.5B": (0.35, False), "7B": (0.42, True)}
 def main() -> int:
     """Measures one shape after the other; returns 1 where one failed or missed its target, 2 where TRL lacks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    shapes = yaml.safe_load((HERE / "step_shapes.yaml").read_text(encoding="utf-8"))
-    shapes = {shape["model"]: shape for shape in shapes if shape["gpus"] == 1}
+    shapes = {shape["model"]: shape for shape in shapes_of_one_gpu()}
     default = list(ENGINE_MEMORY) if torch.cuda.is_available() else ["toy"]
     parser.add_argument("--models", nargs="+", choices=list(shapes), default=default)
     parser.add_argument("--steps", type=int, default=6, help="of each process; default: %(default)s")
@@ -76,6 +75,14 @@ def main() -> int:
         print(json.dumps(rows[-1]), flush=True)
         write(options.output, rows[-1])
     return exit_status(misses(rows))
+
+
+def shapes_of_one_gpu() -> list[dict[str, Any]]:
+    """Those of ``step_shapes.yaml`` that TRL can have too: its rollout is of the model's type."""
+    shapes = yaml.safe_load((HERE / "step_shapes.yaml").read_text(encoding="utf-8"))
+    return [
+        shape for shape in shapes if shape["gpus"] == 1 and "quantization" not in shape["recipe"].get("rollout", {})
+    ]
 
 
 def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
