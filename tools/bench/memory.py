@@ -1,26 +1,28 @@
 """Memory of a learning role in each phase, with each switch that saves some, beside what --dry-run reckons.
 
-    torchrun --nproc-per-node 1 tools/bench/memory.py recipes/models/qwen2.5-7b [--output docs/results/memory.json]
+    python tools/bench/memory.py recipes/models/qwen2.5-7b [--output docs/results/memory.json]
 
-MODEL needs only a config.json: the weights are random. For each switch a role is made anew and takes two whole steps
-with AdamW; what is told is of the second. "rollout": what stays while vLLM generates, after the role was offloaded;
-"logprobs" and "update": the most that is allocated in a pass without gradients and in a step; the seconds are of
-leaving the GPU and of a step, which begins with coming back.
+MODEL needs only a config.json: the weights are random. With each switch a role takes whole steps with AdamW, in a
+process of its own; what is told is of the last. "rollout": what stays while vLLM generates, after the role was
+offloaded; "logprobs" and "update": the most that is allocated in a pass without gradients and in a step. The seconds
+are those of leaving the GPU, and of a step, which begins with coming back.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from launching import run_on_ranks
 from random_role import make_parser, random_batch, random_role, run
-from rich.console import Console
+from reports import exit_status, missed_by, write_report
 
 from rlhf_megatron.models.architecture import read_config
 from rlhf_megatron.recipe import Recipe, load_recipe
@@ -42,36 +44,45 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
 }
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "qwen7b_grpo.yaml"
+SECONDS_FOR_ONE = 180.0
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Measures one switch after the other; returns 1 where a process failed otherwise than for lack of memory."""
     parser = make_parser(__doc__ or "", length=512)
     parser.add_argument("--tokens-per-gpu", type=int, default=1024, help="of a micro-batch; default: %(default)s")
     parser.add_argument("--switches", nargs="+", choices=list(SWITCHES), default=list(SWITCHES), metavar="NAME")
-    return run(parser.parse_args(), measure)
+    parser.add_argument("--one", choices=list(SWITCHES), help=argparse.SUPPRESS)  # of the rank that this starts
+    options = parser.parse_args()
+    if options.one:
+        return run(options, measure)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.switches:
+            output = Path(folder) / f"{len(rows)}.json"
+            arguments = [str(options.model), f"--one={name}", f"--output={output}", f"--rows={options.rows}"]
+            arguments += [f"--length={options.length}", f"--tokens-per-gpu={options.tokens_per_gpu}"]
+            failed = run_on_ranks(1, Path(__file__), arguments, SECONDS_FOR_ONE)
+            found = {"failed": failed} if failed else json.loads(output.read_text(encoding="utf-8"))["found"]
+            rows.append({"switch": name} | found)
+            if options.output:
+                settings = {"model": options.model.name, "tokens_per_gpu": options.tokens_per_gpu}
+                write_report(options.output, settings | {"rows": rows})
+    return exit_status(missed_by(rows, lambda row: row["switch"], lambda _: []))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A row for each switch."""
-    rows = []
-    for name in options.switches:
-        rows.append({"switch": name} | measured(options, SWITCHES[name]) | reckoned(options, SWITCHES[name]))
-        Console(stderr=True).print(rows[-1])
-    return {"model": options.model.name, "tokens_per_gpu": options.tokens_per_gpu, "rows": rows}
+    """What one switch does, and what is reckoned."""
+    section = SWITCHES[options.one]
+    return {"found": measured(options, section) | reckoned(options, section)}
 
 
 def measured(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
     """GB of 2^30 bytes, and seconds; or that the role does not fit."""
-    before = _allocated()
     try:
-        found = _phases(options, section)
+        return _phases(options, section)
     except torch.OutOfMemoryError:
-        found = {"failed": "does not fit"}
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return found | {"left_gb": (_allocated() - before) / GB}
+        return {"does_not_fit": True}
 
 
 def _phases(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
