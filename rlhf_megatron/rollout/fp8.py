@@ -37,16 +37,21 @@ def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.float() / scale).clamp(-LARGEST, LARGEST).to(TYPE), scale
 
 
+def add_room(layer: Any) -> None:
+    """Gives a layer with a ``weight`` the parameters of its quantized copy, which hold nothing yet."""
+    quantized = torch.empty_like(layer.weight, dtype=TYPE)
+    scale = torch.empty(len(quantized), 1, dtype=torch.float32, device=quantized.device)
+    for name, tensor in ((_QUANTIZED, quantized), (_SCALE, scale)):
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
 class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
     """What a linear layer does with its weights."""
 
     def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
         """The full-precision weight, and room for the quantized one."""
         super().create_weights(layer, *arguments, **named)
-        quantized = torch.empty_like(layer.weight, dtype=TYPE)
-        scale = torch.empty(len(quantized), 1, dtype=torch.float32, device=quantized.device)
-        for name, tensor in ((_QUANTIZED, quantized), (_SCALE, scale)):
-            layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        add_room(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """The quantized copy of the weight as it is now, in place."""

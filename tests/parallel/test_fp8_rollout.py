@@ -19,7 +19,7 @@ WAYS = ("copies", "views")
 UPDATES = 2
 
 
-def answers(models: list[str]) -> dict[str, Any]:
+def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[str, Any]:
     """Greedy answers with the weights of one model after the other, by a fresh engine for each way."""
     from rlhf_megatron.rollout.environment import prepare_environment
 
@@ -32,13 +32,13 @@ def answers(models: list[str]) -> dict[str, Any]:
     from rlhf_megatron.rollout.vllm_engine import VllmEngine
 
     architecture = read_architecture(models[0])
-    section = RolloutSection(max_response_length=16, max_num_seqs=8, quantization="fp8")
+    section = RolloutSection(max_response_length=16, max_num_seqs=8, quantization="fp8", **rollout)
     requests = [Request(row, prompt, 1) for row, prompt in enumerate(random_rows(16, 250, seed=3)[0])]
     found: dict[str, Any] = {}
     engines = []
     own: dict[str, Tensor] = {}
     for way in WAYS:
-        engine = VllmEngine(models[0], section, "float32", 16, seed=1, shared=own if way == "views" else None)
+        engine = VllmEngine(models[0], section, dtype, 16, seed=1, shared=own if way == "views" else None)
         engines.append(engine)  # one that is collected takes torch.distributed with it
         found[way] = []
         for version, model in enumerate(models):
@@ -70,6 +70,24 @@ def quantized_model(folder: Path) -> Any:
     return model
 
 
+def make_models(home: Path, family: str) -> list[Path]:
+    """The models whose weights follow each other."""
+    folders = [home / f"{family}-{update}" for update in range(UPDATES)]
+    return [make_model(each, family, tied=False, seed=seed, **FAMILIES[family]) for seed, each in enumerate(folders)]
+
+
+def differences(folder: Path, answered: list[Any]) -> tuple[Tensor, Tensor]:
+    """Of the answers' logprobs from those of the folder's model, quantized and in full."""
+    prompts = random_rows(16, 250, seed=3)[0]
+    of_rollout = torch.tensor([value for _, logprobs in answered for value in logprobs])
+    with torch.no_grad():
+        quantized, in_full = (
+            torch.cat([row_logprobs(model, p, tokens) for p, (tokens, _) in zip(prompts, answered, strict=True)])
+            for model in (quantized_model(folder), load_model(folder))
+        )
+    return (of_rollout - quantized).abs(), (of_rollout - in_full).abs()
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fp8")
@@ -77,14 +95,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(home: Path) -> dict[str, dict[str, Any]]:
-    found = {}
-    for family, sizes in FAMILIES.items():
-        models = [
-            make_model(home / f"{family}-{update}", family, tied=False, seed=update, **sizes)
-            for update in range(UPDATES)
-        ]
-        [found[family]] = run_ranks(answers, 1, {"models": [str(model) for model in models]})
-    return found
+    models = {family: [str(model) for model in make_models(home, family)] for family in FAMILIES}
+    return {family: run_ranks(answers, 1, {"models": models[family]})[0] for family in FAMILIES}
 
 
 @pytest.mark.parametrize("update", range(UPDATES))
@@ -94,17 +106,8 @@ def test_logprobs_are_those_of_the_quantized_model(
     family: str, way: str, update: int, home: Path, results: dict[str, dict[str, Any]]
 ) -> None:
     assert results[family]["shared"]
-    prompts, answered = random_rows(16, 250, seed=3)[0], results[family][way][update]
-    of_rollout = torch.tensor([value for _, logprobs in answered for value in logprobs])
-    folder = home / f"{family}-{update}"
-    with torch.no_grad():
-        expected, in_full = (
-            torch.cat([row_logprobs(model, p, tokens) for p, (tokens, _) in zip(prompts, answered, strict=True)])
-            for model in (quantized_model(folder), load_model(folder))
-        )
-    difference = (of_rollout - expected).abs()
-    print(f"largest {difference.max():.1e}, median {difference.median():.1e}")
+    of_quantized, of_full = differences(home / f"{family}-{update}", results[family][way][update])
     # A number half-way between two of e4m3 falls to either side by rounding in float32, which costs a sixteenth of it.
-    assert difference.median() < 1e-4
-    assert difference.max() < 0.1
-    assert (of_rollout - in_full).abs().median() > 10 * difference.median(), "8 bits do differ"
+    assert of_quantized.median() < 1e-4
+    assert of_quantized.max() < 0.1
+    assert of_full.median() > 10 * of_quantized.median(), "8 bits do differ"
