@@ -145,8 +145,11 @@ def _by_round(copies: Sequence[Copy], end: str, limit: int, least: float) -> lis
 
 def _rounds_of_pair(copies: Sequence[Copy], limit: int, least: float) -> list[_Pieces]:
     """The rounds of one pair of ranks, alike on both; what needs no buffer is spread evenly over those that do."""
-    direct = [copy for copy in copies if copy.contiguous and copy.elements >= least]
-    staged = rounds([copy for copy in copies if not (copy.contiguous and copy.elements >= least)], limit)
+    direct: list[Copy] = []
+    through_buffers: list[Copy] = []
+    for copy in copies:
+        (direct if copy.contiguous and copy.elements >= least else through_buffers).append(copy)
+    staged = rounds(through_buffers, limit)
     count = max(len(staged), -(-len(direct) // _DIRECT_AT_A_TIME))
     found = [_Pieces(staged[number] if number < len(staged) else [], []) for number in range(count)]
     total, before = sum(copy.elements for copy in direct), 0

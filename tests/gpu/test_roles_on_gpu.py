@@ -5,6 +5,7 @@ Each case runs on as many GPUs as its layout has ranks; those of as many ranks s
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,22 +109,15 @@ def results(home: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def references(home: Path) -> dict[str, Any]:
-    """What transformers and torch's AdamW say of a name, computed once."""
-    return {}
-
-
-def reference(home: Path, name: str, known: dict[str, Any]) -> Any:
+@functools.cache
+def reference(folder: Path) -> Any:
     """(logprobs, losses, gradient norms, the parameters after all steps) of transformers in float32."""
-    if name not in known:
-        prompts, responses = random_rows(ROWS, VOCABULARY)
-        model = load_model(home / name)
-        with torch.no_grad():
-            logprobs = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
-        losses, norms = train(model, prompts, responses, STEPS, LEARNING_RATE, CLIP, OPTIMIZER["epsilon"])
-        known[name] = logprobs, losses, norms, model.state_dict()
-    return known[name]
+    prompts, responses = random_rows(ROWS, VOCABULARY)
+    model = load_model(folder)
+    with torch.no_grad():
+        logprobs = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
+    losses, norms = train(model, prompts, responses, STEPS, LEARNING_RATE, CLIP, OPTIMIZER["epsilon"])
+    return logprobs, losses, norms, model.state_dict()
 
 
 @pytest.mark.parametrize(("name", "layers"), CASES)
@@ -132,14 +126,13 @@ def test_outputs_and_steps_equal_transformers(
     layers: str,
     home: Path,
     results: dict[tuple[str, str], dict[str, Any]],
-    references: dict[str, Any],
 ) -> None:
     kind = LAYERS[layers]
     if (ranks := Layout(**GRID[name].layout).size) > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
     result = results[name, layers]
     assert "failed" not in result, result["failed"]
-    logprobs, losses, norms, parameters = reference(home, name, references)
+    logprobs, losses, norms, parameters = reference(home / name)
     difference = (torch.tensor(result["logprobs"]) - logprobs).abs()
     exported = load_model(home / f"{name}, {layers}").state_dict()
     moved = torch.cat([(exported[key] - value).abs().flatten() for key, value in parameters.items()])

@@ -14,14 +14,12 @@ import argparse
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from launching import run_on_ranks
-from random_role import make_parser, random_batch, random_role, run
+from random_role import make_parser, random_batch, random_role, run, timed
 from reports import exit_status, missed_by, write_report
 
 from rlhf_megatron.models.architecture import read_config
@@ -95,11 +93,11 @@ def _phases(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, A
     update()
     role.offload()  # the first time, it gets host memory
     update()
-    _, leaving = _at_most(role.offload)
+    leaving, _ = timed(role.offload)
     rollout = _allocated()
-    logprobs, _ = _at_most(lambda: role.logprobs(batch))
+    _, logprobs = timed(lambda: role.logprobs(batch))
     role.offload()
-    peak, updating = _at_most(update)
+    updating, peak = timed(update)
     return {
         "rollout_gb": rollout / GB,
         "logprobs_gb": logprobs / GB,
@@ -128,31 +126,11 @@ def _recipe(options: argparse.Namespace, section: dict[str, Any]) -> Recipe:
         "data.max_prompt_length": options.length // 2,
         "rollout.max_response_length": options.length // 2,
     }
-    return load_recipe(RECIPE, [f"{key}={_yaml(value)}" for key, value in given.items()])
-
-
-def _yaml(value: Any) -> str:
-    """A value as YAML on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(each)}" for key, each in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return load_recipe(RECIPE, [f"{key}={json.dumps(value)}" for key, value in given.items()])
 
 
 def _allocated() -> float:
     return float(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0.0
-
-
-def _at_most(action: Callable[[], Any]) -> tuple[float, float]:
-    """(bytes at the peak of what torch has allocated, seconds)."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    action()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        return float(torch.cuda.max_memory_allocated()), time.perf_counter() - began
-    return 0.0, time.perf_counter() - began
 
 
 if __name__ == "__main__":

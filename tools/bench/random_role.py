@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,3 +71,16 @@ def random_batch(vocabulary: int, rows: int, length: int) -> tuple[RolloutBatch,
     tokens = [torch.randint(vocabulary, (length,), generator=generator).tolist() for _ in range(rows)]
     batch = batch_from_rows([row[:1] for row in tokens], [row[1:] for row in tokens])
     return batch, {"weights": torch.full((len(batch.tokens),), 1 / len(batch.tokens))}
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, float]:
+    """(seconds, bytes at the peak of what torch has allocated on a GPU)."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    action()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began, float(torch.cuda.max_memory_allocated()) if cuda else 0.0

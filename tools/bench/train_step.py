@@ -13,13 +13,12 @@ import argparse
 import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import raw_engines
 import torch
-from random_role import make_parser, random_batch, random_role, run
+from random_role import make_parser, random_batch, random_role, run, timed
 
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.models.flops import peak_flops, training_flops
@@ -83,19 +82,6 @@ def by_role(role: Role, batch: RolloutBatch, fields: dict[str, torch.Tensor]) ->
         )  # fmt: skip
 
     return forward_and_backward
-
-
-def timed(run: Callable[[], None]) -> tuple[float, float]:
-    """(seconds, bytes at the peak)."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    run()
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began, float(torch.cuda.max_memory_allocated()) if cuda else 0.0
 
 
 if __name__ == "__main__":
