@@ -315,7 +315,7 @@ def transformer_config(
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=True,
         **_recompute_config(recompute_granularity, recompute_layers),
-        **_experts_config(architecture.experts, layout, fused),
+        **_experts_config(architecture.experts, layout, dtype == "float32", fused),
     )
 
 
@@ -331,7 +331,7 @@ def _recompute_config(granularity: str, layers: int | None) -> dict[str, Any]:
     return {"recompute_granularity": "full"} | method
 
 
-def _experts_config(experts: Experts | None, layout: Layout, fused: bool) -> dict[str, Any]:
+def _experts_config(experts: Experts | None, layout: Layout, float32: bool, fused: bool) -> dict[str, Any]:
     """Megatron's settings of a mixture: no token is dropped, and no loss is added that would balance the experts."""
     if experts is None:
         return {}
@@ -341,7 +341,8 @@ def _experts_config(experts: Experts | None, layout: Layout, fused: bool) -> dic
         "moe_router_topk": experts.chosen,
         # The softmax of the chosen logits alone is that of all of them made to sum to 1 over the chosen.
         "moe_router_pre_softmax": not experts.normalized,
-        "moe_router_dtype": "fp32",
+        # Where Transformer Engine is installed, Megatron's router has it multiply, which takes float32 for TF32.
+        "moe_router_dtype": "fp64" if float32 else "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": fused,

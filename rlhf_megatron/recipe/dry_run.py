@@ -194,7 +194,11 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
     shown = " + ".join(f"{part} {size:.1f}" for part, size in parts)
     away = role.held - role.resident
     offloaded = f", of which {away:.1f} leave between phases" if away else ""
-    return f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}{offloaded}"
+    streamed = f"; {role.streamed:.1f} of its optimizer in host memory, {role.passing:.1f} at a time on the GPU"
+    return (
+        f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}{offloaded}"
+        f"{streamed if role.streamed else ''}"
+    )
 
 
 def _advice(recipe: Recipe, phase: str) -> str:

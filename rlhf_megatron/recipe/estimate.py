@@ -16,6 +16,7 @@ GB = 2**30
 RESERVED_GB = 2.0  # CUDA context, NCCL buffers, workspaces of cuBLAS and attention
 SLEEPING_GB = 2.0  # what a sleeping vLLM keeps: its CUDA graphs and their memory
 ROLLOUT_ACTIVATIONS_GB = 2.0  # vLLM's own activations and sampling buffers, within its share
+_STREAMED_PIECE_BYTES = 1 << 30  # as in roles.streaming
 _LOGIT_BLOCK_BYTES = 256 << 20  # as in kernels.linear_logprob
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -33,6 +34,10 @@ class StageMemory:
     activations: float
     logits: float
     logprobs: float
+    streamed: float
+    """Of the optimizer's state, in host memory."""
+    passing: float
+    """What of it is on the GPU at a time, in the optimizer's step."""
 
     @property
     def held(self) -> float:
@@ -52,9 +57,14 @@ class StageMemory:
         return self.logprobs + (self.weights if self.offload.parameters else 0.0)
 
     @property
+    def update(self) -> float:
+        """Everything at once in an update: activations in the backward pass, or what is streamed in the step."""
+        return self.held + max(self.activations + self.logits, self.passing)
+
+    @property
     def peak(self) -> float:
         """Everything at once, in an update; without gradients, in a pass for logprobs."""
-        return self.held + max(self.activations + self.logits, self.logprobs)
+        return max(self.update, self.held + self.logprobs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +109,7 @@ def _phases(recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: Rollou
     """What a GPU with these roles needs in each phase; their fullest stages are taken to meet on one GPU."""
     fullest = {name: max(stage.resident for stage in stages) for name, stages in roles.items()}
     resident = RESERVED_GB + sum(fullest.values())
-    updates = (
-        resident - fullest[name] + max(stage.held + stage.activations + stage.logits for stage in stages)
-        for name, stages in roles.items()
-    )
+    updates = (resident - fullest[name] + max(stage.update for stage in stages) for name, stages in roles.items())
     update = max(updates, default=resident)
     if rollout is None or recipe.rollout is None:
         return {"update": update}
@@ -166,7 +173,7 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
         count = shape.rank_parameters(layout.tensor, stages, stage, expert_shards=layout.expert_gpus)
         of_experts = stages[stage] * shape.expert_parameters(layout.expert_gpus)
         last = stage == layout.pipeline - 1
-        gradients = optimizer = activations = logits = 0.0
+        gradients = optimizer = activations = logits = streamed = passing = 0.0
         if learning is not None:
             # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
             gradients, moments = 4.0 * count, 8.0 if size == 4 else 12.0
@@ -174,13 +181,21 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
             if not learning.distributed:
                 copies = expert_copies = 1
             optimizer = moments * ((count - of_experts) / copies + of_experts / expert_copies)
+            streamed = section.offload.streamed_optimizer * optimizer
+            optimizer -= streamed
+            # No parameter is cut, and the largest are the last to be streamed: the vocabulary's.
+            vocabulary = moments * shape.padded_vocabulary(layout.tensor) // layout.tensor * shape.hidden / copies
+            piece = vocabulary if section.offload.streamed_optimizer == 1 else 0.0
+            passing = min(streamed, max(piece, _STREAMED_PIECE_BYTES) + 2 * _STREAMED_PIECE_BYTES)
             in_flight = min(_micro_batches_in_flight(layout, stage), _most_micro_batches(recipe, tokens, data))
             activations = _stage_activations(section, shape, layout, stages[stage], tokens, size, in_flight)
             activations /= layout.context
         if learning is not None and last:
             logits = _logit_bytes(shape, tokens // layout.context, layout.tensor, size, gradients=True)
         forward = _logit_bytes(shape, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
-        parts = (size * count, gradients, optimizer, activations, logits, max(forward, forward_layer))
+        parts = (
+            size * count, gradients, optimizer, activations, logits, max(forward, forward_layer), streamed, passing
+        )  # fmt: skip
         per_stage.append(StageMemory(stage, count, section.offload, *(part / GB for part in parts)))
     return per_stage
 

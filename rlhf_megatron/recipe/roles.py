@@ -75,6 +75,9 @@ class OffloadSection(Section):
     """The gradient buffers."""
     optimizer: bool = False
     """Master weights and moments."""
+    streamed_optimizer: float = Field(default=0.0, ge=0, le=1)
+    """Share of master weights and moments that lives in host memory for good and passes through the GPU in pieces while
+    the role takes a step: room for activations, for a step longer by that share of what the link needs."""
 
 
 class OptimizerSection(Section):
@@ -148,13 +151,27 @@ def transformer_engine_can(context: int, float32: bool) -> bool:
     return context == 1 or not float32
 
 
-class ActorSection(RoleSection):
+class LearningRoleSection(RoleSection):
+    """A model that is trained."""
+
+    optimizer: OptimizerSection
+    """How it learns."""
+
+    @model_validator(mode="after")
+    def _only_a_distributed_optimizer_is_streamed(self) -> LearningRoleSection:
+        if self.offload.streamed_optimizer and not self.optimizer.distributed:
+            share = self.offload.streamed_optimizer
+            raise ValueError(
+                f"offload.streamed_optimizer={share:g} needs optimizer.distributed: leave out distributed=false"
+            )
+        return self
+
+
+class ActorSection(LearningRoleSection):
     """The model that is trained."""
 
     layout: LayoutSection = LayoutSection()
     """Degrees of parallelism."""
-    optimizer: OptimizerSection
-    """How it learns."""
 
 
 class FrozenRoleSection(RoleSection):
@@ -164,14 +181,12 @@ class FrozenRoleSection(RoleSection):
     """Folder of its weights; default: model.path."""
 
 
-class CriticSection(RoleSection):
+class CriticSection(LearningRoleSection):
     """The value model: a decoder with a scalar head, which learns beside the actor."""
 
     path: str | None = None
     """Folder that it starts from: a reward model, or a language model that gets a new head; default: model.path. It
     must share the actor's tokenizer."""
-    optimizer: OptimizerSection
-    """How it learns."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the start of the run in which the critic alone learns."""
     value_clip: float | None = Field(default=0.5, gt=0)

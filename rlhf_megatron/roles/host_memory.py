@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
+import contextlib
+import mmap
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -14,27 +15,51 @@ _ALIGNMENT = 512  # of a buffer, so that it can be seen as any type
 _REGISTERED_AT_A_TIME = 64 << 30
 
 
-def pinned_buffers(sizes: Sequence[int]) -> list[Tensor]:
-    """uint8 buffers of so many bytes, page-locked where there is a GPU, as long as any of them lives.
+def pinned_buffers(sizes: Sequence[int], at_a_time: int = _REGISTERED_AT_A_TIME) -> list[Tensor]:
+    """uint8 buffers of so many bytes, zeroed, and page-locked where there is a GPU, as long as any of them lives.
 
     Not by ``pin_memory``: torch's cache rounds each to the next power of two, up to twice what is asked for.
+    Neighbours are locked together, up to ``at_a_time`` bytes; none is cut, since CUDA refuses a copy that goes from
+    one locked range into another.
 
     Raises RuntimeError where memory cannot be page-locked.
     """
-    ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-    whole = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
-    if torch.cuda.is_available() and len(whole):
-        _page_lock(whole)
-    starts = [0, *ends][: len(sizes)]
-    return [whole[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    groups: list[list[int]] = []
+    for size in rounded:
+        if not groups or sum(groups[-1]) + size > at_a_time:
+            groups.append([])
+        groups[-1].append(size)
+    buffers = [buffer for group in groups for buffer in _region(sum(group)).split(group)]
+    return [buffer[:size] for buffer, size in zip(buffers, sizes, strict=True)]
 
 
-def _page_lock(whole: Tensor) -> None:
-    cuda = torch.cuda.cudart()
-    storage = whole.untyped_storage()
-    for start in range(0, storage.nbytes(), _REGISTERED_AT_A_TIME):
-        address, size = storage.data_ptr() + start, min(_REGISTERED_AT_A_TIME, storage.nbytes() - start)
-        error = cuda.cudaHostRegister(address, size, 0)
+def _region(length: int) -> Tensor:
+    """Memory of its own, page-locked where there is a GPU."""
+    if not length:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = _Pages(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A child process would get a copy of each locked page; large pages are a matter of speed alone.
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        with contextlib.suppress(OSError):
+            pages.madvise(advice)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        pages.lock(memory.data_ptr())
+    return memory
+
+
+class _Pages(mmap.mmap):
+    """Whole pages, which are unlocked before they are given back to the system."""
+
+    locked_at: int | None = None
+
+    def lock(self, address: int) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)
         if int(error):
-            raise RuntimeError(f"{size / 2**30:.1f} GiB of host memory cannot be page-locked: {error}")
-        weakref.finalize(storage, cuda.cudaHostUnregister, address)
+            raise RuntimeError(f"{len(self) / 2**30:.1f} GiB of host memory cannot be page-locked: {error}")
+        self.locked_at = address
+
+    def __del__(self) -> None:
+        if self.locked_at is not None and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.locked_at)

@@ -14,16 +14,20 @@ from torch import Tensor
 
 from rlhf_megatron.recipe.roles import OffloadSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
+from rlhf_megatron.roles.streaming import StreamedState
 
 
 class RoleMemory:
     """What of a role's memory is to leave the device, by kind: parameters, gradients, the optimizer's."""
 
-    def __init__(self, section: OffloadSection, chunks: Sequence[Any], optimizer: Any) -> None:
-        """``chunks`` are the modules, or Megatron's DistributedDataParallel where there is an ``optimizer``."""
-        self._chunks, self._optimizer = chunks, optimizer
-        asked = section.model_dump()
-        self._kinds = {kind: _Offloaded(keeps=kind != "gradients") for kind in asked if asked[kind]}
+    def __init__(
+        self, section: OffloadSection, chunks: Sequence[Any], optimizer: Any, streamed: Sequence[StreamedState] = ()
+    ) -> None:
+        """``chunks`` are the modules, or Megatron's DistributedDataParallel where there is an ``optimizer``; what is
+        ``streamed`` of its state is not for this to move."""
+        self._chunks, self._optimizer, self._streamed = chunks, optimizer, streamed
+        asked = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(section, kind)]
+        self._kinds = {kind: _Offloaded(keeps=kind != "gradients") for kind in asked}
 
     def leave(self) -> None:
         """Frees the device of all that is to leave. Gradients are lost: not between the backward pass and the step."""
@@ -53,8 +57,14 @@ class RoleMemory:
             buffers = [each for chunk in self._chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             return [buffer.grad_data for buffer in buffers]
         inner = [each.optimizer for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer])]
-        masters = [main for each in inner for group in each.param_groups for main in group["params"]]
-        states = [value for each in inner for of_one in each.state.values() for value in of_one.values()]
+        masters = [
+            main
+            for each in inner
+            for group in each.param_groups
+            for main in group["params"]
+            if not any(streamed.owns(main) for streamed in self._streamed)
+        ]
+        states = [value for each in inner for main in masters for value in each.state.get(main, {}).values()]
         devices = {main.device for main in masters}  # torch's step counters are on the CPU
         return [*masters, *(value for value in states if isinstance(value, Tensor) and value.device in devices)]
 

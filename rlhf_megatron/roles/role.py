@@ -34,6 +34,7 @@ from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.offload import RoleMemory
 from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, Scalars, TokenLogprobs, TokenOutputs, joined
 from rlhf_megatron.roles.schedule import learning_rate
+from rlhf_megatron.roles.streaming import streamed_states
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.health import describe_nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
@@ -104,7 +105,8 @@ class Role:
         else:
             self._make_trainable(optimizer, dtype)
         self._communicator = PipelineLinks(self.groups, self.config)
-        self._memory = RoleMemory(section.offload, self._chunks, self._optimizer)
+        self._streamed = streamed_states(self._optimizer, section.offload.streamed_optimizer if optimizer else 0.0)
+        self._memory = RoleMemory(section.offload, self._chunks, self._optimizer, self._streamed)
 
     def _make_trainable(self, section: OptimizerSection, dtype: str) -> None:
         self.module.train()
@@ -143,12 +145,21 @@ class Role:
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer, on the device, or None where the role does not learn; for ``state`` alone."""
+        """Megatron's optimizer, or None where the role does not learn; for ``state`` alone. All of it is on the device
+        but what is streamed (see ``master_weights``)."""
         self._memory.come_back()
+        for streamed in self._streamed:
+            streamed.park()
         return self._optimizer
+
+    def master_weights(self, main: Tensor) -> Tensor:
+        """What has the content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
+        return next((streamed.at_rest(main) for streamed in self._streamed if streamed.owns(main)), main)
 
     def offload(self) -> None:
         """Frees the device of what ``section.offload`` names, until a method of the role needs it."""
+        for streamed in self._streamed:
+            streamed.park()
         self._memory.leave()
 
     # ---- weights
@@ -172,6 +183,8 @@ class Role:
         self._memory.come_back()
         load_blocks(self.blocks(), self.parameters(), source)
         if self._optimizer is not None:
+            for streamed in self._streamed:
+                streamed.unpark()
             self._optimizer.reload_model_params()
 
     # ---- computing
@@ -254,6 +267,8 @@ class Role:
 
         self._memory.come_back("parameters", "gradients")
         self._memory.fetch("optimizer")
+        for streamed in self._streamed:
+            streamed.park()
         rate = learning_rate(self.steps_taken, self._optimizer_section, self._training_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate

@@ -112,7 +112,8 @@ def _owned(role: Role) -> Iterator[_Owned]:
             state = inner.state[main]
             # torch counts the steps of each parameter, Transformer Engine those of a group.
             counters = state if isinstance(inner, torch.optim.Adam) else group
-            yield _Owned(names[parameter], tuple(parameter.shape), start, stop, main, state, counters)
+            weights = role.master_weights(main)
+            yield _Owned(names[parameter], tuple(parameter.shape), start, stop, weights, state, counters)
 
 
 def _is_distributed(role: Role) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from gpu.devices import skip_without_gpus
 from hugging_face import make_model
 from parallel.queue_ranks import CACHE_TOKENS, GROUPS, RESPONSES, lockstep, replicas, requests_of
 from parallel.ranks import run_ranks
@@ -18,8 +18,7 @@ ROW, TOKENS, LOGPROBS, ENDING, VERSIONS = range(5)
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_ranks_of_a_replica_keep_in_step_where_the_cache_is_small(tensor: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < tensor:
-        pytest.skip(f"needs {tensor} GPUs, there are {torch.cuda.device_count()}")
+    skip_without_gpus(tensor)
     model = make_model(tmp_path, "qwen3", tied=False)
     found: list[dict[str, Any]] = run_ranks(lockstep, tensor, {"model": str(model), "tensor": tensor})
     one = found[0]
@@ -37,8 +36,6 @@ def test_ranks_of_a_replica_keep_in_step_where_the_cache_is_small(tensor: int, t
 
 
 def test_replicas_share_a_queue(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     found = run_ranks(replicas, 2, {"model": str(make_model(tmp_path, "qwen3", tied=False))})
     rows = sorted(completion[ROW] for result in found for completion in result["queue"])
     assert rows == list(range(GROUPS * RESPONSES))

@@ -18,6 +18,7 @@ from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
+from rlhf_megatron.roles import streaming  # noqa: E402
 from rlhf_megatron.roles.placed import PlacedRole  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.roles.state import role_tensors  # noqa: E402
@@ -27,14 +28,15 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 
 def learn_with_memory_away(
-    model: str, rows: list[Any], section: dict[str, Any], cases: dict[str, tuple[str, dict[str, Any] | None]]
+    model: str, rows: list[Any], section: dict[str, Any], cases: dict[str, tuple[str, dict[str, Any] | None, float]]
 ) -> dict[str, Any]:
-    """For each case, a type and an optimizer, what ``_compare`` tells."""
+    """For each case, a type, an optimizer and the share of its state that is streamed, what ``_compare`` tells."""
+    streaming.PIECE_BYTES = 2**16
     return {name: _compare(model, rows, section, *case) for name, case in cases.items()}
 
 
 def _compare(
-    model: str, rows: list[Any], section: dict[str, Any], dtype: str, optimizer: dict[str, Any] | None
+    model: str, rows: list[Any], section: dict[str, Any], dtype: str, optimizer: dict[str, Any] | None, streamed: float
 ) -> dict[str, Any]:
     """A role that is offloaded before every call beside one that never is: how far they differ, and what was freed."""
     architecture = read_architecture(model)
@@ -50,7 +52,7 @@ def _compare(
         return role
 
     batch = batch_from_rows(*rows)
-    stays, leaves = make_role(), make_role(offload=dict.fromkeys(KINDS, True))
+    stays, leaves = make_role(), make_role(offload=dict.fromkeys(KINDS, True) | {"streamed_optimizer": streamed})
     before, after = _bytes_on_device(leaves), []
     held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     leaves.offload()
@@ -72,6 +74,7 @@ def _compare(
         "before": before,
         "after": after,
         "gpu_freed": freed,
+        "pieces": sum(len(streamed._pieces) for streamed in leaves._streamed),
         "equal": sorted(equal),
         "all": sorted(expected),
     }

@@ -22,6 +22,7 @@ from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
+from rlhf_megatron.roles import streaming  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.roles.state import restore_role, role_state, role_tensors  # noqa: E402
 from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile, partial_folder, write_tensors  # noqa: E402
@@ -113,6 +114,7 @@ def run_cases(cases: dict[str, dict[str, Any]], go_on: bool = False) -> dict[str
 
     With ``go_on``, a case that fails on all ranks alike has the traceback as its result.
     """
+    streaming.PIECE_BYTES = 2**16
     functions = {"learn": learn, "learn_past_a_nan": learn_past_a_nan}
     results: dict[str, dict[str, Any]] = {}
     for name, case in cases.items():

@@ -61,7 +61,7 @@ def replicas(model: str) -> dict[str, Any]:
     """Two replicas of one rank: all groups by the queue and by a static split, then enough of them, then the rest."""
     from rlhf_megatron.rollout.tickets import TicketOffice
 
-    engine, rank = serve(model, max_num_seqs=4), dist.get_rank()
+    engine, rank = serve(model, max_num_seqs=4, kv_cache_gb=0.0625), dist.get_rank()
     result: dict[str, Any] = {}
     for scheduling in ("queue", "static"):
         office = TicketOffice(scheduling, rank, 2, name=scheduling)

@@ -50,8 +50,9 @@ def run_ranks(
     `target` is a top-level function, "path/to/file.py:function", "module:function", or a script's Path. A function is
     called with `arguments` as keywords inside an initialised gloo group; arguments and results travel as JSON. A script
     gets `arguments` as its command line and no group; it may hand over a result with `write_result`, else it is None.
-    Scripts, and functions where there is a GPU, run under torchrun. On CPUs the ranks of a function are forks of one
-    process (see nursery) that has done the imports, with torchrun's variables and store.
+    Scripts, and functions where there is a GPU, run under torchrun; with fewer GPUs than ranks, ranks share them. On
+    CPUs the ranks of a function are forks of one process (see nursery) that has done the imports, with torchrun's
+    variables and store.
 
     Raises RuntimeError with everything the ranks printed if one fails or `timeout` seconds pass; then every process
     that was started is killed.
@@ -226,6 +227,19 @@ def _be_a_fork(target: str, arguments: str, rank: int, world_size: int, port: in
         os._exit(status)
 
 
+def _share_gpus() -> None:
+    """Lets ranks without a GPU of their own use another's, as though they were on a node beside this one.
+
+    NCCL refuses two ranks of one node on the same GPU. Those of different nodes talk by sockets: slow, and right.
+    """
+    import torch
+
+    devices, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+    if 0 < devices < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ |= {"LOCAL_RANK": str(local_rank % devices), "NCCL_HOSTID": f"node {local_rank // devices}"}
+        os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
 def _run_one_rank(kind: str, target: str, arguments: list[str]) -> None:
     if kind == "script":
         sys.argv = [target, *arguments]
@@ -256,4 +270,5 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root / "tests"), str(root / "tools" / "bench")]
     if sys.argv[1] == "function" and "RANK" not in os.environ:
         sys.exit(_run_forks(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
+    _share_gpus()
     _run_one_rank(sys.argv[1], sys.argv[2], sys.argv[3:])

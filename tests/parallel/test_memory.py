@@ -11,11 +11,14 @@ from parallel.layout_ranks import KINDS, learn_with_memory_away
 from parallel.ranks import run_ranks
 
 OPTIMIZER = {"learning_rate": 1e-3, "clip_grad": 1.0}
-CASES: dict[str, tuple[str, dict[str, Any] | None]] = {
-    "float32": ("float32", OPTIMIZER),
-    "bfloat16": ("bfloat16", OPTIMIZER),
-    "whole optimizer": ("float32", OPTIMIZER | {"distributed": False}),
-    "frozen": ("float32", None),
+CASES: dict[str, tuple[str, dict[str, Any] | None, float]] = {
+    "float32": ("float32", OPTIMIZER, 0.0),
+    "bfloat16": ("bfloat16", OPTIMIZER, 0.0),
+    "whole optimizer": ("float32", OPTIMIZER | {"distributed": False}, 0.0),
+    "frozen": ("float32", None, 0.0),
+    "float32, optimizer streamed": ("float32", OPTIMIZER, 1.0),
+    "bfloat16, half of the optimizer streamed": ("bfloat16", OPTIMIZER, 0.5),
+    "bfloat16, optimizer streamed": ("bfloat16", OPTIMIZER, 1.0),
 }
 
 
@@ -36,6 +39,7 @@ def test_offloading_before_every_call_changes_nothing(name: str, results: list[d
         result = by_case[name]
         assert result["same_results"]
         assert result["equal"] == result["all"]
+        assert (result["pieces"] > 3) == (CASES[name][2] > 0)
         assert result["before"]["parameters"] > 0
         assert (result["before"]["gradients"] > 0) == (CASES[name][1] is not None)
         assert all(after == dict.fromkeys(KINDS, 0) for after in result["after"])

@@ -31,6 +31,7 @@ class Case(NamedTuple):
     layers: int = 4
 
 
+STREAMED = {"offload": {"streamed_optimizer": 0.7}}
 TRANSFORMERS = {
     "one rank": Case("qwen3", True, {}),
     "TP2": Case("qwen3", True, {"tensor": 2}),
@@ -60,6 +61,8 @@ TRANSFORMERS = {
     "TP2, sequence parallel": Case("qwen3", False, {"tensor": 2}, {"sequence_parallel": True}),
     "TP2, scaled rotary embeddings": Case("llama3", True, {"tensor": 2}),
     "TP4, more ranks than key-value heads": Case("qwen2", True, {"tensor": 4}),
+    "DP2 with its optimizer streamed, then TP2": Case("qwen3", False, {"data": 2}, STREAMED, then={"tensor": 2}),
+    "experts, EP2 with its optimizer streamed": Case("qwen3_moe", False, {"data": 2, "expert": 2}, STREAMED),
     "experts, one rank": Case("qwen3_moe", True, {}),
     "experts, EP2": Case("qwen3_moe_plain", False, {"data": 2, "expert": 2}),
     "experts, TP2": Case("qwen3_moe", False, {"tensor": 2}),

@@ -321,6 +321,21 @@ def test_what_leaves_between_phases_counts_only_where_it_is_used() -> None:
     assert f", of which {actor.held:.1f} leave between phases" in text
 
 
+def test_a_streamed_optimizer_is_in_host_memory() -> None:
+    sizes = shape("qwen2.5-7b")
+    [whole] = estimate(recipe_of("qwen7b_grpo"), sizes, 8).roles["actor"]
+    [half] = estimate(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=0.5"), sizes, 8).roles["actor"]
+    [none] = estimate(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=1"), sizes, 8).roles["actor"]
+    assert half.optimizer == half.streamed == pytest.approx(whole.optimizer / 2)
+    assert whole.streamed == whole.passing == none.optimizer == 0.0 < half.passing <= none.passing
+    assert none.resident == pytest.approx(whole.resident - whole.optimizer)
+    assert none.update == none.held + max(none.activations + none.logits, none.passing)
+    text = dry_run(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=1"), 8)
+    assert f"; {none.streamed:.1f} of its optimizer in host memory, {none.passing:.1f} at a time on the GPU" in text
+    with pytest.raises(RecipeError, match="streamed_optimizer=0.5 needs optimizer.distributed"):
+        recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=0.5", "actor.optimizer.distributed=false")
+
+
 def test_roles_on_ranks_of_their_own_share_no_memory() -> None:
     critic = "critic={tokens_per_gpu: 8192, optimizer: {learning_rate: 1e-5}, layout: {tensor: 2}, ranks: RANKS}"
     sizes, gae = shape("qwen2.5-7b"), "algorithm.advantage=gae"

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
+
+# The last line of a traceback, behind torch's mark of the rank; not torchrun's own, which says only that a rank failed.
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*(?!ChildFailed)\w*(?:Error|Exception): .*)")
+_SECONDS_TO_READ_ON = 5.0
 
 
 def run_on_ranks(
@@ -21,11 +28,28 @@ def run_on_ranks(
 def run(name: str, arguments: Sequence[str], seconds: float | None = None, folder: Path | None = None) -> str:
     """Runs this Python with ``arguments``; why that failed, or nothing. What takes longer than ``seconds`` is ended."""
     command = [sys.executable, *arguments]
-    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    assert process.stderr is not None
+    errors: list[str] = []
+    reader = threading.Thread(target=_pass_on, args=(process.stderr, errors), daemon=True)
+    reader.start()
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun passes it on to the ranks
         process.wait()
         return f"not done after {seconds:g} s"
-    return f"{name} ended with status {status}" if status else ""
+    reader.join(_SECONDS_TO_READ_ON)  # a grandchild that lives on may hold the pipe open
+    return f"{name} ended with status {status}" + "".join(f": {error}" for error in errors[-1:]) if status else ""
+
+
+def _pass_on(stream: IO[str], errors: list[str]) -> None:
+    """Copies ``stream`` to stderr as it comes, and the lines that name an error to ``errors``."""
+    for line in stream:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        if found := _ERROR.match(line):
+            errors.append(found[1])

@@ -36,6 +36,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "offload optimizer": {"offload": {"optimizer": True}},
     "offload gradients": {"offload": {"gradients": True}},
     "offload parameters": {"offload": {"parameters": True}},
+    "optimizer streamed": {"offload": {"streamed_optimizer": 1.0}},
     "offload all, recompute full": {
         "offload": {"parameters": True, "gradients": True, "optimizer": True},
         "recompute": {"granularity": "full"},
@@ -114,7 +115,7 @@ def reckoned(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, 
     return {
         "reckoned_rollout_gb": actor.resident,
         "reckoned_logprobs_gb": actor.resident + actor.forward,
-        "reckoned_update_gb": actor.held + actor.activations + actor.logits,
+        "reckoned_update_gb": actor.update,
     }
 
 

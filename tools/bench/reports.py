@@ -16,13 +16,15 @@ import torch
 
 from rlhf_megatron.monitor.environment import hardware, package_versions
 
+_PLACES = ("--output", "--work", "--folder")
+
 
 def write_report(path: Path, result: Mapping[str, Any]) -> None:
     """Writes ``result`` with its surroundings as JSON."""
     script = Path(sys.argv[0])
     record = {
         "name": path.stem,
-        "command": " ".join([f"tools/bench/{script.name}", *sys.argv[1:]]),
+        "command": " ".join([f"tools/bench/{script.name}", *_without_places(sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": hardware_name(),
         "versions": package_versions(),
@@ -30,6 +32,16 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _without_places(arguments: Sequence[str]) -> list[str]:
+    """Arguments but for where results go: that is nothing to repeat."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument not in _PLACES:
+            kept.append(argument)
+        skip = argument in _PLACES
+    return kept
 
 
 def rows_with(path: Path, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
