@@ -44,6 +44,7 @@ from rlhf_megatron.runtime.checkpoint import (
 )
 from rlhf_megatron.runtime.recovery import RecoveryLog, launch_of
 from rlhf_megatron.runtime.signals import job_end, stop_signals
+from rlhf_megatron.topology.exchange import from_rank
 
 Tell = Callable[[str], None]
 _TIME_IS_UP = 1  # no signal that is noted has this number
@@ -84,7 +85,7 @@ def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
     path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
     Raises CheckpointError where the given one is damaged, or all are.
     """
-    saved = _first_ranks(found(folder) if resume == "auto" else _saved_by_this_launch(folder))
+    saved = from_rank(found(folder) if resume == "auto" else _saved_by_this_launch(folder))
     if resume == "none" and not saved:
         return None
     resume = "auto" if saved else resume
@@ -262,13 +263,6 @@ def _saved_by_this_launch(folder: Path) -> list[Path]:
             if read_manifest(checkpoint).state.get("launch") == launch_of(os.environ):
                 own.append(checkpoint)
     return own
-
-
-def _first_ranks(paths: list[Path]) -> list[Path]:
-    """Rank 0's list on every rank."""
-    shared: list[Any] = [[str(path) for path in paths]]
-    dist.broadcast_object_list(shared, src=0)
-    return [Path(path) for path in shared[0]]
 
 
 def _agreed_damage(checkpoint: Path) -> str | None:

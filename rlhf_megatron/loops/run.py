@@ -13,6 +13,7 @@ from rlhf_megatron.runtime.health import HealthStop
 from rlhf_megatron.runtime.recovery import RecoveryLog, RepeatedFault
 from rlhf_megatron.runtime.signals import stop_signals, stop_status
 from rlhf_megatron.runtime.watchdog import watchdog
+from rlhf_megatron.topology.exchange import from_rank
 from rlhf_megatron.topology.world import first_to_say, join_world, leave_world
 
 # Each part of a preflight that runs before training has so long.
@@ -65,9 +66,7 @@ def _has_stopped(recovery: RecoveryLog) -> bool:
     """Whether torchrun has started the ranks again after the run has stopped; the same on every rank, collective."""
     import torch.distributed as dist
 
-    decided = [dist.get_rank() == 0 and recovery.has_stopped()]
-    dist.broadcast_object_list(decided, src=0)
-    return decided[0]
+    return from_rank(dist.get_rank() == 0 and recovery.has_stopped())
 
 
 def _begin(recipe: Recipe, folder: RunFolder, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dict[str, Any]]]:
@@ -78,14 +77,13 @@ def _begin(recipe: Recipe, folder: RunFolder, recovery: RecoveryLog) -> tuple[Re
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    decided: list[Any] = [None]
+    decided: Any = None
     if rank == 0:
         folder.prepare(resume=True)
         adaptation, reduced = adapt(recipe, recovery.of_this_launch())
         refusal = recovery.begin(recipe.retry.max_repeats, reduced)
-        decided = [(refusal, adaptation, recovery.starts())]
-    dist.broadcast_object_list(decided, src=0)
-    refusal, adaptation, starts = decided[0]
+        decided = refusal, adaptation, recovery.starts()
+    refusal, adaptation, starts = from_rank(decided)
     if refusal:
         raise RepeatedFault(refusal)
     watchdog.watch(folder.path, starts, rank, dist.get_world_size(), recipe.retry)

@@ -17,6 +17,7 @@ from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.outputs import Objective, TokenOutputs
 from rlhf_megatron.roles.role import Role
+from rlhf_megatron.topology.exchange import from_rank
 from rlhf_megatron.topology.layout import Layout, make_groups
 
 Found = TypeVar("Found")
@@ -50,11 +51,10 @@ class PlacedRole:
 
     def everywhere(self, found: Found | None) -> Found:
         """What the role's first rank has ``found``, on every rank of the world."""
-        box: list[Any] = [found]
         if len(self.ranks) < dist.get_world_size():
-            dist.broadcast_object_list(box, src=self.ranks[0])
-        answer: Found = box[0]
-        return answer
+            found = from_rank(found, self.ranks[0])
+        assert found is not None
+        return found
 
     def load(self, source: WeightSource) -> None:
         """Fills the parameters of the role's ranks."""

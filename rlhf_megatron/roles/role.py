@@ -24,7 +24,12 @@ from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.context import part_of
 from rlhf_megatron.data.packing import MicroBatch, imbalance, make_micro_batch, plan_micro_batches
 from rlhf_megatron.models.architecture import Architecture, transformer_config
-from rlhf_megatron.models.build import build_model, choose_implementation, deterministic_kernels
+from rlhf_megatron.models.build import (
+    build_model,
+    choose_implementation,
+    deterministic_kernels,
+    sum_gradients_in_products,
+)
 from rlhf_megatron.models.flops import attention_cost
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
@@ -116,6 +121,8 @@ class Role:
         self._chunks = [
             DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=self.groups) for chunk in self._chunks
         ]
+        for chunk in self._chunks:
+            sum_gradients_in_products(chunk)
         settings = OptimizerConfig(
             optimizer="adam",
             lr=section.learning_rate,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
+
+_T = TypeVar("_T")
 
 
 def gather_tensors(tensor: Tensor) -> list[Tensor]:
@@ -80,6 +82,13 @@ def gather_bytes(data: bytes) -> list[bytes]:
             dist.recv(part, source)
         parts.append(part.numpy().tobytes())
     return parts
+
+
+def from_rank(value: _T, rank: int = 0) -> _T:
+    """That rank's value on every rank, by way of pickle; what others pass does not matter. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=rank)
+    return box[0]
 
 
 def gather_objects(value: Any) -> list[Any]:

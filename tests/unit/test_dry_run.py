@@ -33,6 +33,7 @@ RECIPES = {
     "tiny_reward_model": 2,
     "smollm_grpo": 1,
     "qwen7b_grpo": 8,
+    "qwen7b_one_gpu": 1,
     "qwen32b_dapo": 32,
     "qwen70b_dapo": 96,
     "qwen3_30b_a3b_grpo": 16,
