@@ -15,6 +15,7 @@ from rlhf_megatron.loops.rolled import Packing, Rolled
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.sharing import describe_sharing, shareable
 from rlhf_megatron.regather.sides import rollout_side
@@ -71,12 +72,21 @@ class Rollouts:
         sharing = f"all are copies, since {why_copied}" if why_copied else None
         session.say(f"rollout weights: {sharing or describe_sharing(plan, actors, self.engine.parameters())}")
         dtype = next(iter(self.engine.parameters().values())).dtype
+        source_dtype = getattr(torch, recipe.model.dtype)
+        # What leaves the GPU comes back elsewhere, and numbers that are to be cast travel better when they have been.
+        stays = dtype == source_dtype and not recipe.actor.offload.parameters
+        peers = map_peers(plan, session.actor.parameters()) if recipe.regather.peer_memory and stays else None
+        if peers:
+            session.at_end(peers.close)
+        if plan.receives:
+            session.say(f"regathering: {describe_transfer(plan, peers, dtype)}")
         self.regather = Regather(
             plan,
             dtype,
             session.device,
             staging_bytes=recipe.regather.buffer_mb << 20,
-            source_dtype=getattr(torch, recipe.model.dtype),
+            source_dtype=source_dtype,
+            peers=peers,
         )
 
     def refresh(self) -> None:

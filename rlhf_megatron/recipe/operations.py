@@ -104,6 +104,8 @@ class RegatherSection(Section):
 
     buffer_mb: int = Field(default=256, gt=0)
     """MB of 2^20 bytes on each GPU for what travels; a regathering that finds less memory makes do with less."""
+    peer_memory: bool = True
+    """GPUs of one host read each other's weights over NVLink, where they can; false: they send messages."""
     verify: int = Field(default=0, ge=0)
     """Regatherings between checks of every weight by its checksum, on both ends; a difference stops the run. 0:
     none."""

@@ -78,8 +78,8 @@ class RolloutSection(Section):
     shared where actor.offload.parameters is on. never: every weight is a copy."""
     sleep: bool = True
     """Give weights that are not shared and the cache back to the GPU during the update."""
-    async_scheduling: bool = False
-    """vLLM's overlap of scheduling and computing."""
+    async_scheduling: bool = True
+    """vLLM schedules the next engine step while the GPU computes this one."""
     scheduling: Literal["queue", "static"] = "queue"
     """queue: replicas draw groups from one queue as they have room; static: each has its share from the start, so that
     a run can be repeated to the last bit."""

@@ -41,11 +41,6 @@ _RL: tuple[Limit, ...] = (
         lambda r: r.rollout is not None and r.rollout.ranks != "all",
         "rollout shares all GPUs with the actor so far; use all",
     ),
-    Limit(
-        "rollout.async_scheduling",
-        lambda r: r.rollout is not None and r.rollout.async_scheduling,
-        "new weights could reach a running batch; use false",
-    ),
 )
 
 _SUPERVISED: tuple[Limit, ...] = (

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_megatron.kernels.rectangle_copy import RectangleCopies
 from rlhf_megatron.models.hf_files import window
+from rlhf_megatron.regather.peer_memory import PeerMemory, spread_over_sources
 from rlhf_megatron.regather.plan import Copy, RankPlan
 from rlhf_megatron.regather.staging import DIRECT_BYTES, IN_FLIGHT, STAGING_BYTES, Half, stage
 from rlhf_megatron.regather.transport import Pending, PointToPoint, Transport
@@ -45,22 +46,27 @@ class Regather:
         staging_bytes: int = STAGING_BYTES,
         direct_bytes: int | None = DIRECT_BYTES,
         source_dtype: torch.dtype | None = None,
+        peers: PeerMemory | None = None,
     ) -> None:
         """Compares the plans of all ranks and allocates at most ``staging_bytes``; collective over the world.
 
         ``dtype`` is the destinations', ``source_dtype`` the sources', the same by default: numbers are cast before they
         travel. Where none are, contiguous pieces of ``direct_bytes`` or more travel without a buffer (None: never).
-        All are alike on all ranks. Raises RegatherError on every rank where two ends of a transfer plan differently.
+        All are alike on all ranks. What ``peers`` has is read where it is, and does not travel.
+
+        Raises RegatherError on every rank where two ends of a transfer plan differently.
         """
         compare_plans(plan, dtype)
         self.plan, self._dtype, self._device = plan, dtype, torch.device(device)
         self._transport = transport or PointToPoint()
         same_type = source_dtype in (None, dtype)
-        self._rounds = stage(plan, dtype, device, staging_bytes, direct_bytes if same_type else None)
+        self._peers = peers
+        travels = plan.without(peers.near) if peers else plan
+        self._rounds = stage(travels, dtype, device, staging_bytes, direct_bytes if same_type else None)
         self.bytes_copied = 0
         self._places: tuple[int, ...] = ()
         self._padding: list[Tensor] = []
-        self._local = RectangleCopies([], [])
+        self._local = self._reads = RectangleCopies([], [])
         self._turns: list[_Turn] = []
         self._side_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
 
@@ -90,6 +96,7 @@ class Regather:
         with self._beside():
             self._local.run()
         try:
+            self._read()
             self._exchange()
         except RuntimeError as error:
             peers = sorted({peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers})
@@ -100,6 +107,14 @@ class Regather:
     def verify(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Raises RegatherError on every rank where ``destinations`` is not what ``sources`` is; collective."""
         verify_weights(self.plan, self._dtype, self._transport, sources, destinations)
+
+    def _read(self) -> None:
+        """Takes what the node's other ranks have, when they have finished it and before they change it again."""
+        if self._peers is None:
+            return
+        self._peers.meet()
+        self._reads.run()
+        self._peers.meet()
 
     def _exchange(self) -> None:
         """Packs a round while the one before it travels, then unpacks that one."""
@@ -137,6 +152,7 @@ class Regather:
         self._local = RectangleCopies(
             [_target(copy, destinations) for copy in local], [_origin(copy, sources) for copy in local]
         )
+        self._reads = self._bind_reads(sources, destinations)
         self._turns = []
         for turn in self._rounds:
             sends, origins, packed = self._buffers(turn.sends, lambda copy: _origin(copy, sources))
@@ -144,6 +160,17 @@ class Regather:
             pack, unpack = RectangleCopies(packed, origins), RectangleCopies(targets, unpacked)
             self._turns.append(_Turn(pack, sends, receives, unpack))
         self._places = places
+
+    def _bind_reads(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> RectangleCopies:
+        """The copies out of other ranks' parameters, which know this rank's where they were."""
+        if self._peers is None:
+            return RectangleCopies([], [])
+        for name, place in self._peers.own.items():
+            if sources[name].data_ptr() != place:
+                raise RegatherError(f"regathering: {name} has moved, and other ranks read it where it was")
+        copies = spread_over_sources([copy for copy in self.plan.receives if copy.source in self._peers.near])
+        origins = [_origin(copy, self._peers.parameters[copy.source]) for copy in copies]
+        return RectangleCopies([_target(copy, destinations) for copy in copies], origins)
 
     def _buffers(
         self, half: Half, view_of: Callable[[Copy], Tensor]

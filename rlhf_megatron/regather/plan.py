@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_megatron.models.weight_map import Block, Region, layer_of
@@ -82,6 +82,12 @@ class RankPlan:
     sends: list[Copy]
     receives: list[Copy]
     local: list[Copy]
+
+    def without(self, ranks: Collection[int]) -> RankPlan:
+        """What is left where nothing travels to or from these."""
+        sends = [copy for copy in self.sends if copy.destination not in ranks]
+        receives = [copy for copy in self.receives if copy.source not in ranks]
+        return RankPlan(self.rank, sends, receives, self.local)
 
     def bytes_received(self, element_bytes: int) -> int:
         """What reaches this rank from others."""

@@ -14,23 +14,23 @@ from torch import Tensor
 
 from rlhf_megatron.recipe.roles import OffloadSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
-from rlhf_megatron.roles.streaming import StreamedState
+from rlhf_megatron.roles.streaming import streamed_states
 
 
 class RoleMemory:
     """What of a role's memory is to leave the device, by kind: parameters, gradients, the optimizer's."""
 
-    def __init__(
-        self, section: OffloadSection, chunks: Sequence[Any], optimizer: Any, streamed: Sequence[StreamedState] = ()
-    ) -> None:
-        """``chunks`` are the modules, or Megatron's DistributedDataParallel where there is an ``optimizer``; what is
-        ``streamed`` of its state is not for this to move."""
-        self._chunks, self._optimizer, self._streamed = chunks, optimizer, streamed
+    def __init__(self, section: OffloadSection, chunks: Sequence[Any], optimizer: Any) -> None:
+        """``chunks`` are the modules, or Megatron's DistributedDataParallel where there is an ``optimizer``."""
+        self._chunks, self._optimizer = chunks, optimizer
+        share = section.streamed_optimizer if optimizer is not None else 0.0
+        self._streamed = streamed_states(optimizer, share)  # which moves by itself, in and after each step
         asked = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(section, kind)]
         self._kinds = {kind: _Offloaded(keeps=kind != "gradients") for kind in asked}
 
     def leave(self) -> None:
         """Frees the device of all that is to leave. Gradients are lost: not between the backward pass and the step."""
+        self.park()
         for kind, memory in self._kinds.items():
             memory.leave(self._tensors(kind), besides=self._tensors("parameters") if kind == "optimizer" else [])
         if self._kinds and torch.cuda.is_available():
@@ -44,8 +44,24 @@ class RoleMemory:
 
     def fetch(self, kind: str) -> None:
         """Starts to bring a kind back while the GPU computes; it is not to be read before ``come_back``."""
+        if kind == "optimizer":
+            self.park()
         if kind in self._kinds:
             self._kinds[kind].fetch()
+
+    def park(self) -> None:
+        """Has streamed master weights on the host, where they are between steps."""
+        for streamed in self._streamed:
+            streamed.park()
+
+    def unpark(self) -> None:
+        """Brings streamed master weights to the device, for Megatron to write them; the next step parks them."""
+        for streamed in self._streamed:
+            streamed.unpark()
+
+    def master_weights(self, main: Tensor) -> Tensor:
+        """What has the content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
+        return next((streamed.at_rest(main) for streamed in self._streamed if streamed.owns(main)), main)
 
     def _tensors(self, kind: str) -> list[Tensor]:
         """The tensors of one kind of memory. Some of the optimizer's are views of float32 parameters."""

@@ -39,7 +39,6 @@ from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.offload import RoleMemory
 from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, Scalars, TokenLogprobs, TokenOutputs, joined
 from rlhf_megatron.roles.schedule import learning_rate
-from rlhf_megatron.roles.streaming import streamed_states
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.health import describe_nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
@@ -110,8 +109,7 @@ class Role:
         else:
             self._make_trainable(optimizer, dtype)
         self._communicator = PipelineLinks(self.groups, self.config)
-        self._streamed = streamed_states(self._optimizer, section.offload.streamed_optimizer if optimizer else 0.0)
-        self._memory = RoleMemory(section.offload, self._chunks, self._optimizer, self._streamed)
+        self._memory = RoleMemory(section.offload, self._chunks, self._optimizer)
 
     def _make_trainable(self, section: OptimizerSection, dtype: str) -> None:
         self.module.train()
@@ -155,18 +153,15 @@ class Role:
         """Megatron's optimizer, or None where the role does not learn; for ``state`` alone. All of it is on the device
         but what is streamed (see ``master_weights``)."""
         self._memory.come_back()
-        for streamed in self._streamed:
-            streamed.park()
+        self._memory.park()
         return self._optimizer
 
     def master_weights(self, main: Tensor) -> Tensor:
         """What has the content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
-        return next((streamed.at_rest(main) for streamed in self._streamed if streamed.owns(main)), main)
+        return self._memory.master_weights(main)
 
     def offload(self) -> None:
         """Frees the device of what ``section.offload`` names, until a method of the role needs it."""
-        for streamed in self._streamed:
-            streamed.park()
         self._memory.leave()
 
     # ---- weights
@@ -190,8 +185,7 @@ class Role:
         self._memory.come_back()
         load_blocks(self.blocks(), self.parameters(), source)
         if self._optimizer is not None:
-            for streamed in self._streamed:
-                streamed.unpark()
+            self._memory.unpark()
             self._optimizer.reload_model_params()
 
     # ---- computing
@@ -274,8 +268,6 @@ class Role:
 
         self._memory.come_back("parameters", "gradients")
         self._memory.fetch("optimizer")
-        for streamed in self._streamed:
-            streamed.park()
         rate = learning_rate(self.steps_taken, self._optimizer_section, self._training_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate

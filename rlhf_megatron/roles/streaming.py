@@ -164,9 +164,8 @@ class StreamedState:
     def _leave(self, piece: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Starts to copy a piece to the host, and gives up its memory on the device."""
         leaving = [(main, key, value) for main in piece for key, value in self._state(main).items()]
-        new = [(id(main), key) for main, key, _ in leaving if (id(main), key) not in self._host]
-        sizes = [value.nbytes for main, key, value in leaving if (id(main), key) not in self._host]
-        self._host |= zip(new, pinned_buffers(sizes), strict=True)
+        new = {(id(main), key): value.nbytes for main, key, value in leaving if (id(main), key) not in self._host}
+        self._host |= zip(new, pinned_buffers(list(new.values())), strict=True)
         stream = self._both_streams()[1] if piece[0].is_cuda else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
@@ -177,8 +176,9 @@ class StreamedState:
                 host.copy_(value, non_blocking=True)
             if stream is not None and value.is_cuda:
                 value.record_stream(stream)
-            unread = torch.full((), torch.nan, device=main.device).expand(main.shape)
-            self._put(main, key, unread if key == _MASTER else host)
+            if key == _MASTER:
+                host = torch.full((), torch.nan, device=main.device).expand(main.shape)
+            self._put(main, key, host)
         return stream.record_event() if stream is not None else None
 
     def _put(self, main: Tensor, key: str, value: Tensor) -> None:

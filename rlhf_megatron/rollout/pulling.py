@@ -107,7 +107,14 @@ class Pull:
                 self.aborted += 1
                 if output.outputs[0].token_ids:
                     partial.append((int(name), self._completion(output)))
+        self._drain()
         return partial
+
+    def _drain(self) -> None:
+        """Waits for what vLLM has begun ahead (asynchronous scheduling): it reads weights that are about to change."""
+        begun_ahead = self._core.engine_core.engine_core.batch_queue  # None where it does not schedule ahead
+        while begun_ahead:
+            self._core.step()
 
     # ---- deciding
 

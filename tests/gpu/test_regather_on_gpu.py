@@ -18,23 +18,25 @@ UPDATES = 3
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "rollout_layout", "eager"),
+    ("family", "layout", "rollout_layout", "eager", "peer_memory"),
     [
-        ("qwen3", {}, {"tensor": 1}, False),
-        ("qwen3", {"tensor": 2}, {"tensor": 1}, True),
-        ("qwen3", {"data": 2}, {"tensor": 2}, True),
-        ("qwen3", {"pipeline": 2}, {"tensor": 1}, True),
-        ("qwen3_moe", {}, {"tensor": 1}, False),
-        ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}, True),
-        ("qwen3_moe", {"tensor": 2}, {"tensor": 2, "expert_parallel": True}, True),
+        ("qwen3", {}, {"tensor": 1}, False, True),
+        ("qwen3", {"tensor": 2}, {"tensor": 1}, True, True),
+        ("qwen3", {"tensor": 2}, {"tensor": 1}, True, False),
+        ("qwen3", {"data": 2}, {"tensor": 2}, True, True),
+        ("qwen3", {"pipeline": 2}, {"tensor": 1}, True, True),
+        ("qwen3_moe", {}, {"tensor": 1}, False, True),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}, True, True),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}, True, False),
+        ("qwen3_moe", {"tensor": 2}, {"tensor": 2, "expert_parallel": True}, True, True),
     ],
     ids=[
-        *("TP1 to TP1 with CUDA graphs", "TP2 to TP1x2", "TP1x2 to TP2", "PP2 to TP1x2"),
-        *("experts with CUDA graphs", "EP2 to TP2", "TP2 to TP2 with whole experts"),
+        *("TP1 to TP1 with CUDA graphs", "TP2 to TP1x2", "TP2 to TP1x2 by messages", "TP1x2 to TP2", "PP2 to TP1x2"),
+        *("experts with CUDA graphs", "EP2 to TP2", "EP2 to TP2 by messages", "TP2 to TP2 with whole experts"),
     ],
 )
 def test_vllm_follows_the_trainer(
-    family: str, layout: dict[str, int], rollout_layout: dict[str, Any], eager: bool, tmp_path: Path
+    family: str, layout: dict[str, int], rollout_layout: dict[str, Any], eager: bool, peer_memory: bool, tmp_path: Path
 ) -> None:
     world = Layout(**layout).size
     alone = torch.cuda.device_count() >= world
@@ -54,11 +56,14 @@ def test_vllm_follows_the_trainer(
             "exported": str(tmp_path),
             "dtype": "bfloat16",
             "staging_bytes": 65536,
+            "peer_memory": peer_memory,
             # vLLM watches the GPU's memory while it goes to sleep, and takes what another rank gets there for its own.
             "rollout": {"kv_cache_gb": 1.0, "enforce_eager": eager, "sleep": alone},
         },
         timeout=240,
     )
+    received = any(rank[0]["bytes_received"] for rank in ranks)
+    assert {rank[0]["reads"] for rank in ranks} == {peer_memory and received}
     for number in range(UPDATES):
         model = load_model(tmp_path / f"update-{number}")
         for rank in ranks:

@@ -74,7 +74,7 @@ def _compare(
         "before": before,
         "after": after,
         "gpu_freed": freed,
-        "pieces": sum(len(streamed._pieces) for streamed in leaves._streamed),
+        "pieces": sum(len(streamed._pieces) for streamed in leaves._memory._streamed),
         "equal": sorted(equal),
         "all": sorted(expected),
     }

@@ -21,6 +21,7 @@ from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
+from rlhf_megatron.regather.peer_memory import map_peers  # noqa: E402
 from rlhf_megatron.regather.plan import plan_regather  # noqa: E402
 from rlhf_megatron.regather.sides import rollout_side  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
@@ -41,10 +42,11 @@ def learn_and_answer(
     staging_bytes: int = 4096,
     direct_bytes: int = 2048,
     rollout: dict[str, Any] | None = None,
+    peer_memory: bool = False,
 ) -> list[dict[str, Any]]:
     """For each update: vLLM's greedy and sampled answers, the trainer's logprobs of the latter, and an export.
 
-    Staging is small, so that weights travel in many rounds, and some of them directly.
+    Staging is small, so that weights travel in many rounds, and some of them directly; or they are read.
     """
     architecture, world, rank = read_architecture(model), dist.get_world_size(), dist.get_rank()
     role = Role(
@@ -66,8 +68,9 @@ def learn_and_answer(
     wanted = rollout_side(architecture, section.layout.tensor, world, section.layout.expert_parallel)
     plan = plan_regather(role.side(), wanted, rank)
     weights_dtype = next(iter(engine.parameters().values())).dtype
+    peers = map_peers(plan, role.parameters()) if peer_memory else None
     regather = Regather(
-        plan, weights_dtype, role.device, None, staging_bytes, direct_bytes, source_dtype=getattr(torch, dtype)
+        plan, weights_dtype, role.device, None, staging_bytes, direct_bytes, getattr(torch, dtype), peers
     )
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
@@ -97,6 +100,7 @@ def learn_and_answer(
                 "trainer_logprobs": own.logprobs[own.logprobs != 0].tolist(),
                 "versions": sorted({completion.weight_version for completion in greedy}),
                 "bytes_received": regather.bytes_received,
+                "reads": peers is not None,
             }
         )
     return results

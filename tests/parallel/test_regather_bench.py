@@ -39,7 +39,7 @@ def test_all_pairs_are_measured_and_drawn(model: str, pairs: list[str], tmp_path
 
 def test_what_misses_its_target_is_named() -> None:
     good = {
-        "model": "7B", "layouts": "TP2 -> TP1 x 2", "equal": False, "bytes_received": 8 << 30,
+        "model": "7B", "gpus": 2, "layouts": "TP2 -> TP1 x 2", "equal": False, "bytes_received": 8 << 30,
         "rollout_bytes": 16 << 30,
         "times_the_floor": 1.2, "times_faster": 11.0, "extra_mb": 300.0,
     }  # fmt: skip
@@ -48,6 +48,8 @@ def test_what_misses_its_target_is_named() -> None:
     bad = {"times_the_floor": 1.4, "times_faster": 8.0, "extra_mb": 500.0}
     assert len(misses([good | bad])) == 3
     assert misses([good | {"equal": True}]) == [
-        "7B TP2 -> TP1 x 2: 8589934592 bytes cross a link between equal layouts"
+        "7B on 2 TP2 -> TP1 x 2: 8589934592 bytes cross a link between equal layouts"
     ]
-    assert misses([{"model": "32B", "failed": "the ranks ended with 1"}]) == ["32B: the ranks ended with 1"]
+    assert misses([{"model": "32B", "gpus": 2, "failed": "the ranks ended with 1"}]) == [
+        "32B on 2: the ranks ended with 1"
+    ]

@@ -7,6 +7,7 @@ import io
 import os
 import resource
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.ranks import run_ranks, write_result
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.peer_memory import PeerMemory
 from rlhf_megatron.regather.plan import RankPlan, Side, plan_regather
 from rlhf_megatron.regather.sides import rollout_side, trainer_side
 from rlhf_megatron.regather.transport import Pending, PointToPoint
@@ -130,6 +132,51 @@ def test_weights_that_change_two_hundred_times() -> None:
         made = {name for name in result["operations"] if not name.startswith("c10d.")}
         assert made == {"aten._foreach_copy_.default"}
         assert "model.embed_tokens.weight arrived wrong (tensors: 1, first seen on rank 1)" in result["damage"]
+
+
+def read_from(folder: str) -> dict[str, Any]:
+    """Both ranks read from each other in memory that they share, as GPUs of one host do; then one's weights move."""
+    a, rank = architecture(tied=False), dist.get_rank()
+    sources, wanted = sides(a)
+    plan = plan_regather(sources, wanted, rank)
+    held = in_files(folder, rank, shards(sources.blocks(rank), checkpoint(a)))
+    dist.barrier()
+    other = in_files(folder, 1 - rank, shards(sources.blocks(1 - rank), checkpoint(a)))
+    own = {name: tensor.data_ptr() for name, tensor in held.items()}
+    peers = PeerMemory(frozenset(range(2)), {1 - rank: other}, own, torch.zeros(1), lambda: None)
+    regather = Regather(plan, torch.float32, "cpu", peers=peers)
+    targets = {name: torch.full_like(v, torch.nan) for name, v in shards(wanted.blocks(rank), checkpoint(a)).items()}
+    wrong = 0
+    for number in range(20):
+        tensors = checkpoint(a, seed=number)
+        for name, value in shards(sources.blocks(rank), tensors).items():
+            held[name].copy_(value)
+        regather.run(held, targets)
+        expected = shards(wanted.blocks(rank), tensors)
+        wrong += sum(not torch.equal(targets[name], value) for name, value in expected.items())
+    regather.verify(held, targets)
+    moved = next(iter(own))
+    held[moved] = held[moved].clone()
+    try:
+        regather.run(held, targets)
+        said = "no error"
+    except RegatherError as error:
+        said = str(error)
+    return {"wrong": wrong, "staging": regather.staging_bytes, "moved": moved, "said": said}
+
+
+def in_files(folder: str, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of these shapes in files that all ranks map."""
+    return {
+        name: torch.from_file(f"{folder}/{rank}-{name}", shared=True, size=value.numel()).view(value.shape)
+        for name, value in tensors.items()
+    }
+
+
+def test_weights_read_from_the_memory_of_another_rank(tmp_path: Path) -> None:
+    for result in run_ranks(read_from, 2, {"folder": str(tmp_path)}):
+        assert result["wrong"] == 0 and result["staging"] == 0
+        assert result["said"] == f"regathering: {result['moved']} has moved, and other ranks read it where it was"
 
 
 def different_plans() -> str:

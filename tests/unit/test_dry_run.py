@@ -215,11 +215,12 @@ def test_memory_by_hand() -> None:
     assert result.phases["generate"] > 80
 
 
-def test_memory_as_it_was_measured() -> None:
-    """Of forward and backward of 7B on an H200, within a tenth. No step was taken: Adam had master weights alone."""
-    measured = json.loads((ROOT / "docs" / "results" / "train_step.json").read_text())
+@pytest.mark.parametrize(("name", "model"), [("train_step", "qwen2.5-7b"), ("train_step_small", "qwen2.5-0.5b")])
+def test_memory_as_it_was_measured(name: str, model: str) -> None:
+    """Of forward and backward on an H200, within a tenth. No step was taken: Adam had master weights alone."""
+    measured = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
     overrides = ("actor.layout.tensor=1", "actor.tokens_per_gpu=4096", "rollout.max_response_length=1024")
-    [actor] = estimate(recipe_of("qwen7b_grpo", *overrides), shape("qwen2.5-7b"), 1).roles["actor"]
+    [actor] = estimate(recipe_of("qwen7b_grpo", *overrides), shape(model), 1).roles["actor"]
     expected = actor.weights + actor.gradients + actor.optimizer / 3 + actor.activations + actor.logits
     assert measured["parameters"] == actor.parameters
     assert expected * GB / 1e9 == pytest.approx(measured["role"]["peak_memory_gb"], rel=0.1)

@@ -316,7 +316,6 @@ REFERENCE = "reference.tokens_per_gpu=100"
     ("key", "overrides"),
     [
         ("rollout.ranks", ["rollout.ranks=node0:0-3"]),
-        ("rollout.async_scheduling", ["rollout.async_scheduling=true"]),
         ("model.dtype", ["model.dtype=float16"]),
         (
             "algorithm.loss_aggregation",

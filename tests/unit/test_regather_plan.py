@@ -17,6 +17,7 @@ from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block, tensor_shapes, whole_blocks
 from rlhf_megatron.recipe.load import load_recipe
+from rlhf_megatron.regather.peer_memory import spread_over_sources
 from rlhf_megatron.regather.plan import (
     PlanError,
     RankPlan,
@@ -192,6 +193,24 @@ def test_rounds_bound_what_moves_at_once_and_lose_nothing() -> None:
             for piece in split_copy(copy, 100):
                 window(moved, piece.destination_offset, piece.region).add_(1)
     assert moved.sum() == (moved == 1).sum() == sum(c.elements for c in of_pair if c.tensor.startswith("model.embed"))
+
+
+def test_reads_ask_all_sources_at_a_time() -> None:
+    """A replica's rank reads a stage's layers from the ranks of that stage, and not first all of one stage."""
+    a = MODELS["untied"]
+    sources, wanted = trainer_side(a, Layout(2, 2), range(4)), rollout_side(a, 1, 4)
+    receives = plan_regather(sources, wanted, 0).receives
+    spread = spread_over_sources(receives)
+    assert sorted(spread) == sorted(receives)
+    totals: dict[int, int] = defaultdict(int)
+    for copy in receives:
+        totals[copy.source] += copy.elements
+    largest = max(copy.elements for copy in receives)
+    done = dict.fromkeys(totals, 0)
+    for copy in spread:
+        done[copy.source] += copy.elements
+        shares = [done[source] / totals[source] for source in totals]
+        assert max(shares) - min(shares) <= 2 * largest / min(totals.values())
 
 
 def test_a_dry_run_tells_bytes_and_seconds() -> None:

@@ -1,12 +1,13 @@
 """How long a regathering takes, beside what the links and the memory allow and beside gathering whole tensors.
 
-    python tools/bench/regather.py [--gpus 2] [--output docs/results/regather.json] [--plot docs/results/regather.png]
+    python tools/bench/regather.py [--gpus 1 2 4] [--output docs/results/regather.json] [--plot FILE.png]
 
 Shapes of real models with random weights, plain tensors for shards on both ends, and for each pair of layouts in one
 run: this package's regathering; the floor, which is the bytes that a rank lacks over the measured bandwidth of a link,
 or the bytes that it moves within itself over that of a copy, whichever takes longer; and the usual way
 (``whole_tensors.py``). Both must leave the same bits. The ranks of each model (``regather_measure.py``) are processes
-of their own, and what was measured is written after each pair, so that one failure costs no more than its model.
+of their own, and what was measured is written after each pair, so that one failure costs no more than its model. Rows
+of other models and numbers of GPUs in the output stay there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from launching import run_on_ranks
 from regather_measure import SHAPES, append
-from reports import exit_status, missed_by, write_report
+from reports import exit_status, missed_by, model_and_gpus, write_report
 
 SECONDS_FOR_ONE_MODEL = 75.0
 HELD_TO_TARGETS = ("7B", "32B", "30B-A3B")
@@ -30,24 +31,33 @@ HELD_TO_TARGETS = ("7B", "32B", "30B-A3B")
 def main() -> int:
     """Starts the ranks of each model, one after the other; returns 1 where a target is missed or a model failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="ranks; default: %(default)s")
+    ranks = [torch.cuda.device_count() or 2]
+    parser.add_argument("--gpus", type=int, nargs="+", default=ranks, help="numbers of ranks; default: %(default)s")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), help="default: all, on a CPU the toys")
     parser.add_argument("--output", type=Path, default=Path("docs/results/regather.json"), help="default: %(default)s")
     parser.add_argument("--plot", type=Path, help="default: the output's name, as .png")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     models = options.models or [name for name in SHAPES if name.startswith("toy") != on_gpu]
-    write_report(options.output, {"ranks": options.gpus, "rows": []})
+    measured = [(model, gpus) for gpus in options.gpus for model in models]
+    rows = rows_of(options.output)
+    write_report(options.output, {"rows": [row for row in rows if (row["model"], row["gpus"]) not in measured]})
     script = Path(__file__).with_name("regather_measure.py")
-    for model in models:
+    for model, gpus in measured:
         arguments = [model, str(options.output)]
-        failed = run_on_ranks(options.gpus, script, arguments, SECONDS_FOR_ONE_MODEL)
+        failed = run_on_ranks(gpus, script, arguments, SECONDS_FOR_ONE_MODEL)
         if failed:
-            append(options.output, {"model": model, "failed": failed})
-    rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-    status = exit_status(misses(rows))
+            append(options.output, {"model": model, "gpus": gpus, "failed": failed})
+    rows = rows_of(options.output)
+    status = exit_status(misses([row for row in rows if (row["model"], row["gpus"]) in measured]))
     draw([row for row in rows if "failed" not in row], options.plot or options.output.with_suffix(".png"))
     return status
+
+
+def rows_of(report: Path) -> list[dict[str, Any]]:
+    """What has been measured so far."""
+    rows: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["rows"] if report.exists() else []
+    return rows
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -65,7 +75,7 @@ def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["extra_mb"] > 256 + row["rollout_bytes"] / 2**20 / 100:
             yield f"{row['extra_mb']:.0f} MB on top, above 256 MB + 1%"
 
-    return missed_by(rows, lambda row: f"{row['model']} {row.get('layouts', '')}".strip(), texts)
+    return missed_by(rows, lambda row: f"{model_and_gpus(row)} {row.get('layouts', '')}".strip(), texts)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -81,13 +91,13 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         seconds = [row[f"{kind}_seconds"] * 1000 for row in rows]
         places = [place + 0.27 * (number - 1) for place in range(len(rows))]
         axes.barh(places, seconds, height=0.25, color=colour, label=kind.replace("_", " "))
-    axes.set_yticks(range(len(rows)), [f"{row['model']}  {row['layouts']}" for row in rows])
+    axes.set_yticks(range(len(rows)), [f"{row['model']}, {row['gpus']} GPUs:  {row['layouts']}" for row in rows])
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("ms")
-    axes.legend(loc="lower right")
+    figure.legend(loc="upper right", ncols=len(kinds), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
     figure.savefig(path, dpi=150)
 
 

@@ -25,6 +25,7 @@ from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block
 from rlhf_megatron.recipe.errors import RecipeError
 from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.peer_memory import map_peers
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.sides import parameter_shapes, rollout_side, trainer_side
 from rlhf_megatron.topology.layout import Layout
@@ -118,7 +119,7 @@ def measure(model: str, output: str | None = None) -> list[dict[str, Any]]:
     link, copy = link_bandwidth(device), copy_bandwidth(device)
     rows = []
     for case in cases(dist.get_world_size(), architecture.experts is not None):
-        row: dict[str, Any] = {"model": model, "layouts": case.name}
+        row: dict[str, Any] = {"model": model, "gpus": dist.get_world_size(), "layouts": case.name}
         try:
             architecture.check_layout(case.layout)
             architecture.check_layout(Layout(case.tensor))
@@ -178,7 +179,8 @@ def measure_regather(
 ) -> dict[str, float]:
     """This package's way, checked; and its copies within the rank alone, done by torch."""
     before = _allocated(device)
-    regather = Regather(plan, DTYPE, device)
+    peers = map_peers(plan, held)
+    regather = Regather(plan, DTYPE, device, peers=peers)
     places = [tensor.data_ptr() for tensor in targets.values()]
     seconds = timed(lambda: regather.run(held, targets), device, REPEATS)
     extra = _highest(device) - before
@@ -190,8 +192,14 @@ def measure_regather(
     origins = [window(held[c.source_parameter], c.source_offset, c.region) for c in plan.local]
     ends = [window(targets[c.destination_parameter], c.destination_offset, c.region) for c in plan.local]
     by_torch = timed(lambda: copy_rectangles_reference(ends, origins), device, REPEATS)
+    by_messages = seconds
+    if peers:
+        peers.close()
+        sending = Regather(plan, DTYPE, device)
+        by_messages = timed(lambda: sending.run(held, targets), device, REPEATS)
     return {
         "regather_seconds": seconds,
+        "by_messages_seconds": by_messages,
         "asking_seconds": asked,
         "extra_mb": extra / 2**20,
         "local_copies_by_torch_seconds": by_torch,
@@ -224,7 +232,7 @@ def digest(tensor: Tensor) -> int:
     return int((rows * weights[0]).sum() * 1_000_003 + (columns * weights[1]).sum())
 
 
-def timed(action: Callable[[], None], device: torch.device, repeats: int) -> float:
+def timed(action: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median of ``repeats`` calls after one that does not count, each as long as the slowest rank's; seconds."""
     action()
     found = []
@@ -259,7 +267,7 @@ def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second of a plain copy within a rank (each is read once and written once)."""
     size = PROBE_BYTES[device.type]
     one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return size / timed(lambda: torch._foreach_copy_([other], [one]), device, REPEATS)
+    return size / timed(lambda: other.copy_(one), device, REPEATS)
 
 
 def _largest(value: float) -> float:

@@ -4,7 +4,8 @@
 
 MODEL needs only a config.json: the weights are random. A learning role and an engine of the same tensor parallelism,
 once with views and once with copies, each in processes of their own with the same requests; both must generate the same
-tokens, before and after the weights were changed. FOLDER gets shared.json, copied.json, and comparison.json.
+tokens, before and after the weights were changed. Then the time from the sleeping engine to its first token with new
+weights, part by part. FOLDER gets shared.json, copied.json, comparison.json, and timeline.png.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.rollout.vllm_engine import VllmEngine
 
 WAYS = ("shared", "copied")
+TO_FIRST_TOKEN = ("wake weights", "regather", "wake cache", "first token")
 LEAST_SPEED = 0.99  # of that with copies, on GPUs
 
 
@@ -60,6 +63,7 @@ def main() -> int:
     found = compared(shared, copied)
     (options.output / "comparison.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
+    draw({way: result["to_first_token"] for way, result in zip(WAYS, (shared, copied), strict=True)}, options.output)
     is_slow = torch.cuda.is_available() and found["speed_of_shared"] < LEAST_SPEED
     return int(not found["same_tokens"] or is_slow)
 
@@ -75,7 +79,32 @@ def compared(shared: dict[str, Any], copied: dict[str, Any]) -> dict[str, Any]:
             key: [shared[key], copied[key]]
             for key in ("tokens_per_second", "engine_gb", "regather_seconds", "bytes_copied", "bytes_received")
         },
+        "to_first_token": [shared["to_first_token"], copied["to_first_token"]],
     }
+
+
+def draw(parts_of: Mapping[str, Mapping[str, float]], folder: Path) -> None:
+    """timeline.png: a bar for each way, its parts one after the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 2.2))
+    colours = dict(zip(TO_FIRST_TOKEN, ("#94a3b8", "#ec4899", "#64748b", "#2563eb"), strict=True))
+    for place, parts in enumerate(parts_of.values()):
+        left = 0.0
+        for part, seconds in parts.items():
+            label = part if place == 0 else None
+            axes.barh(place, seconds * 1000, left=left, height=0.6, color=colours[part], label=label)
+            left += seconds * 1000
+    axes.set_yticks(range(len(parts_of)), list(parts_of))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms from the sleeping engine to its first token with new weights")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="upper center", ncols=len(colours), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
+    figure.savefig(folder / "timeline.png", dpi=150)
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -131,11 +160,15 @@ def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache
         if repeat == repeats:  # the last is with other weights
             for name, parameter in role.parameters().items():
                 parameter.mul_(-0.5 if "linear_fc2" in name or "linear_proj" in name else 1.0)
-        seconds.append(refreshed(role, engine, regather, repeat))
+        seconds.append(refreshed(role, engine, regather, repeat)["regather"])
         began = time.perf_counter()
         digests.append(tokens_digest(engine, role.architecture.vocabulary, rows, length))
         speeds.append(rows * length / (time.perf_counter() - began))
     regather.verify(role.parameters(), engine.parameters())
+    timelines = [
+        refreshed(role, engine, regather, 1 + repeats + number) | first_token(engine, role.architecture.vocabulary)
+        for number in range(repeats)
+    ]
     return result | {
         "tokens_per_second": median(speeds[1:]),
         "spread": [min(speeds[1:]), max(speeds[1:])],
@@ -143,21 +176,40 @@ def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache
         "bytes_copied": regather.bytes_copied,
         "bytes_received": regather.bytes_received,
         "tokens_digests": digests[-2:],
+        "to_first_token": {part: median(parts[part] for parts in timelines) for part in TO_FIRST_TOKEN},
     }
 
 
-def refreshed(role: Role, engine: VllmEngine, regather: Any, version: int) -> float:
-    """Seconds of a regathering between sleep and wake."""
+def refreshed(role: Role, engine: VllmEngine, regather: Any, version: int) -> dict[str, float]:
+    """Seconds of each part of a regathering, from a sleeping engine to one that may generate."""
+
+    def wake_cache() -> None:
+        engine.wake_kv_cache()
+        engine.weights_updated(version)
+
     engine.sleep()
-    engine.wake_weights()
     wait_for_device()
+    return {
+        "wake weights": seconds_of(engine.wake_weights),
+        "regather": seconds_of(lambda: regather.run(role.parameters(), engine.parameters())),
+        "wake cache": seconds_of(wake_cache),
+    }
+
+
+def first_token(engine: VllmEngine, vocabulary: int) -> dict[str, float]:
+    """Seconds until one prompt of 16 tokens has its first token."""
+    from rlhf_megatron.rollout.engine import Request, Sampling
+
+    request = Request(0, [place % (vocabulary - 2) + 2 for place in range(16)], seed=1)
+    return {"first token": seconds_of(lambda: engine.generate([request], Sampling(1.0, 1.0, -1, 1, ())))}
+
+
+def seconds_of(action: Callable[[], Any]) -> float:
+    """How long an action takes, with what it asks of the GPU."""
     began = time.perf_counter()
-    regather.run(role.parameters(), engine.parameters())
+    action()
     wait_for_device()
-    seconds = time.perf_counter() - began
-    engine.wake_kv_cache()
-    engine.weights_updated(version)
-    return seconds
+    return time.perf_counter() - began
 
 
 def tokens_digest(engine: VllmEngine, vocabulary: int, rows: int, length: int) -> str:

@@ -1,0 +1,181 @@
+"""The parameters of the node's other GPUs as tensors of this process: read where they are, over NVLink, by one kernel.
+
+Messages need buffers, and wait for each other; a read needs neither. CUDA's interprocess handles stand for whole
+allocations, so each is opened once, and parameters are places in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.regather.plan import Copy, RankPlan, split_copy
+from rlhf_megatron.topology.clocks import host_identity
+from rlhf_megatron.topology.exchange import gather_objects, max_over_ranks
+
+# Pieces in which ranks take turns as sources. One piece takes some 20 microseconds of a link.
+_PIECE_ELEMENTS = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class _Offer:
+    """What a rank lets others of its host read: handles of allocations, and where in them its parameters are."""
+
+    handles: list[bytes]
+    places: dict[str, tuple[int, int, tuple[int, ...], str]]  # handle, offset in bytes, shape, type
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerMemory:
+    """Parameters of other ranks that this one can read, as long as they stay where they are.
+
+    Attributes:
+        near: the ranks of this host, which read from each other and send each other nothing.
+        parameters: for each rank that this one reads from, by name.
+        own: where the parameters are that this rank lets others read.
+    """
+
+    near: frozenset[int]
+    parameters: Mapping[int, Mapping[str, Tensor]]
+    own: Mapping[str, int]
+    _signal: Tensor
+    _close: Callable[[], None]
+
+    def meet(self) -> None:
+        """What is asked of this rank's GPU from now on begins when all ranks have come here; collective."""
+        dist.all_reduce(self._signal)
+
+    def close(self) -> None:
+        """Gives the mappings back, before their owners free the memory."""
+        self._close()
+
+
+def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | None:
+    """Maps what ``plan`` receives from ranks of the same host; collective over the world.
+
+    ``sources`` are this rank's parameters, which must not move from here on. None, on all ranks alike, where there are
+    no GPUs, where nothing would be read, or where one rank cannot map another's memory: GPUs without a link, memory of
+    torch's expandable segments, ranks in containers that may not see each other.
+    """
+    hosts = gather_objects(host_identity() if torch.cuda.is_available() else None)
+    here = hosts[dist.get_rank()]
+    near = frozenset(rank for rank, host in enumerate(hosts) if host == here and host is not None)
+    receives = sum(copy.source in near for copy in plan.receives)
+    if not max_over_ranks([receives])[0]:
+        return None
+    wanted = sorted({copy.source_parameter for copy in plan.sends if copy.destination in near})
+    offers = gather_objects(_offer({name: sources[name] for name in wanted}))
+    opened: list[Any] = []
+    parameters = {} if None in offers else _open(offers, {copy.source for copy in plan.receives} & near, opened)
+    if max_over_ranks([float(parameters is None or None in offers)])[0]:
+        _close_all(opened)
+        return None
+    assert parameters is not None
+    own = {name: sources[name].data_ptr() for name in wanted}
+    signal = torch.zeros(1, device="cuda")
+    return PeerMemory(near, parameters, own, signal, lambda: _close_all(opened))
+
+
+def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
+    """How what ``plan`` receives reaches this rank, for the person who watches."""
+    received = plan.bytes_received(dtype.itemsize)
+    sent = plan.without(peers.near).bytes_received(dtype.itemsize) if peers else received
+    ways = [(received - sent, "read from other GPUs of this host"), (sent, "sent by other ranks")]
+    return " and ".join(f"{size / 1e9:.3g} GB {way}" for size, way in ways if size) + ", on rank 0"
+
+
+def spread_over_sources(copies: Sequence[Copy]) -> list[Copy]:
+    """``copies`` in small pieces, in an order in which every source is asked evenly from the first to the last.
+
+    In the order of the parameters all ranks would read from the same one at a time.
+    """
+    of_source: dict[int, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        of_source[copy.source] += split_copy(copy, _PIECE_ELEMENTS)
+    placed: list[tuple[float, int, Copy]] = []
+    for source, pieces in of_source.items():
+        ends = list(itertools.accumulate(piece.elements for piece in pieces))
+        placed += [
+            ((end - piece.elements / 2) / ends[-1], source, piece) for piece, end in zip(pieces, ends, strict=True)
+        ]
+    return [piece for _, _, piece in sorted(placed, key=lambda each: each[:2])]
+
+
+def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:
+    """Handles of the allocations that hold ``parameters``; None where CUDA has none for them."""
+    handles: dict[int, tuple[int, bytes]] = {}  # the allocation's address -> its number and its handle
+    places = {}
+    for name, parameter in parameters.items():
+        try:
+            base, _ = _driver("cuMemGetAddressRange", parameter.data_ptr())
+            if int(base) not in handles:
+                handles[int(base)] = len(handles), _driver("cuIpcGetMemHandle", base).reserved
+        except (OSError, ImportError):
+            return None
+        offset, kind = parameter.data_ptr() - int(base), str(parameter.dtype).removeprefix("torch.")
+        places[name] = handles[int(base)][0], offset, tuple(parameter.shape), kind
+    return _Offer([handle for _, handle in handles.values()], places)
+
+
+def _open(offers: Sequence[_Offer | None], ranks: set[int], opened: list[Any]) -> dict[int, dict[str, Tensor]] | None:
+    """The parameters that ``ranks`` offer, None where one cannot be mapped; ``opened`` gets what is to be closed."""
+    from cuda.bindings import driver
+
+    found: dict[int, dict[str, Tensor]] = {}
+    for rank in sorted(ranks):
+        offer = offers[rank]
+        assert offer is not None
+        bases = []
+        for reserved in offer.handles:
+            handle = driver.CUipcMemHandle()
+            handle.reserved = reserved
+            try:
+                base = _driver(
+                    "cuIpcOpenMemHandle", handle, int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+                )
+            except OSError:
+                return None
+            opened.append(base)
+            bases.append(int(base))
+        found[rank] = {
+            name: _tensor_at(bases[number] + offset, shape, getattr(torch, kind))
+            for name, (number, offset, shape, kind) in offer.places.items()
+        }
+    return found
+
+
+def _close_all(opened: list[Any]) -> None:
+    torch.cuda.synchronize()  # nothing reads there any more
+    while opened:
+        _driver("cuIpcCloseMemHandle", opened.pop())
+
+
+def _driver(name: str, *arguments: Any) -> Any:
+    """What a function of CUDA's driver returns; OSError where it fails."""
+    from cuda.bindings import driver
+
+    error, *values = getattr(driver, name)(*arguments)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise OSError(f"{name}: {error.name}")
+    return values[0] if len(values) == 1 else values
+
+
+class _Bytes:
+    """Memory of a GPU, as torch takes it."""
+
+    def __init__(self, address: int, length: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (length,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    length = torch.Size(shape).numel() * dtype.itemsize
+    return torch.as_tensor(_Bytes(address, length)).view(dtype).view(shape)
