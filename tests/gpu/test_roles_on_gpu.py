@@ -16,6 +16,7 @@ from hugging_face import load_model, make_model, random_rows, row_logprobs, trai
 from parallel.layout_ranks import KINDS, learn_with_memory_away
 from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
+from parallel.test_memory import check_cycles
 from parallel.test_parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, TRANSFORMERS, VOCABULARY, Case, case
 from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
@@ -166,3 +167,7 @@ def test_memory_leaves_the_gpu_and_nothing_changes(dtype: str, tmp_path: Path) -
         assert result["same_results"] and result["equal"] == result["all"]
         assert all(after == dict.fromkeys(KINDS, 0) for after in result["after"])
         assert result["gpu_freed"] >= result["before"]["parameters"] + result["before"]["gradients"]
+
+
+def test_fifty_cycles_leak_nothing(tmp_path: Path) -> None:
+    check_cycles(tmp_path, world=1, dtype="bfloat16")

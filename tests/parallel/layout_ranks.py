@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -78,6 +79,31 @@ def _compare(
         "equal": sorted(equal),
         "all": sorted(expected),
     }
+
+
+def memory_over_cycles(
+    model: str, rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any], dtype: str, cycles: int
+) -> dict[str, list[int]]:
+    """Bytes of this process, and those that torch has of its GPU, as each of many cycles of offloading ends."""
+    architecture = read_architecture(model)
+    offload = dict.fromkeys(KINDS, True) | {"streamed_optimizer": 0.5}
+    role = Role(
+        "actor", architecture, Layout(data=dist.get_world_size()), range(dist.get_world_size()),
+        RoleSection(**section, offload=offload), dtype=dtype, seed=1, optimizer=OptimizerSection(**optimizer),
+    )  # fmt: skip
+    with CheckpointFiles(model, architecture) as files:
+        role.load(files)
+    batch = batch_from_rows(*rows)
+    weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
+    found: dict[str, list[int]] = {"host": [], "device": []}
+    for _ in range(cycles):
+        role.logprobs(batch)
+        role.offload()
+        role.update(batch, {"weights": weights}, negative_log_likelihood)
+        role.offload()
+        found["host"].append(psutil.Process().memory_full_info().uss)
+        found["device"].append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+    return found
 
 
 def learn_placed(
