@@ -66,6 +66,7 @@ setup(
         "convert": ["gguf>=0.19"],
         # Only tools/bench/peer.py; it knows vLLM 0.22 to 0.31.
         "peer": ["trl==1.16.0"],
+        "resiliency": ["nvidia-resiliency-ext>=0.4.1"],
         "tasks": ["reasoning-gym==0.1.25"],
         "trackers": ["mlflow>=3.17", "tensorboard>=2.21", "wandb>=0.31"],
         "dev": [

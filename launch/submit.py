@@ -116,6 +116,8 @@ def job_script(path: str, recipe: Recipe, tasks: Sequence[Task], is_array: bool)
             str(LAUNCH / "slurm" / "node.sh"),
             str(recipe.cluster.gpus_per_node),
             str(recipe.retry.max_retries),
+            recipe.retry.launcher,
+            f"{recipe.retry.hang_seconds:g}",
         ],
         program=[slurm.network or "", slurm.setup_script or "", python_of(recipe), str(LAUNCH / "train.py")],
         requeue=slurm.requeue,

@@ -96,19 +96,25 @@ class Nursery:
         """Starts a Python command; ``files`` are its stdin, stdout and stderr."""
         request = [list(command), str(folder), dict(environment), new_session]
         socket.send_fds(self._connection, [json.dumps(request).encode()], list(files))
-        while True:
-            self._connection.settimeout(None)
-            pid, status = json.loads(self._connection.recv(MESSAGE_BYTES))
-            if status is None:
-                return Nursling(self, pid)
-            self._ended[pid] = status
+        self._connection.settimeout(None)
+        while (pid := self._hear()) is None:
+            pass
+        return Nursling(self, pid)
 
     def status(self, pid: int) -> int | None:
         """The exit status of a process, or None while it runs."""
         while select.select([self._connection], [], [], 0)[0]:
-            ended, status = json.loads(self._connection.recv(MESSAGE_BYTES))
-            self._ended[ended] = status
+            self._hear()
         return self._ended.get(pid)
+
+    def _hear(self) -> int | None:
+        """Takes one message; returns the identifier of a process that has been started."""
+        pid, status = json.loads(self._connection.recv(MESSAGE_BYTES))
+        if status is None:
+            return int(pid)
+        self._ended[pid] = status
+        self._connection.send(json.dumps(pid).encode())
+        return None
 
 
 @functools.cache
@@ -124,7 +130,11 @@ def cpu_environment() -> dict[str, str]:
 
 
 def serve(connection: socket.socket) -> list[Any] | None:
-    """Forks for each request, and tells of each fork that ends. In a fork it returns the request; None at the end."""
+    """Forks for each request, and tells of each fork that ends. In a fork it returns the request; None at the end.
+
+    A fork that has ended keeps its identifier until the one who asked for it knows, as with subprocess.Popen: what it
+    thinks is running can be sent a signal.
+    """
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -135,14 +145,19 @@ def serve(connection: socket.socket) -> list[Any] | None:
         if wake in ready:
             os.read(wake, MESSAGE_BYTES)
             for pid in list(children):
-                ended, status = os.waitpid(pid, os.WNOHANG)
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if ended:
                     children.discard(pid)
-                    connection.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+                    status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                    connection.send(json.dumps([pid, status]).encode())
         if connection in ready:
             message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
             if not message:
                 return None
+            request = json.loads(message)
+            if isinstance(request, int):
+                os.waitpid(request, 0)
+                continue
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -153,7 +168,7 @@ def serve(connection: socket.socket) -> list[Any] | None:
                 for number, file in enumerate(files):
                     os.dup2(file, number)
                     os.close(file)
-                return list(json.loads(message))
+                return list(request)
             children.add(pid)
             for file in files:
                 os.close(file)

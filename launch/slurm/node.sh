@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # One node of a job: starts torchrun on it. Called by srun, once per node, from the script of launch/submit.py.
-#   node.sh RANKS RESTARTS HOST:PORT NETWORK SETUP_SCRIPT PYTHON SCRIPT [ARGUMENTS...]
-# NETWORK and SETUP_SCRIPT may be empty.
+#   node.sh RANKS RESTARTS LAUNCHER HANG_SECONDS HOST:PORT NETWORK SETUP_SCRIPT PYTHON SCRIPT [ARGUMENTS...]
+# LAUNCHER is torchrun or ft_launcher; NETWORK and SETUP_SCRIPT may be empty.
 set -euo pipefail
-ranks=$1 restarts=$2 rendezvous=$3 network=$4 setup=$5 python=$6
-shift 6
+ranks=$1 restarts=$2 launcher=$3 hang_seconds=$4 rendezvous=$5 network=$6 setup=$7 python=$8
+shift 8
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 # Slurm's warnings reach every process of the node. The ranks act on them; torchrun, which would end its ranks half a
@@ -27,9 +27,16 @@ cache=${TMPDIR:-/tmp}/rlhf_megatron-$(id -u)-$SLURM_JOB_ID-$SLURM_NODEID
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
 mkdir -p "$cache"
 
+if [[ $launcher == ft_launcher ]]; then
+    # It passes a SIGTERM on to the ranks, and gives them half an hour to end.
+    command=(-m nvidia_resiliency_ext.fault_tolerance.launcher)
+    command+=(--ft-initial-rank-heartbeat-timeout "$hang_seconds" --ft-rank-heartbeat-timeout "$hang_seconds")
+else
+    command=("$here/../torchrun.py" --signals-to-handle SIGINT,SIGHUP,SIGQUIT)
+fi
+
 status=0
-"$python" -P "$here/../torchrun.py" --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks" \
-    --rdzv-backend c10d --rdzv-endpoint "$rendezvous" --rdzv-id "$SLURM_JOB_ID" \
-    --max-restarts "$restarts" --signals-to-handle SIGINT,SIGHUP,SIGQUIT "$@" || status=$?
+"$python" -P "${command[@]}" --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks" --rdzv-backend c10d \
+    --rdzv-endpoint "$rendezvous" --rdzv-id "$SLURM_JOB_ID" --max-restarts "$restarts" "$@" || status=$?
 rm -rf "$cache"
 exit "$status"

@@ -25,6 +25,9 @@ class RetrySection(Section):
 
     max_retries: int = Field(default=3, ge=0)
     """How often launch/submit.py has torchrun start the processes of a job again (its --max-restarts)."""
+    launcher: Literal["torchrun", "ft_launcher"] = "torchrun"
+    """What launch/submit.py starts a job's processes with. ft_launcher is nvidia-resiliency-ext's, to be installed: a
+    monitor beside each rank kills one that stands still for hang_seconds."""
     max_repeats: int = Field(default=3, gt=0)
     """A run that has failed so often in a row after the same step is not started again, by torchrun or by Slurm."""
     hang_seconds: float = Field(default=1800.0, ge=0)

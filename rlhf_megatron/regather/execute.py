@@ -99,8 +99,9 @@ class Regather:
             self._read()
             self._exchange()
         except RuntimeError as error:
-            peers = sorted({peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers})
-            raise RegatherError(f"regathering: the exchange with ranks {peers} broke off ({error})") from error
+            peers = {peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers}
+            peers |= self._peers.near - {self.plan.rank} if self._peers else set()
+            raise RegatherError(f"regathering: the exchange with ranks {sorted(peers)} broke off ({error})") from error
         if self._side_stream:
             torch.cuda.current_stream().wait_stream(self._side_stream)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class PeerMemory:
     parameters: Mapping[int, Mapping[str, Tensor]]
     own: Mapping[str, int]
     _signal: Tensor
-    _close: Callable[[], None]
+    _opened: list[Any]
 
     def meet(self) -> None:
         """What is asked of this rank's GPU from now on begins when all ranks have come here; collective."""
@@ -54,7 +54,7 @@ class PeerMemory:
 
     def close(self) -> None:
         """Gives the mappings back, before their owners free the memory."""
-        self._close()
+        _close_all(self._opened)
 
 
 def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | None:
@@ -72,15 +72,16 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
         return None
     wanted = sorted({copy.source_parameter for copy in plan.sends if copy.destination in near})
     offers = gather_objects(_offer({name: sources[name] for name in wanted}))
+    if None in offers:  # which all ranks see
+        return None
     opened: list[Any] = []
-    parameters = {} if None in offers else _open(offers, {copy.source for copy in plan.receives} & near, opened)
-    if max_over_ranks([float(parameters is None or None in offers)])[0]:
+    parameters = _open(offers, {copy.source for copy in plan.receives} & near, opened)
+    if max_over_ranks([parameters is None])[0]:
         _close_all(opened)
         return None
     assert parameters is not None
     own = {name: sources[name].data_ptr() for name in wanted}
-    signal = torch.zeros(1, device="cuda")
-    return PeerMemory(near, parameters, own, signal, lambda: _close_all(opened))
+    return PeerMemory(near, parameters, own, torch.zeros(1, device="cuda"), opened)
 
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
@@ -124,16 +125,14 @@ def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:
     return _Offer([handle for _, handle in handles.values()], places)
 
 
-def _open(offers: Sequence[_Offer | None], ranks: set[int], opened: list[Any]) -> dict[int, dict[str, Tensor]] | None:
+def _open(offers: Sequence[_Offer], ranks: set[int], opened: list[Any]) -> dict[int, dict[str, Tensor]] | None:
     """The parameters that ``ranks`` offer, None where one cannot be mapped; ``opened`` gets what is to be closed."""
     from cuda.bindings import driver
 
     found: dict[int, dict[str, Tensor]] = {}
     for rank in sorted(ranks):
-        offer = offers[rank]
-        assert offer is not None
         bases = []
-        for reserved in offer.handles:
+        for reserved in offers[rank].handles:
             handle = driver.CUipcMemHandle()
             handle.reserved = reserved
             try:
@@ -146,7 +145,7 @@ def _open(offers: Sequence[_Offer | None], ranks: set[int], opened: list[Any]) -
             bases.append(int(base))
         found[rank] = {
             name: _tensor_at(bases[number] + offset, shape, getattr(torch, kind))
-            for name, (number, offset, shape, kind) in offer.places.items()
+            for name, (number, offset, shape, kind) in offers[rank].places.items()
         }
     return found
 

@@ -176,9 +176,8 @@ class StreamedState:
                 host.copy_(value, non_blocking=True)
             if stream is not None and value.is_cuda:
                 value.record_stream(stream)
-            if key == _MASTER:
-                host = torch.full((), torch.nan, device=main.device).expand(main.shape)
-            self._put(main, key, host)
+            gone = torch.full((), torch.nan, device=main.device).expand(main.shape) if key == _MASTER else host
+            self._put(main, key, gone)
         return stream.record_event() if stream is not None else None
 
     def _put(self, main: Tensor, key: str, value: Tensor) -> None:

@@ -40,20 +40,9 @@ def _compare(
     model: str, rows: list[Any], section: dict[str, Any], dtype: str, optimizer: dict[str, Any] | None, streamed: float
 ) -> dict[str, Any]:
     """A role that is offloaded before every call beside one that never is: how far they differ, and what was freed."""
-    architecture = read_architecture(model)
-
-    def make_role(**more: Any) -> Role:
-        role = Role(
-            "actor", architecture, Layout(data=dist.get_world_size()), range(dist.get_world_size()),
-            RoleSection(**section, **more), dtype=dtype, seed=1,
-            optimizer=OptimizerSection(**optimizer) if optimizer else None,
-        )  # fmt: skip
-        with CheckpointFiles(model, architecture) as files:
-            role.load(files)
-        return role
-
     batch = batch_from_rows(*rows)
-    stays, leaves = make_role(), make_role(offload=dict.fromkeys(KINDS, True) | {"streamed_optimizer": streamed})
+    stays = _role(model, section, dtype, optimizer)
+    leaves = _role(model, section | {"offload": _everything_away(streamed)}, dtype, optimizer)
     before, after = _bytes_on_device(leaves), []
     held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     leaves.offload()
@@ -85,14 +74,7 @@ def memory_over_cycles(
     model: str, rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any], dtype: str, cycles: int
 ) -> dict[str, list[int]]:
     """Bytes of this process, and those that torch has of its GPU, as each of many cycles of offloading ends."""
-    architecture = read_architecture(model)
-    offload = dict.fromkeys(KINDS, True) | {"streamed_optimizer": 0.5}
-    role = Role(
-        "actor", architecture, Layout(data=dist.get_world_size()), range(dist.get_world_size()),
-        RoleSection(**section, offload=offload), dtype=dtype, seed=1, optimizer=OptimizerSection(**optimizer),
-    )  # fmt: skip
-    with CheckpointFiles(model, architecture) as files:
-        role.load(files)
+    role = _role(model, section | {"offload": _everything_away(streamed=0.5)}, dtype, optimizer)
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     found: dict[str, list[int]] = {"host": [], "device": []}
@@ -104,6 +86,23 @@ def memory_over_cycles(
         found["host"].append(psutil.Process().memory_full_info().uss)
         found["device"].append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
     return found
+
+
+def _role(model: str, section: dict[str, Any], dtype: str, optimizer: dict[str, Any] | None) -> Role:
+    """One with the weights of ``model``, data-parallel over all ranks."""
+    architecture, world = read_architecture(model), dist.get_world_size()
+    role = Role(
+        "actor", architecture, Layout(data=world), range(world), RoleSection(**section), dtype=dtype, seed=1,
+        optimizer=OptimizerSection(**optimizer) if optimizer else None,
+    )  # fmt: skip
+    with CheckpointFiles(model, architecture) as files:
+        role.load(files)
+    return role
+
+
+def _everything_away(streamed: float) -> dict[str, Any]:
+    """The section ``offload`` in which all memory leaves, and a share of the optimizer's state is streamed."""
+    return dict.fromkeys(KINDS, True) | {"streamed_optimizer": streamed}
 
 
 def learn_placed(

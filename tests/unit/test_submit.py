@@ -107,8 +107,8 @@ def test_one_task_per_node_starts_torchrun_with_the_ranks_of_its_gpus(folder: Pa
     words = shlex.split(launch)
     node = words.index(str(ROOT / "launch" / "slurm" / "node.sh"))
     assert "--nodes=2" in words and "--ntasks-per-node=1" in words
-    assert words[node + 1 : node + 3] == ["4", "7"]
-    assert words[node + 4 : node + 8] == ["roce", "", "/opt/my env/bin/python", str(ROOT / "launch" / "train.py")]
+    assert words[node + 1 : node + 5] == ["4", "7", "torchrun", "1800"]
+    assert words[node + 6 : node + 10] == ["roce", "", "/opt/my env/bin/python", str(ROOT / "launch" / "train.py")]
     in_container = script(folder, "slurm.container=image.sqsh", "slurm.container_mounts=['/data:/data']")
     assert "--container-image=image.sqsh" in in_container and f"{folder}:{folder}" in in_container
     assert " python3 " in in_container and sys.executable not in in_container

@@ -13,7 +13,6 @@ of other models and numbers of GPUs in the output stay there.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from launching import run_on_ranks
 from regather_measure import SHAPES, append
-from reports import exit_status, missed_by, model_and_gpus, write_report
+from reports import exit_status, missed_by, model_and_gpus, rows_of, write_report
 
 SECONDS_FOR_ONE_MODEL = 75.0
 HELD_TO_TARGETS = ("7B", "32B", "30B-A3B")
@@ -52,12 +51,6 @@ def main() -> int:
     status = exit_status(misses([row for row in rows if (row["model"], row["gpus"]) in measured]))
     draw([row for row in rows if "failed" not in row], options.plot or options.output.with_suffix(".png"))
     return status
-
-
-def rows_of(report: Path) -> list[dict[str, Any]]:
-    """What has been measured so far."""
-    rows: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["rows"] if report.exists() else []
-    return rows
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -91,7 +84,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         seconds = [row[f"{kind}_seconds"] * 1000 for row in rows]
         places = [place + 0.27 * (number - 1) for place in range(len(rows))]
         axes.barh(places, seconds, height=0.25, color=colour, label=kind.replace("_", " "))
-    axes.set_yticks(range(len(rows)), [f"{row['model']}, {row['gpus']} GPUs:  {row['layouts']}" for row in rows])
+    names = [f"{row['model']}, {row['gpus']} GPU{'s' * (row['gpus'] > 1)}:  {row['layouts']}" for row in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("ms")

@@ -46,9 +46,15 @@ def _without_places(arguments: Sequence[str]) -> list[str]:
 
 def rows_with(path: Path, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The rows of the report at ``path``, if there is one, with ``row`` in place of that of its model and GPUs."""
-    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    others = [old for old in before.get("rows", []) if (old["model"], old["gpus"]) != (row["model"], row["gpus"])]
+    others = [old for old in rows_of(path) if (old["model"], old["gpus"]) != (row["model"], row["gpus"])]
     return [*others, row]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of the report at ``path``; none if there is none."""
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    rows: list[dict[str, Any]] = report.get("rows", [])
+    return rows
 
 
 def missed_by(

@@ -15,7 +15,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from launching import run_on_ranks
-from random_role import random_role
+from random_role import random_role, timed
 from reports import write_report
 
 from rlhf_megatron.rollout.environment import prepare_environment
@@ -188,11 +188,10 @@ def refreshed(role: Role, engine: VllmEngine, regather: Any, version: int) -> di
         engine.weights_updated(version)
 
     engine.sleep()
-    wait_for_device()
     return {
-        "wake weights": seconds_of(engine.wake_weights),
-        "regather": seconds_of(lambda: regather.run(role.parameters(), engine.parameters())),
-        "wake cache": seconds_of(wake_cache),
+        "wake weights": timed(engine.wake_weights)[0],
+        "regather": timed(lambda: regather.run(role.parameters(), engine.parameters()))[0],
+        "wake cache": timed(wake_cache)[0],
     }
 
 
@@ -201,15 +200,7 @@ def first_token(engine: VllmEngine, vocabulary: int) -> dict[str, float]:
     from rlhf_megatron.rollout.engine import Request, Sampling
 
     request = Request(0, [place % (vocabulary - 2) + 2 for place in range(16)], seed=1)
-    return {"first token": seconds_of(lambda: engine.generate([request], Sampling(1.0, 1.0, -1, 1, ())))}
-
-
-def seconds_of(action: Callable[[], Any]) -> float:
-    """How long an action takes, with what it asks of the GPU."""
-    began = time.perf_counter()
-    action()
-    wait_for_device()
-    return time.perf_counter() - began
+    return {"first token": timed(lambda: engine.generate([request], Sampling(1.0, 1.0, -1, 1, ())))[0]}
 
 
 def tokens_digest(engine: VllmEngine, vocabulary: int, rows: int, length: int) -> str:
@@ -231,12 +222,6 @@ def free_memory() -> int:
         return 0
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
-
-
-def wait_for_device() -> None:
-    """Until all that was asked of the GPU is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ install_megatron() {
 
 check_imports() {
     (cd / && OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "$venv/bin/python" -P - <<'PYTHON')
-import torch, megatron.core, vllm, rlhf_megatron.kernels
+import rlhf_megatron.kernels, torch, megatron.core, vllm
 PYTHON
 }
 
