@@ -29,7 +29,7 @@ mkdir -p "$cache"
 
 if [[ $launcher == ft_launcher ]]; then
     # It passes a SIGTERM on to the ranks, and gives them half an hour to end.
-    command=(-m nvidia_resiliency_ext.fault_tolerance.launcher)
+    command=(-m nvidia_resiliency_ext.fault_tolerance.launcher --rdzv-conf "is_host=$((SLURM_NODEID == 0))")
     command+=(--ft-initial-rank-heartbeat-timeout "$hang_seconds" --ft-rank-heartbeat-timeout "$hang_seconds")
 else
     command=("$here/../torchrun.py" --signals-to-handle SIGINT,SIGHUP,SIGQUIT)

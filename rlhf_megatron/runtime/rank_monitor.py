@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 
 _SECONDS_FOR_AN_ANSWER = 5.0
@@ -23,7 +24,11 @@ def sign_of_life() -> Callable[[], None]:
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_client import RankMonitorClientError
 
     monitor = RankMonitorClient()
-    monitor.init_workload_monitoring()
+    try:
+        monitor.init_workload_monitoring()
+    except (OSError, RankMonitorClientError) as error:
+        print(f"warning: ft_launcher's monitor of this rank does not answer ({error})", file=sys.stderr, flush=True)
+        return lambda: None
     monitor.rank_monitor_socket.settimeout(_SECONDS_FOR_AN_ANSWER)
 
     def send() -> None:

@@ -1,4 +1,4 @@
-"""A node of a job whose launcher is ft_launcher of nvidia-resiliency-ext: a rank that stands still, and a warning."""
+"""A job whose launcher is ft_launcher of nvidia-resiliency-ext: a rank that stands still, and a warning."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from nursery import cpu_environment
 
 pytest.importorskip("nvidia_resiliency_ext", reason="nvidia-resiliency-ext is not installed (extra: resiliency)")
 
-STEPS, SILENCE_SECONDS = 40, 8
+STEPS, SILENCE_SECONDS = 40, 12
 CHANGES: dict[str, Any] = {
     "steps": STEPS,
     "checkpoint": {"export_at_end": False, "save_interval": 10},
-    # The run's own watch on progress is not what ends the first attempt.
-    "retry": {"hang_seconds": 100},
+    # Signs of life every 4 s, and a watch of the run's own that is not what ends the first attempt.
+    "retry": {"hang_seconds": 40},
 }
 
 
@@ -38,34 +38,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Node:
-    """launch/slurm/node.sh as srun starts it, with two ranks; a context manager that leaves no process behind."""
+class Job:
+    """Two nodes of a job, each launch/slurm/node.sh as srun starts it, with one rank; leaves no process behind."""
 
     def __init__(self, folder: Path, name: str, *overrides: str, fault: str = "") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = ["bash", str(ROOT / "launch/slurm/node.sh"), "2", "3", "ft_launcher", str(SILENCE_SECONDS)]
+        command = ["bash", str(ROOT / "launch/slurm/node.sh"), "1", "3", "ft_launcher", str(SILENCE_SECONDS)]
         command += [f"127.0.0.1:{port}", "", "", sys.executable, str(ROOT / TRAIN), "sft.yaml", f"name={name}"]
         environment = cpu_environment() | {"RLHF_MEGATRON_FAULT": fault, "TMPDIR": str(folder)}
-        environment |= {"SLURM_JOB_ID": str(port), "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0"}
+        environment |= {"SLURM_JOB_ID": str(port), "SLURM_JOB_NUM_NODES": "2"}
         self.run, self._log = folder / "runs" / name, folder / f"{name}.log"
         with self._log.open("wb") as log:
-            self._process = psutil.Popen([*command, *overrides], cwd=folder, env=environment, stdout=log, stderr=log)
+            self._nodes = [
+                psutil.Popen(
+                    [*command, *overrides], cwd=folder, env=environment | {"SLURM_NODEID": node}, stdout=log, stderr=log
+                )
+                for node in ("0", "1")
+            ]
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it to all of the node's processes, as Slurm does."""
-        if self._process.poll() is None:
-            for process in (*self._process.children(recursive=True), self._process):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+        """Sends it to all processes of all nodes, as Slurm does."""
+        for node in self._nodes:
+            if node.poll() is None:
+                for process in (*node.children(recursive=True), node):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
 
     def succeed(self) -> None:
         """Waits for its end; raises AssertionError with the log where that is no success."""
-        status = self._process.wait(200)
-        assert status == 0, self._log.read_text()
+        statuses = [node.wait(200) for node in self._nodes]
+        assert statuses == [0, 0], self._log.read_text()
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,19 +79,19 @@ class Node:
 
 
 def test_a_rank_that_stands_still_is_killed_and_the_run_goes_on(folder: Path) -> None:
-    with Node(folder, "stopped", fault="stop@update:15:1") as node:
-        node.succeed()
-    told = [(line["what"], line["step"]) for line in decisions(node.run) if line["what"] != "fault"]
+    with Job(folder, "stopped", fault="stop@update:15:1") as job:
+        job.succeed()
+    told = [(line["what"], line["step"]) for line in decisions(job.run) if line["what"] != "fault"]
     assert told == [("start", 0), ("restart", 14), ("resume", 10), ("done", STEPS)]
-    assert sorted(metrics_of(node.run)) == list(range(1, STEPS + 1))
+    assert sorted(metrics_of(job.run)) == list(range(1, STEPS + 1))
 
 
 def test_a_warning_of_the_job_has_the_run_saved(folder: Path) -> None:
-    with Node(folder, "warned", "steps=100000") as node:
+    with Job(folder, "warned", "steps=100000") as job:
         deadline = time.time() + 100
-        while logged(node.run) < 3 and time.time() < deadline:
+        while logged(job.run) < 3 and time.time() < deadline:
             time.sleep(0.05)
-        node.signal(signal.SIGUSR1)
-        node.succeed()
-    assert [line["what"] for line in decisions(node.run)] == ["start", "stop"]
-    assert (node.run / "requeue").exists()
+        job.signal(signal.SIGUSR1)
+        job.succeed()
+    assert [line["what"] for line in decisions(job.run)] == ["start", "stop"]
+    assert (job.run / "requeue").exists()
