@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -127,6 +128,29 @@ def test_a_row_says_what_the_rounds_say() -> None:
     failed = bench.summary(rounds, tokens=100, warm_up=1)
     assert failed == {"failed": "trl: steps of 90 tokens"}
     assert bench.misses([{"model": "toy", "gpus": 1, **failed}]) == ["toy on 1: trl: steps of 90 tokens"]
+
+
+def test_what_a_killed_run_has_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run_side(side: str, settings: Any, folder: Path, output: Path) -> str:
+        ran.append(side)
+        if side == "trl" and len(ran) == 2:
+            return "killed"
+        output.write_text(json.dumps({"seconds": [9.0, 1.0], "cpu_seconds": [9.0, 1.0], "tokens": [tokens] * 2}))
+        return ""
+
+    monkeypatch.setattr(bench, "run_side", run_side)
+    shape = next(shape for shape in bench.shapes_of_one_gpu() if shape["model"] == "toy")
+    options = argparse.Namespace(work=tmp_path, steps=2, warm_up=1, rounds=1, ours=SMALL, trl=[], resume=False)
+    tokens = 6 * 48
+    assert bench.measured(shape, options)["failed"] == "trl: killed"
+    options.resume = True
+    assert bench.measured(shape, options)["ratio"] == {"trl": 1.0, "trl_without_correction": 1.0}
+    assert ran == ["ours", "trl", "trl", "trl_without_correction"]
+    options.resume = False
+    bench.measured(shape, options)
+    assert ran[4:] == list(bench.SIDES)
 
 
 def test_the_reward_differs_between_responses() -> None:

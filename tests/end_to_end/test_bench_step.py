@@ -16,6 +16,7 @@ from rlhf_megatron.rollout.environment import has_gpu
 
 BENCH = ROOT / "tools" / "bench"
 LENGTHS = {"mean": 8.0, "sigma": 0.5}
+GPU_GB = 140.0  # of 2^30 bytes, of the GPUs that the shapes are for
 
 
 @pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
@@ -73,16 +74,25 @@ def test_a_row_says_what_the_records_say() -> None:
     assert bench.summary([slow, record], raw, forward=False)["efficiency"] == pytest.approx(0.61)
     assert row["start_own_seconds"] == pytest.approx(5.0)
     assert (row["peak_memory_gb"]["update"], row["mfu_training"]["median"]) == (8.0, 0.4)
-    assert bench.misses([{"model": "7B", "gpus": 1, **row}]) == [
+    row |= {"model": "7B", "gpus": 1}
+    assert bench.misses([row], [row]) == [
         "7B on 1: 70% of the raw engines' speed, below 85%",
         "7B on 1: 10.0% of the step is neither engine nor model, above 5%",
+        "7B on 1: 40% MFU of the update, below 45%",
+        "7B on 1: 100 tokens/s, below 4,500",
     ]
-    assert bench.misses([{"model": "toy", "gpus": 1, **row}]) == []
-    assert bench.misses([{"model": "toy", "gpus": 1, "failed": "not done"}]) == ["toy on 1: not done"]
+    assert bench.misses([row | {"model": "toy"}], []) == []
+    assert bench.misses([{"model": "toy", "gpus": 1, "failed": "not done"}], []) == ["toy on 1: not done"]
+    good = row | {"model": "14B", "gpus": 2, "efficiency": 0.9, "overhead": 0.01, "mfu_training": {"median": 0.5}}
+    assert bench.misses([good], [row, good]) == [], "there is no figure of one GPU"
+    alone = good | {"gpus": 1, "tokens_per_gpu_per_second": {"median": 110.0}}
+    assert bench.misses([good], [alone, good]) == ["14B on 2: 91% of the speed of one GPU for each, below 92%"]
 
 
 def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
     from rlhf_megatron.recipe import check_architecture, check_world, load_recipe, unsupported
+    from rlhf_megatron.recipe.estimate import estimate
+    from rlhf_megatron.recipe.model_shape import shape_of
 
     for shape in yaml.safe_load((BENCH / "step_shapes.yaml").read_text()):
         path = tmp_path / "recipe.yaml"
@@ -92,4 +102,8 @@ def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
         assert unsupported(recipe) == []
         assert recipe.reward.length_high == recipe.rollout.max_response_length
         if "config" in shape:
-            check_architecture(recipe, json.loads((ROOT / shape["config"] / "config.json").read_text()))
+            config = json.loads((ROOT / shape["config"] / "config.json").read_text())
+            check_architecture(recipe, config)
+            needed = estimate(recipe, shape_of(config), shape["gpus"])
+            assert max(needed.phases.values()) < 0.95 * GPU_GB, shape
+            assert needed.rollout.longest_sequences > 0

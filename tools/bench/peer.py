@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="of each process; default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each side; default: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="go on in --work: what has been measured there stays")
     parser.add_argument("--ours", nargs="+", default=[], metavar="KEY=VALUE", help="replace values of our recipe")
     parser.add_argument("--trl", nargs="+", default=[], metavar="KEY=JSON", help="replace arguments of GRPOConfig")
     parser.add_argument("--output", type=Path, default=Path("docs/results/peer.json"), help="default: %(default)s")
@@ -87,14 +88,17 @@ def shapes_of_one_gpu() -> list[dict[str, Any]]:
 
 def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The row of one shape, from all sides in turn."""
-    folder = folder_with_model(options.work / shape["model"])
+    folder = (options.work / shape["model"]).resolve()
+    if not (options.resume and (folder / "model").exists()):
+        folder_with_model(folder)
     recipe = prepare(shape, folder, options.steps, options.ours)
     settings = trl_settings(recipe, shape["model"], options.trl, torch.cuda.is_available())
     row = {"model": shape["model"], "gpus": 1, "settings": described(recipe, settings)}
     rounds: dict[str, list[dict[str, list[float]]]] = {side: [] for side in SIDES}
     for number in range(options.rounds):
         for side in SIDES:
-            failed = run_side(side, settings, folder, output := folder / f"{side}-{number}.json")
+            output = folder / f"{side}-{number}.json"
+            failed = None if output.exists() else run_side(side, settings, folder, output)
             if failed:
                 return row | {"failed": f"{side}: {failed}"}
             rounds[side].append(json.loads(output.read_text(encoding="utf-8")))

@@ -28,7 +28,7 @@ import pyarrow.parquet
 import torch
 import yaml
 from launching import run_on_ranks
-from reports import exit_status, missed_by, model_and_gpus, rows_with, write_report
+from reports import exit_status, missed_by, model_and_gpus, rows_of, rows_with, write_report
 
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
@@ -42,6 +42,7 @@ COLOURS = {
     "regather": "#8b5cf6", "other": "#94a3b8", "forward": "#10b981", "forward and backward": "#ec4899",
 }  # fmt: skip
 SECONDS_FOR_ONE_SHAPE = 570.0
+TOKENS_PER_SECOND = {"7B": 4500.0}  # on one GPU of the kind that the shapes are for
 
 
 def main() -> int:
@@ -66,7 +67,7 @@ def main() -> int:
             rows.append(measured(shape, options.work, options.steps, options.repeats))
             print(json.dumps(rows[-1]), flush=True)
             write(options.output, rows[-1])
-    status = exit_status(misses(rows))
+    status = exit_status(misses(rows, rows_of(options.output)))
     if options.plot:
         draw(json.loads(options.output.read_text(encoding="utf-8")), options.output.with_suffix(".png"))
     return status
@@ -172,11 +173,16 @@ def write(output: Path, row: Mapping[str, Any]) -> None:
     write_report(output, {"settings": settings, "rows": rows_with(output, row)})
 
 
-def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What did not keep to its target, in words; the toy has none but to run."""
+def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What did not keep to its target, in words; the toy has none but to run.
+
+    ``all_rows``: those of one GPU among them are what more GPUs are held against.
+    """
+    alone = {row["model"]: speed(row) for row in all_rows if row["gpus"] == 1 and "failed" not in row}
 
     def texts(row: Mapping[str, Any]) -> Iterator[str]:
-        if row["model"] == "toy":
+        model, found = row["model"], speed(row)
+        if model == "toy":
             return
         if row["efficiency"] < 0.85:
             yield f"{row['efficiency']:.0%} of the raw engines' speed, below 85%"
@@ -184,8 +190,19 @@ def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             yield f"{row['overhead']:.1%} of the step is neither engine nor model, above 5%"
         if row["start_own_seconds"] > 10:
             yield f"{row['start_own_seconds']:.1f} s of our own before the first step, above 10 s"
+        if row["mfu_training"]["median"] < 0.45:
+            yield f"{row['mfu_training']['median']:.0%} MFU of the update, below 45%"
+        if row["gpus"] == 1 and found < TOKENS_PER_SECOND.get(model, 0.0):
+            yield f"{found:,.0f} tokens/s, below {TOKENS_PER_SECOND[model]:,.0f}"
+        if row["gpus"] > 1 and found < 0.92 * alone.get(model, 0.0):
+            yield f"{found / alone[model]:.0%} of the speed of one GPU for each, below 92%"
 
     return missed_by(rows, model_and_gpus, texts)
+
+
+def speed(row: Mapping[str, Any]) -> float:
+    """Tokens per second and GPU."""
+    return float(row["tokens_per_gpu_per_second"]["median"])
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
