@@ -190,7 +190,7 @@ def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, An
             yield f"{row['overhead']:.1%} of the step is neither engine nor model, above 5%"
         if row["start_own_seconds"] > 10:
             yield f"{row['start_own_seconds']:.1f} s of our own before the first step, above 10 s"
-        if row["mfu_training"]["median"] < 0.45:
+        if "mfu_training" in row and row["mfu_training"]["median"] < 0.45:
             yield f"{row['mfu_training']['median']:.0%} MFU of the update, below 45%"
         if row["gpus"] == 1 and found < TOKENS_PER_SECOND.get(model, 0.0):
             yield f"{found:,.0f} tokens/s, below {TOKENS_PER_SECOND[model]:,.0f}"

@@ -96,7 +96,8 @@ install_megatron() {
 
 check_imports() {
     (cd / && OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "$venv/bin/python" -P - <<'PYTHON')
-import rlhf_megatron.kernels, torch, megatron.core, vllm
+import rlhf_megatron.kernels  # the first: it keeps out what Megatron cannot be imported beside
+import torch, megatron.core, vllm
 PYTHON
 }
 
