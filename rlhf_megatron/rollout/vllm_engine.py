@@ -65,6 +65,7 @@ class VllmEngine:
         self._on_gpu = torch.cuda.is_available()
         self._can_sleep = self._on_gpu and section.sleep
         self._asleep: set[str] = set()
+        self._given_back = 0  # bytes
         self._version: int | None = None
         self._max_length = max_prompt_length + section.max_response_length
         self._vocabulary = _checked_vocabulary(Path(model_path))
@@ -181,7 +182,9 @@ class VllmEngine:
         """
         self._version = None
         if self._can_sleep and not self._asleep:
+            free = torch.cuda.mem_get_info()[0]
             self._llm.sleep(level=2)
+            self._given_back = torch.cuda.mem_get_info()[0] - free
             self._asleep = {"weights", "kv_cache"}
 
     def wake_weights(self) -> None:
@@ -194,6 +197,9 @@ class VllmEngine:
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
+            # vLLM's allocator takes its memory from the driver, which has none of what torch keeps for later.
+            if torch.cuda.mem_get_info()[0] < self._given_back:
+                torch.cuda.empty_cache()
             self._llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpu.devices import skip_without_gpus
 from hugging_face import make_model
-from parallel.queue_ranks import CACHE_TOKENS, GROUPS, RESPONSES, lockstep, replicas, requests_of
+from parallel.queue_ranks import CACHE_TOKENS, GROUPS, RESPONSES, lockstep, replicas, requests_of, serve
 from parallel.ranks import run_ranks
 
 LENGTHS = {request.row_id: request.max_tokens for request in requests_of(range(GROUPS))}
@@ -43,3 +44,18 @@ def test_replicas_share_a_queue(tmp_path: Path) -> None:
     whole = [of[ROW] for result in found for of in result["first"] if of[ENDING] != "abort"]
     assert sorted(whole + [of[ROW] for result in found for of in result["second"]]) == rows
     assert sum(result["resumed"] for result in found) > 0
+
+
+def test_an_engine_wakes_up_where_torch_keeps_all_memory_for_later(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "qwen3", tied=False)
+    run_ranks(wake_beside_full_cache, 1, {"model": str(model)})
+
+
+def wake_beside_full_cache(model: str) -> None:
+    """What an update leaves: memory that no tensor has, and that the driver has not either. Takes the whole GPU."""
+    engine, room = serve(model, kv_cache_gb=4.0), 1 << 30
+    engine.sleep()
+    torch.empty(torch.cuda.mem_get_info()[0] - room, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.mem_get_info()[0] < 2 * room
+    engine.wake_weights()
+    engine.wake_kv_cache()
