@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.regather.transport import PointToPoint
 from rlhf_megatron.runtime.preflight.check import Check
 from rlhf_megatron.runtime.ranks import named_ranks
 
@@ -96,28 +97,27 @@ def _all_reduce(elements: int, device: torch.device, wrong: list[str]) -> float:
 def _echo(pair: Pair, elements: int, device: torch.device, wrong: list[str]) -> float:
     """GB/s of one direction, from the lower rank's sending to the return of what it sent."""
     first = dist.get_rank() == pair[0]
+    other, transport = pair[1] if first else pair[0], PointToPoint()
     generator = torch.Generator().manual_seed(pair[0])
     sent = torch.randint(0, 1 << 30, (elements,), generator=generator, dtype=torch.int32).to(device) if first else None
     values = torch.empty(elements, dtype=torch.int32, device=device)
 
+    def pass_on(sends: Mapping[int, list[torch.Tensor]], receives: Mapping[int, list[torch.Tensor]]) -> None:
+        for pending in transport.start(sends, receives):
+            pending.wait()
+
     def there_and_back() -> None:
         if sent is not None:
-            _pass(dist.isend, sent, pair[1])
-            _pass(dist.irecv, values, pair[1])
+            pass_on({other: [sent]}, {})
+            pass_on({}, {other: [values]})
         else:
-            _pass(dist.irecv, values, pair[0])
-            _pass(dist.isend, values, pair[0])
+            pass_on({}, {other: [values]})
+            pass_on({other: [values]}, {})
 
     there_and_back()
     if sent is not None and not torch.equal(sent, values):
         wrong.append(f"pair {pair[0]}-{pair[1]}")
     return 2 * values.nbytes / _timed(there_and_back) / 1e9
-
-
-def _pass(operation: Callable[..., Any], values: torch.Tensor, peer: int) -> None:
-    """One message, in the form that NCCL takes for one of two ranks alone and not for all ranks' concern."""
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, values, peer)]):
-        work.wait()
 
 
 def _timed(work: Callable[[], object]) -> float:
