@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -93,11 +92,9 @@ def train(name: str, seed: str, place: int, options: argparse.Namespace) -> int:
     recipe.write_text(
         yaml.safe_dump({"defaults": [os.path.relpath(base, folder) for base in bases], "name": run, "seed": int(seed)})
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.gpus}", f"--master-port={port}",
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.gpus}",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
         str(ROOT / "launch" / "train.py"), str(recipe), "monitor.console=false", *values, *options.overrides,
     ]  # fmt: skip
     variables = dict(os.environ)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role
     from rlhf_megatron.rollout.vllm_engine import VllmEngine
 
+WARM_UP_PIECES = 2  # prompts or micro-batches
+
 
 def generate(engine: VllmEngine, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
     """The tokens that vLLM answers each prompt with, as many as ``lengths`` say."""
@@ -77,14 +79,17 @@ def _loss(role: Role, micro: MicroBatch) -> torch.Tensor:
     return losses.mean()
 
 
-def seconds_of(action: Callable[[], Any], repeats: int) -> list[float]:
-    """How long each of ``repeats`` calls takes the slowest rank, after one that does not count; collective."""
+def seconds_of(action: Callable[[int | None], Any], repeats: int) -> list[float]:
+    """How long each of ``repeats`` calls takes the slowest rank; collective.
+
+    ``action``: told how many pieces of its work to do: a few to warm up, which does not count, then all (None).
+    """
     found = []
-    for _ in range(1 + repeats):
+    for pieces in (WARM_UP_PIECES, *[None] * repeats):
         _synchronize()
         dist.barrier()
         began = time.perf_counter()
-        action()
+        action(pieces)
         _synchronize()
         found.append(max_over_ranks([time.perf_counter() - began])[0])
     return found[1:]

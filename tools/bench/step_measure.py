@@ -51,8 +51,9 @@ def raw_seconds(session: Session, rollouts: Rollouts, repeats: int) -> dict[str,
     lengths = [min(recipe.rollout.drawn_lengths.of_row(row), recipe.rollout.max_response_length) for row in rows]
     answers: list[list[int]] = []
 
-    def generate() -> None:
-        answers[:] = raw_engines.generate(rollouts.engine, prompts, lengths)
+    def generate(pieces: int | None) -> None:
+        wanted = lengths if pieces is None else [1] * pieces
+        answers[:] = raw_engines.generate(rollouts.engine, prompts[: len(wanted)], wanted)
 
     seconds = {"generate": raw_engines.seconds_of(generate, repeats)}
     rollouts.engine.sleep()
@@ -63,9 +64,9 @@ def raw_seconds(session: Session, rollouts: Rollouts, repeats: int) -> dict[str,
     role.parameters()  # back on the GPU, if they have left it
     role._memory.come_back("gradients")
     micros = raw_engines.micro_batches(role, batch)
-    seconds["forward"] = raw_engines.seconds_of(lambda: raw_engines.forward(role, micros), repeats)
+    seconds["forward"] = raw_engines.seconds_of(lambda pieces: raw_engines.forward(role, micros[:pieces]), repeats)
     seconds["forward and backward"] = raw_engines.seconds_of(
-        lambda: raw_engines.forward_and_backward(role, micros), repeats
+        lambda pieces: raw_engines.forward_and_backward(role, micros[:pieces]), repeats
     )
     return seconds
 
