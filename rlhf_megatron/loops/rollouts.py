@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.loops.groups import Group, groups_left, requests_for
@@ -148,6 +149,8 @@ class Rollouts:
             scoring.take,
             self._office.open(len({request.group_id for request in requests}), lacking),
         )
+        with self._session.span("wait"):  # else rank 0 would time a slower replica as scoring
+            dist.barrier()
         chosen, left = list(range(len(groups))), list[Group]()
         if wanted is not None:
             finished = {index for part in gather_objects(scoring.submitted()) for index in part}

@@ -120,9 +120,13 @@ def test_a_timeline_shows_what_all_ranks_did(folder: Path, tensor_parallel: dict
                 assert [span["name"] for span in around] == ["step 2", "update"]
         for earlier, later in itertools.pairwise(span for span in parts if span["name"] in phases):
             assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-3, "phases of the loop follow each other"
-    of_rank_0 = {span["name"]: span["dur"] / 1e6 for span in spans_of(step, 0)}
+    of_ranks = [{span["name"]: span for span in spans_of(step, rank)} for rank in (0, 1)]
+    for rank, other in ((0, 1), (1, 0)):
+        generate, others = of_ranks[rank]["generate"], of_ranks[other]["generate"]
+        wait = next(span for span in spans_of(step, other) if span["name"] == "wait" and contains(others, span))
+        assert generate["ts"] + generate["dur"] >= wait["ts"], "generate ends with the slowest replica"
     for phase in phases:
-        assert of_rank_0[phase] == pytest.approx(tensor_parallel[2][f"time/{phase}"], abs=1e-6)
+        assert of_ranks[0][phase]["dur"] / 1e6 == pytest.approx(tensor_parallel[2][f"time/{phase}"], abs=1e-6)
     assert any(event["ph"] == "C" and event["pid"] == 1 for event in step)
 
 

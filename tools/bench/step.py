@@ -213,7 +213,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     rows = [row for row in record["rows"] if "failed" not in row]
-    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.8 * max(1, len(rows))))
+    height = 1.6 + 0.8 * max(1, len(rows))  # inches
+    figure, axes = pyplot.subplots(figsize=(9, height))
     for place, row in enumerate(rows):
         step = row["step_seconds"]["median"]
         phases = {phase: times["median"] for phase, times in row["phase_seconds"].items() if phase in COLOURS}
@@ -237,7 +238,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[part]) for part in legend]
     figure.legend(handles, legend, loc="lower center", ncols=len(legend), fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
     figure.savefig(path, dpi=150)
 
 
