@@ -29,6 +29,7 @@ from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
 from rlhf_megatron.monitor.console import Console
 from rlhf_megatron.monitor.environment import environment_report, redact
 from rlhf_megatron.monitor.metrics import MetricsLogger
+from rlhf_megatron.monitor.profiler import Profiler
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, resolved_yaml, role_ranks
 from rlhf_megatron.regather.export import export_weights
@@ -57,6 +58,7 @@ class Session:
         self.report: Report | None = None
         self._roles: list[PlacedRole] = []
         self._phases = Phases()
+        self._profiler = Profiler(recipe.monitor.profile, self.run, self.rank, self.world)
         self._clocks = measure_clocks(host_identity()) if recipe.monitor.timeline.is_on else []
         self.architecture = read_architecture(recipe.model.path)
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -128,6 +130,7 @@ class Session:
                 optimizer=optimizer,
                 training_steps=updates,
                 deterministic=recipe.deterministic,
+                span=self.span,
             )
             self._roles.append(role)
             with self.span("weights"):
@@ -164,6 +167,7 @@ class Session:
                 if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and not last:
                     self.export(step)
                 checkpoints.after(step, last, self._skipped.are_going_on, self._worth.get(step))
+            self._profiler.end()
             self._write_timeline(step)
 
     def _end_start(self) -> None:
@@ -189,7 +193,7 @@ class Session:
 
         What roles are to offload leaves the GPU as a phase ends, and comes back when it is needed.
         """
-        with self._phases.phase(name):
+        with self._profiler.phase(name), self._phases.phase(name):
             self.progress(name)
             faults.at(name, watchdog.step)
             yield
@@ -197,9 +201,11 @@ class Session:
                 role.offload()
             watchdog.beat()
 
-    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A part of a phase that only the timeline shows."""
-        return self._phases.span(name)
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """A part of a phase that only the timeline and the profiler show."""
+        with self._profiler.span(name), self._phases.span(name):
+            yield
 
     def progress(self, name: str, done: int = 0, total: int = 0) -> None:
         """Tells the watchdog, and shows on the rank that reports, how far a phase has come."""
@@ -214,6 +220,7 @@ class Session:
         if step in self._skips:
             self.train.load({**self.train.state(), **self._skips[step]})
             self.say(f"step {step} passes over the data of steps that were skipped")
+        self._profiler.begin(step)
         self._phases.begin(self.recipe.monitor.timeline.has(step))
 
     def seconds(self, phase: str) -> float:

@@ -70,6 +70,11 @@ class RunFolder:
         """Return timeline/step-N.json, what all ranks did in step N; step 0 is the start of the run."""
         return self.path / "timeline" / f"step-{step}.json"
 
+    def profile_file(self, step: int, phase: str, time: int, rank: int) -> Path:
+        """Return profile/step-N-PHASE-rank-R.json.gz, the kernels of a phase; where it comes again, with its count."""
+        again = f"-{time}" if time > 1 else ""
+        return self.path / "profile" / f"step-{step}-{phase}{again}-rank-{rank}.json.gz"
+
     def checkpoint(self, step: int) -> Path:
         """Return checkpoints/step-N, the folder of the training state after step N."""
         return self.checkpoints / f"step-{step}"

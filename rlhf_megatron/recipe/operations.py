@@ -84,6 +84,22 @@ class TimelineSection(Section):
         return bool(self.steps or self.every)
 
 
+class ProfileSection(Section):
+    """Steps whose kernels are recorded, which slows these steps down."""
+
+    steps: list[int] = Field(default=[])
+    """These steps."""
+    ranks: list[int] = Field(default=[0])
+    """On these ranks."""
+    tool: Literal["torch", "nsys"] = "torch"
+    """torch: torch's profiler writes a Chrome trace and a table of the kernels for each phase. nsys: nothing but the
+    marks by which NVIDIA's nsys, around torchrun, records these steps with the names of the phases."""
+    phases: list[
+        Literal["generate", "score", "sleep", "logprobs", "update_critic", "update", "regather", "evaluate", "save"]
+    ] = Field(default=["logprobs", "update_critic", "update", "regather"])
+    """What torch's profiler records of a step. A rollout has so many kernels that its file may be of gigabytes."""
+
+
 class MonitorSection(Section):
     """What is recorded and shown."""
 
@@ -97,6 +113,8 @@ class MonitorSection(Section):
     """Answers kept from each evaluation in samples/step-N.parquet."""
     timeline: TimelineSection = TimelineSection()
     """What ranks do when, as a picture."""
+    profile: ProfileSection = ProfileSection()
+    """Which kernels take the time."""
 
 
 class RegatherSection(Section):

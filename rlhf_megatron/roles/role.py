@@ -7,6 +7,7 @@ the whole batch come back on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -63,10 +64,12 @@ class Role:
         optimizer: OptimizerSection | None = None,
         training_steps: int = 1,
         deterministic: bool = False,
+        span: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     ) -> None:
         """Without ``optimizer`` the model is frozen. Weights are unset until ``load``.
 
         ``deterministic``: kernels that give the same bits each time, where ``prepare_environment`` was told so too.
+        ``span``: what the parts of an update are recorded by.
         """
         self.name, self.architecture, self.layout, self.section = name, architecture, layout, section
         architecture.check_layout(layout)
@@ -84,6 +87,7 @@ class Role:
         self.steps_taken = 0
         self.bad_gradients = ""
         self._training_steps = training_steps
+        self._span = span
         self._optimizer_section = optimizer
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
@@ -276,11 +280,13 @@ class Role:
         self._optimizer.zero_grad()
         faults.spoil(self.module.parameters())
         read, budget = output or self._output, self.section.tokens_per_gpu
-        balance = self._run(batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False)
+        with self._span("gradients"):
+            balance = self._run(batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False)
         if outputs is not None and found is not None:
             outputs.copy_(self._on_all_ranks(found))
-        self._memory.come_back("optimizer")
-        grad_norm, taken = self._step()
+        with self._span("optimizer"):
+            self._memory.come_back("optimizer")
+            grad_norm, taken = self._step()
         step = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": float(not taken)}
         return self._reduced(totals) | balance | step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 from collections.abc import Callable
@@ -31,7 +32,7 @@ RECIPE: dict[str, Any] = {
     "rollout": {"max_response_length": 12},
     "algorithm": {"kl_coef": 0.01},
     "reward": {"function": "reward.py"},
-    "monitor": {"timeline": {"every": 2}},
+    "monitor": {"timeline": {"every": 2}, "profile": {"steps": [2], "ranks": [1]}},
 }
 WARM: dict[str, Any] = {
     **{key: RECIPE[key] for key in ("steps", "data")},
@@ -112,12 +113,15 @@ def test_a_timeline_shows_what_all_ranks_did(folder: Path, tensor_parallel: dict
         spans = spans_of(step, rank)
         whole, *parts = spans
         assert whole["name"] == "step 2"
-        assert phases | {"minibatch", "evaluate", "save"} <= {span["name"] for span in parts}
+        inner = {"minibatch", "gradients", "optimizer", "wait"}
+        assert phases | inner | {"evaluate", "save"} <= {span["name"] for span in parts}
         for part in parts:
             around = [span for span in spans if span is not part and contains(span, part)]
             assert whole in around
             if part["name"] == "minibatch":
                 assert [span["name"] for span in around] == ["step 2", "update"]
+            if part["name"] in ("gradients", "optimizer"):
+                assert [span["name"] for span in around] == ["step 2", "update", "minibatch"]
         for earlier, later in itertools.pairwise(span for span in parts if span["name"] in phases):
             assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-3, "phases of the loop follow each other"
     of_ranks = [{span["name"]: span for span in spans_of(step, rank)} for rank in (0, 1)]
@@ -128,6 +132,20 @@ def test_a_timeline_shows_what_all_ranks_did(folder: Path, tensor_parallel: dict
     for phase in phases:
         assert of_ranks[0][phase]["dur"] / 1e6 == pytest.approx(tensor_parallel[2][f"time/{phase}"], abs=1e-6)
     assert any(event["ph"] == "C" and event["pid"] == 1 for event in step)
+
+
+def test_a_profile_has_the_kernels_of_the_steps_and_ranks_that_were_asked_for(
+    folder: Path, tensor_parallel: dict[int, dict[str, float]]
+) -> None:
+    profile = folder / "runs" / "tensor" / "profile"
+    phases, endings = ("logprobs", "update", "regather"), ("json.gz", "txt")
+    names = {f"step-2-{phase}-rank-1.{ending}" for phase in phases for ending in endings}
+    assert {path.name for path in profile.iterdir()} == names
+    with gzip.open(profile / "step-2-update-rank-1.json.gz", "rt") as file:
+        recorded = {event.get("name", "") for event in json.load(file)["traceEvents"]}
+    assert {"minibatch", "aten::mm"} <= recorded
+    assert any(name.startswith("autograd::engine") for name in recorded), "the backward pass has threads of its own"
+    assert "aten::mm" in (profile / "step-2-update-rank-1.txt").read_text()
 
 
 def spans_of(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:

@@ -1,0 +1,85 @@
+"""Which kernels take the time of chosen steps: torch's profiler for each phase, or marks for NVIDIA's nsys."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.recipe.operations import ProfileSection
+
+_ROWS, _NAME_WIDTH = 40, 80  # of the table of kernels
+
+
+class Profiler:
+    """One rank's. It does nothing in steps and on ranks that the recipe does not choose."""
+
+    def __init__(self, section: ProfileSection, run: RunFolder, rank: int, world: int) -> None:
+        """Raises MonitorError for ranks that are not there, and for nsys without a GPU."""
+        missing = [chosen for chosen in section.ranks if not 0 <= chosen < world]
+        if section.steps and missing:
+            raise MonitorError(f"monitor.profile.ranks: there is no rank {missing[0]} of {world}")
+        if section.steps and section.tool == "nsys" and not torch.cuda.is_available():
+            raise MonitorError("monitor.profile.tool: nsys records GPUs, and there is none; set it to torch")
+        self._section, self._run, self._rank = section, run, rank
+        self._step: int | None = None  # the one that is recorded
+        self._nests = False
+        self._times: Counter[str] = Counter()  # of each phase in this step
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        if step in self._section.steps and self._rank in self._section.ranks:
+            self._step = step
+            self._times.clear()
+            if self._section.tool == "nsys":
+                torch.cuda.profiler.start()
+
+    def end(self) -> None:
+        """It has ended, and nsys closes what it has recorded."""
+        if self._step is not None and self._section.tool == "nsys":
+            torch.cuda.profiler.stop()
+        self._step = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of the step: a range for nsys; files of torch's profiler if the recipe names it, when it ends."""
+        if self._step is None:
+            yield
+        elif self._section.tool == "nsys":
+            with torch.cuda.nvtx.range(name):
+                yield
+        elif name in self._section.phases and not self._nests:
+            with self._recorded(self._step, name):
+                yield
+        else:
+            yield
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """A named part of a phase."""
+        if self._step is None:
+            return contextlib.nullcontext()
+        return torch.cuda.nvtx.range(name) if self._section.tool == "nsys" else torch.profiler.record_function(name)
+
+    @contextlib.contextmanager
+    def _recorded(self, step: int, phase: str) -> Iterator[None]:
+        on_gpu = torch.cuda.is_available()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._nests = True
+        try:
+            with torch.profiler.profile(activities=activities) as profile:
+                yield
+        finally:
+            self._nests = False
+        self._times[phase] += 1
+        trace = self._run.profile_file(step, phase, self._times[phase], self._rank)
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(trace))
+        order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        table = profile.key_averages().table(order, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
+        trace.with_name(trace.name.removesuffix(".json.gz") + ".txt").write_text(table, encoding="utf-8")
