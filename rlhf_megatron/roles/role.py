@@ -8,43 +8,33 @@ the whole batch come back on every rank.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
-from rlhf_megatron.data.context import part_of
-from rlhf_megatron.data.packing import MicroBatch, imbalance, make_micro_batch, plan_micro_batches
+from rlhf_megatron.data.packing import MicroBatch
 from rlhf_megatron.models.architecture import Architecture, transformer_config
-from rlhf_megatron.models.build import (
-    build_model,
-    choose_implementation,
-    deterministic_kernels,
-    sum_gradients_in_products,
-)
-from rlhf_megatron.models.flops import attention_cost
+from rlhf_megatron.models.build import build_model, choose_implementation, sum_gradients_in_products
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.offload import RoleMemory
-from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, Scalars, TokenLogprobs, TokenOutputs, joined
+from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, TokenLogprobs, TokenOutputs
+from rlhf_megatron.roles.passes import Passes
 from rlhf_megatron.roles.schedule import learning_rate
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.health import describe_nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
 from rlhf_megatron.topology.megatron_groups import as_world
-from rlhf_megatron.topology.pipeline import PipelineLinks
 
 
 class Role:
@@ -83,7 +73,6 @@ class Role:
             if architecture.head == "scalar"
             else TokenLogprobs(self.groups.tp, architecture.vocabulary, temperature)
         )
-        self._attention_cost = attention_cost(architecture)
         self.steps_taken = 0
         self.bad_gradients = ""
         self._training_steps = training_steps
@@ -102,8 +91,6 @@ class Role:
             fused=self.implementation == "transformer_engine",
             deterministic=deterministic,
         )
-        self._row_alignment = 2 * layout.context if layout.context > 1 else 1
-        self._alignment = self._row_alignment * (layout.tensor if self.config.sequence_parallel else 1)
         self._chunks: list[Any] = list(build_model(architecture, self.config, groups, self.implementation, seed))
         # Parameters of several chunks are named by the chunk's number first.
         self.module: torch.nn.Module = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
@@ -112,7 +99,7 @@ class Role:
             self.module.requires_grad_(False).eval()
         else:
             self._make_trainable(optimizer, dtype)
-        self._communicator = PipelineLinks(self.groups, self.config)
+        self._passes = Passes(architecture, layout, self.config, groups, self._chunks)
         self._memory = RoleMemory(section.offload, self._chunks, self._optimizer)
 
     def _make_trainable(self, section: OptimizerSection, dtype: str) -> None:
@@ -225,7 +212,7 @@ class Role:
             return parts[0].sum() * 0
 
         with torch.no_grad():
-            self._run(batch, {}, budget, output, collect, forward_only=True)
+            self._passes.run(batch, {}, budget, output, collect, forward_only=True)
         return self._on_all_ranks(found)
 
     def _on_all_ranks(self, found: Tensor) -> Tensor:
@@ -281,7 +268,9 @@ class Role:
         faults.spoil(self.module.parameters())
         read, budget = output or self._output, self.section.tokens_per_gpu
         with self._span("gradients"):
-            balance = self._run(batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False)
+            balance = self._passes.run(
+                batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False
+            )
         if outputs is not None and found is not None:
             outputs.copy_(self._on_all_ranks(found))
         with self._span("optimizer"):
@@ -308,99 +297,6 @@ class Role:
             )
         self.steps_taken += 1
         return grad_norm, taken
-
-    def _run(
-        self,
-        batch: RolloutBatch,
-        fields: dict[str, Tensor],
-        tokens_per_gpu: int,
-        output: Output,
-        loss_of: Callable[[tuple[Tensor, ...], MicroBatch], Tensor],
-        *,
-        rows_together: int = 1,
-        forward_only: bool,
-    ) -> dict[str, float]:
-        """All micro-batches of this data-parallel rank through Megatron's schedule for the pipeline's depth.
-
-        ``loss_of`` gets what ``output`` reads of each, on the last stage. Returns the packing's ``imbalance``.
-        """
-        assert (self.architecture.head == "scalar") == isinstance(output, Scalars), f"{self.name} has another head"
-        budget = tokens_per_gpu * self.layout.context
-        chunks = len(self._chunks)
-        # The interleaved schedule deals micro-batches of one length out, as many at a time as there are stages.
-        multiple = self.layout.pipeline if chunks > 1 else 1
-        lengths = batch.lengths.tolist()
-        plan = plan_micro_batches(lengths, budget, self.layout.data, rows_together, multiple, self._attention_cost)
-        mine = plan[self.groups.dp.rank()]
-        length = self._common_length(batch, mine) if chunks > 1 else self._alignment
-        schedule = get_forward_backward_func(pp_size=self.layout.pipeline, vp_size=chunks if chunks > 1 else None)
-        iterators = [
-            (self._micro_batch(batch, rows, fields, output.per_row, length) for rows in mine) for _ in range(chunks)
-        ]
-        with deterministic_kernels(self.config.deterministic_mode):
-            schedule(
-                forward_step_func=functools.partial(self._forward_step, output=output, loss_of=loss_of),
-                data_iterator=iterators if chunks > 1 else iterators[0],
-                model=self._chunks,
-                num_microbatches=len(mine),
-                seq_length=length,  # of one chunk a hint only: shapes travel with the activations
-                micro_batch_size=1,
-                forward_only=forward_only,
-                pg_collection=self.groups,
-                p2p_communicator=self._communicator,
-            )
-        return imbalance(plan, lengths, self._attention_cost)
-
-    def _common_length(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> int:
-        """A multiple of the alignment that the rows of every micro-batch fit into."""
-        padded = -(-batch.lengths // self._row_alignment) * self._row_alignment
-        longest = max(int(padded[list(rows)].sum()) for rows in micro_batches)
-        return max(1, -(-longest // self._alignment)) * self._alignment
-
-    def _micro_batch(
-        self, batch: RolloutBatch, rows: Sequence[int], fields: dict[str, Tensor], per_row: bool, alignment: int
-    ) -> MicroBatch:
-        """This rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
-        whole = make_micro_batch(
-            batch,
-            rows,
-            fields,
-            per_row=per_row,
-            pad_token_id=self.architecture.pad_token_id,
-            row_alignment=self._row_alignment,
-            alignment=alignment,
-            device=self.device,
-        )
-        return part_of(whole, self.layout.context, self.groups.cp.rank())
-
-    def _forward_step(
-        self, micro_batches: Iterator[MicroBatch], model: Any, output: Output, loss_of: Callable[..., Tensor]
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        micro = next(micro_batches)
-        # Transformer Engine's context parallelism asks for the boundaries with padding, which here are the boundaries.
-        padded = micro.cu_seqlens if self.layout.context > 1 else None
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=micro.cu_seqlens,
-            cu_seqlens_kv=micro.cu_seqlens,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=micro.longest,
-            max_seqlen_kv=micro.longest,
-        )
-
-        def read(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
-            return torch.stack(output(hidden_states, output_layer, output_weight, micro))
-
-        def finish(parts: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            # Megatron wants a count of tokens too; the loss carries its weights already.
-            whole = joined(parts.unbind(), micro, self.groups.cp)
-            return loss_of(whole, micro), torch.zeros([], dtype=torch.int), {}
-
-        of_model = model(
-            micro.tokens[None], micro.positions[None], None, packed_seq_params=packed, output_processor=read
-        )
-        return of_model, finish
 
     def _speaks(self) -> bool:
         """Whether what this rank has at the end of the model counts: others of its model have the same, or nothing."""

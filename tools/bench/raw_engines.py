@@ -43,10 +43,10 @@ def generate(engine: VllmEngine, prompts: Sequence[Sequence[int]], lengths: Sequ
 
 def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
     """What this rank of the role computes of a batch; the packing is the role's own."""
-    layout, lengths = role.layout, batch.lengths.tolist()
+    layout, passes, lengths = role.layout, role._passes, batch.lengths.tolist()
     budget = role.section.tokens_per_gpu * layout.context
-    plan = plan_micro_batches(lengths, budget, layout.data, attention=role._attention_cost)
-    return [role._micro_batch(batch, rows, {}, False, role._alignment) for rows in plan[role.groups.dp.rank()]]
+    plan = plan_micro_batches(lengths, budget, layout.data, attention=passes._attention_cost)
+    return [passes._micro_batch(batch, rows, {}, False, passes._alignment) for rows in plan[role.groups.dp.rank()]]
 
 
 def forward(role: Role, micros: Sequence[MicroBatch]) -> None:

@@ -1,0 +1,135 @@
+"""Passes over a batch: its rows in micro-batches through a model's schedule, forward and, if asked, backward.
+
+What is read of the model and what becomes of it are given; this knows the packing and the layout alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.context import part_of
+from rlhf_megatron.data.packing import MicroBatch, imbalance, make_micro_batch, plan_micro_batches
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.build import deterministic_kernels
+from rlhf_megatron.models.flops import attention_cost
+from rlhf_megatron.roles.outputs import Output, Scalars, joined
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.pipeline import PipelineLinks
+
+
+class Passes:
+    """Those of one rank's part of a model. ``run`` is collective over the model's ranks, with the same batch."""
+
+    def __init__(
+        self, architecture: Architecture, layout: Layout, config: TransformerConfig, groups: Any, chunks: Sequence[Any]
+    ) -> None:
+        """``chunks``: the model's pieces on this rank, one for each virtual pipeline stage."""
+        self._architecture, self._layout, self._config, self._groups = architecture, layout, config, groups
+        self._chunks = list(chunks)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self._attention_cost = attention_cost(architecture)
+        self._row_alignment = 2 * layout.context if layout.context > 1 else 1
+        self._alignment = self._row_alignment * (layout.tensor if config.sequence_parallel else 1)
+        self._communicator = PipelineLinks(groups, config)
+
+    def run(
+        self,
+        batch: RolloutBatch,
+        fields: dict[str, Tensor],
+        tokens_per_gpu: int,
+        output: Output,
+        loss_of: Callable[[tuple[Tensor, ...], MicroBatch], Tensor],
+        *,
+        rows_together: int = 1,
+        forward_only: bool,
+    ) -> dict[str, float]:
+        """All micro-batches of this data-parallel rank through Megatron's schedule for the pipeline's depth.
+
+        ``loss_of`` gets what ``output`` reads of each, on the last stage. Returns the packing's ``imbalance``.
+        """
+        assert (self._architecture.head == "scalar") == isinstance(output, Scalars), "the model has another head"
+        budget = tokens_per_gpu * self._layout.context
+        chunks = len(self._chunks)
+        # The interleaved schedule deals micro-batches of one length out, as many at a time as there are stages.
+        multiple = self._layout.pipeline if chunks > 1 else 1
+        lengths = batch.lengths.tolist()
+        plan = plan_micro_batches(lengths, budget, self._layout.data, rows_together, multiple, self._attention_cost)
+        mine = plan[self._groups.dp.rank()]
+        length = self._common_length(batch, mine) if chunks > 1 else self._alignment
+        schedule = get_forward_backward_func(pp_size=self._layout.pipeline, vp_size=chunks if chunks > 1 else None)
+        iterators = [
+            (self._micro_batch(batch, rows, fields, output.per_row, length) for rows in mine) for _ in range(chunks)
+        ]
+        with deterministic_kernels(self._config.deterministic_mode):
+            schedule(
+                forward_step_func=functools.partial(self._forward_step, output=output, loss_of=loss_of),
+                data_iterator=iterators if chunks > 1 else iterators[0],
+                model=self._chunks,
+                num_microbatches=len(mine),
+                seq_length=length,  # of one chunk a hint only: shapes travel with the activations
+                micro_batch_size=1,
+                forward_only=forward_only,
+                pg_collection=self._groups,
+                p2p_communicator=self._communicator,
+            )
+        return imbalance(plan, lengths, self._attention_cost)
+
+    def _common_length(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> int:
+        """A multiple of the alignment that the rows of every micro-batch fit into."""
+        padded = -(-batch.lengths // self._row_alignment) * self._row_alignment
+        longest = max(int(padded[list(rows)].sum()) for rows in micro_batches)
+        return max(1, -(-longest // self._alignment)) * self._alignment
+
+    def _micro_batch(
+        self, batch: RolloutBatch, rows: Sequence[int], fields: dict[str, Tensor], per_row: bool, alignment: int
+    ) -> MicroBatch:
+        """This rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
+        whole = make_micro_batch(
+            batch,
+            rows,
+            fields,
+            per_row=per_row,
+            pad_token_id=self._architecture.pad_token_id,
+            row_alignment=self._row_alignment,
+            alignment=alignment,
+            device=self._device,
+        )
+        return part_of(whole, self._layout.context, self._groups.cp.rank())
+
+    def _forward_step(
+        self, micro_batches: Iterator[MicroBatch], model: Any, output: Output, loss_of: Callable[..., Tensor]
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        micro = next(micro_batches)
+        # Transformer Engine's context parallelism asks for the boundaries with padding, which here are the boundaries.
+        padded = micro.cu_seqlens if self._layout.context > 1 else None
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro.cu_seqlens,
+            cu_seqlens_kv=micro.cu_seqlens,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            max_seqlen_q=micro.longest,
+            max_seqlen_kv=micro.longest,
+        )
+
+        def read(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
+            return torch.stack(output(hidden_states, output_layer, output_weight, micro))
+
+        def finish(parts: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            # Megatron wants a count of tokens too; the loss carries its weights already.
+            whole = joined(parts.unbind(), micro, self._groups.cp)
+            return loss_of(whole, micro), torch.zeros([], dtype=torch.int), {}
+
+        of_model = model(
+            micro.tokens[None], micro.positions[None], None, packed_seq_params=packed, output_processor=read
+        )
+        return of_model, finish
