@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+from typing import Any
+
+from rlhf_megatron.loops.expected_time import expected_time, lengths
 from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.recipe import Recipe, dry_run, role_ranks
@@ -16,11 +20,32 @@ _GB = 2**30
 def plan_text(recipe: Recipe, world_size: int) -> str:
     """All that is known of a run on ``world_size`` GPUs before it starts; raises RecipeError where it cannot run."""
     dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
-    summary = None
-    if recipe.rollout is not None:
-        architecture = parse_architecture(planning_config(recipe), recipe.model.path)
-        summary = regather_summary(recipe, architecture, world_size)
-    return dry_run(recipe, world_size, summary)
+    if recipe.rollout is None:
+        return dry_run(recipe, world_size)
+    config = planning_config(recipe)
+    architecture = parse_architecture(config, recipe.model.path)
+    summary = regather_summary(recipe, architecture, world_size)
+    return dry_run(recipe, world_size, summary, time_lines(recipe, config, world_size))
+
+
+def time_lines(recipe: Recipe, config: dict[str, Any], world_size: int) -> list[str]:
+    """How long each phase of a step takes and how fast that is, or what is lacking to say so."""
+    if recipe.cluster.gpu is None:
+        return ["set cluster.gpu, such as cluster.gpu=H100"]
+    found = expected_time(recipe, config, world_size)
+    if found is None:
+        return ["there are no figures to reckon models with experts by, nor float32"]
+    prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt)
+    phases = " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in found.phases.items())
+    speed = found.tokens / found.seconds / world_size
+    return [
+        f"prompts of {prompt:,.0f} tokens and responses of {fmean(responses):,.0f} on average, {recipe.cluster.gpu}",
+        f"{phases} = {_seconds(found.seconds)} s, {speed:,.0f} tokens/s per GPU",
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
 def regather_summary(recipe: Recipe, architecture: Architecture, world_size: int) -> str:

@@ -23,7 +23,7 @@ _PEAKS = {
 }
 
 
-def forward_flops(architecture: Architecture, lengths: Iterable[int], outputs: int, causal: bool = True) -> float:
+def forward_flops(architecture: Architecture, lengths: Iterable[float], outputs: float, causal: bool = True) -> float:
     """Operations of one forward pass over rows of ``lengths`` tokens, whose head reads ``outputs`` tokens in all.
 
     A product of [m, k] and [k, n] counts 2 m k n; norms, activations and rotary embeddings count nothing. Attention of
@@ -42,7 +42,7 @@ def forward_flops(architecture: Architecture, lengths: Iterable[int], outputs: i
     return 2.0 * (a.layers * (weights * sum(rows) + 2 * query * pairs) + a.hidden * head * outputs)
 
 
-def training_flops(architecture: Architecture, lengths: Iterable[int], outputs: int, causal: bool = True) -> float:
+def training_flops(architecture: Architecture, lengths: Iterable[float], outputs: float, causal: bool = True) -> float:
     """Operations of a forward and a backward pass, which has two products for each of the forward's."""
     return 3.0 * forward_flops(architecture, lengths, outputs, causal)
 

@@ -23,11 +23,12 @@ from rlhf_megatron.recipe.unsupported import unsupported
 _TIGHT = 0.95  # of the memory, beyond which what the estimate leaves out may decide
 
 
-def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None) -> str:
+def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None, times: Sequence[str] = ()) -> str:
     """The plan of ``recipe`` on ``world_size`` GPUs as plain text: recipe, layouts, batch, memory, what cannot be done.
 
-    ``regather_summary`` is one line about the bytes of a regathering, from a caller that can plan one. Raises
-    RecipeError where a layout does not fit the world or the model, or where there is no config.json to plan with.
+    ``regather_summary`` is one line about the bytes of a regathering, ``times`` are some about the time of a step, from
+    a caller that can reckon them. Raises RecipeError where a layout does not fit the world or the model, or where there
+    is no config.json to plan with.
     """
     config = planning_config(recipe)
     check_world(recipe, world_size)
@@ -40,6 +41,7 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
         ("Layouts", list(_layout_lines(recipe, shape, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", [regather_summary] if regather_summary else []),
+        ("Time of one step (estimate, without scoring)", times),
         ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", list(_memory_lines(recipe, memory))),
         ("Not in this version", unsupported(recipe) or ["nothing that the recipe asks for"]),
     ]

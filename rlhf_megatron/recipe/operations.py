@@ -136,5 +136,7 @@ class ClusterSection(Section):
     """GPUs of one node."""
     gpu_memory_gb: float = Field(default=80.0, gt=0)
     """Memory of one GPU in GB of 2^30 bytes; `--dry-run` compares its estimate with it."""
+    gpu: Literal["A100", "B200", "H100", "H200", "H800"] | None = None
+    """What the GPUs are; with it `--dry-run` reckons how long a step takes."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
     """Bandwidth of one GPU to other nodes in GB/s, for the estimated time of a regathering."""

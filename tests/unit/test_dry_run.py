@@ -189,7 +189,22 @@ def test_a_plan_says_why_weights_are_copies(overrides: list[str], why: str) -> N
 
 def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
     shown = re.search(r"```text\n(Model\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert shown and shown[1] in plan_text(recipe_of("qwen7b_grpo"), 8)
+    assert shown and shown[1] in plan_text(recipe_of("qwen7b_grpo", "cluster.gpu=H100"), 8)
+
+
+@pytest.mark.parametrize(
+    "name, overrides, line",
+    [
+        ("qwen7b_grpo", [], "set cluster.gpu, such as cluster.gpu=H100"),
+        (
+            "qwen3_30b_a3b_grpo",
+            ["cluster.gpu=H200"],
+            "there are no figures to reckon models with experts by, nor float32",
+        ),
+    ],
+)
+def test_a_plan_says_what_it_lacks_to_reckon_a_time(name: str, overrides: list[str], line: str) -> None:
+    assert f"Time of one step (estimate, without scoring)\n  {line}\n" in plan_text(recipe_of(name, *overrides), 16)
 
 
 def test_memory_by_hand() -> None:

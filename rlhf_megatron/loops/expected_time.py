@@ -1,0 +1,170 @@
+"""How long a step of reinforcement learning may take, before any GPU has run it: arithmetic alone.
+
+What GPUs can do is from the vendor's data sheets, how much of it is reached from whole steps of 0.5B to 32B on H200s
+(docs/results.md), which the estimate meets within a sixth. Scoring is not in it, nor what a slow link or machine costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean
+from typing import Any
+
+from rlhf_megatron.loops.layouts import make_layout
+from rlhf_megatron.models.architecture import Architecture, parse_architecture
+from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
+from rlhf_megatron.recipe import Recipe, RoleSection, role_ranks
+from rlhf_megatron.recipe.checks import layout_of, roles_of
+from rlhf_megatron.recipe.estimate import RolloutMemory, estimate, is_made
+from rlhf_megatron.recipe.model_shape import role_config, shape_of
+
+# Bytes per second of a GPU's memory, from the vendor's data sheets.
+_MEMORY_BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H800": 3.35e12, "H200": 4.8e12, "B200": 8.0e12}
+_SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
+
+# Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
+_BEST_SHARE, _COLUMNS_FOR_HALF = 0.70, 1065.0
+_STREAMED_BYTES_PER_SECOND = 15e9  # each way, with several GPUs of a host at it
+# Generation: what of the memory's bandwidth reading weights and cache comes to, and what each token takes besides.
+_OF_WEIGHTS, _OF_CACHE, _SECONDS_PER_TOKEN = 0.95, 0.8, 2.1e-3
+_OF_PEAK_IN_ROLLOUT = 0.6
+# An all-reduce among the ranks of a replica: to begin with, and for the bytes that each has from the others.
+_ALL_REDUCE_SECONDS, _ALL_REDUCE_BYTES_PER_SECOND = 5e-6, 150e9
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedTime:
+    """Seconds of each phase, and all tokens of the step."""
+
+    phases: dict[str, float]
+    tokens: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.phases.values())
+
+
+def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> ExpectedTime | None:
+    """The time of a step on ``world`` GPUs of the kind ``cluster.gpu``; None where there is nothing to reckon it by.
+
+    ``config``: the model's config.json. Prompts are taken to be half as long as they may be, or as long in a benchmark
+    that draws lengths; responses half as long, with a lognormal spread.
+    """
+    gpu, rollout = recipe.cluster.gpu, estimate(recipe, shape_of(config), world).rollout
+    architectures = {
+        name: parse_architecture(role_config(recipe, section, config), recipe.model.path).with_head(
+            "scalar" if name in ("critic", "reward_model") else "language"
+        )
+        for name, section in roles_of(recipe).items()
+    }
+    without_figures = recipe.model.dtype == "float32" or any(model.experts for model in architectures.values())
+    if gpu is None or rollout is None or without_figures:
+        return None
+    peak, bandwidth = peak_flops(gpu), _MEMORY_BANDWIDTH[gpu]
+    assert peak is not None
+    rows = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
+    prompt, responses = lengths(recipe, rows)
+    whole = [prompt + response for response in responses]
+    phases = {"generate": _generate(recipe, architectures["actor"], rollout, responses, prompt, peak, bandwidth)}
+    passes: dict[str, dict[str, float]] = {"logprobs": {}, "update": {}}
+    for name, section in roles_of(recipe).items():
+        if not is_made(recipe, name):
+            continue
+        model, ranks = architectures[name], role_ranks(recipe, name, world)
+        speed = len(ranks) * peak * _share_of_peak(model.hidden / layout_of(recipe, section).tensor)
+        before = name != "actor" or recipe.old_logprobs == "recompute"
+        if before:
+            passes["logprobs"][name] = forward_flops(model, whole, sum(responses)) / speed
+        if getattr(section, "optimizer", None) is not None:
+            passes["update"][name] = _update(recipe, section, model, whole, sum(responses), ranks, speed)
+    for phase, of_roles in passes.items():
+        placed = {name: set(role_ranks(recipe, name, world)) for name in of_roles}
+        phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))
+    return ExpectedTime({phase: seconds for phase, seconds in phases.items() if seconds}, float(sum(whole)))
+
+
+def lengths(recipe: Recipe, rows: int) -> tuple[float, list[float]]:
+    """(tokens of a prompt, of each response): evenly spaced quantiles of the distribution, cut at the longest."""
+    assert recipe.rollout is not None
+    drawn, longest = recipe.rollout.drawn_lengths, recipe.rollout.max_response_length
+    mean, sigma = (drawn.mean, drawn.sigma) if drawn else (longest / 2, _SIGMA)
+    spread = NormalDist(math.log(mean) - sigma**2 / 2, sigma) if sigma else None
+    quantiles = ((row + 0.5) / rows for row in range(rows))
+    prompt = recipe.data.max_prompt_length / (1 if drawn else 2)
+    return prompt, [min(longest, math.exp(spread.inv_cdf(q)) if spread else mean) for q in quantiles]
+
+
+def _weights(model: Architecture) -> float:
+    """Those that one token is multiplied with: all but the embedding."""
+    return forward_flops(model, [1], 1) / 2
+
+
+def _share_of_peak(columns: float) -> float:
+    return _BEST_SHARE * columns / (columns + _COLUMNS_FOR_HALF)
+
+
+def _update(
+    recipe: Recipe,
+    section: RoleSection,
+    model: Architecture,
+    whole: list[float],
+    outputs: float,
+    ranks: Sequence[int],
+    speed: float,
+) -> float:
+    """Forward and backward passes with what is recomputed and the pipeline's bubble, and what the optimizer streams."""
+    batch, gpus = recipe.batch, len(ranks)
+    layout = make_layout(layout_of(recipe, section), gpus)
+    forward = forward_flops(model, whole, outputs)
+    again = {"full": (section.recompute.layers or model.layers) / model.layers}.get(section.recompute.granularity, 0.0)
+    seconds = (training_flops(model, whole, outputs) + forward * again) / speed
+    micro_batches = sum(whole) / batch.minibatches_per_step / layout.data / (section.tokens_per_gpu * layout.context)
+    seconds *= 1 + (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline
+    embedding = 0 if model.tied_embeddings else model.vocabulary * model.hidden
+    state = 12.0 * (_weights(model) + embedding) / gpus * section.offload.streamed_optimizer
+    steps = batch.minibatches_per_step
+    return (seconds + steps * state / _STREAMED_BYTES_PER_SECOND) * batch.epochs_per_step
+
+
+def _generate(
+    recipe: Recipe,
+    model: Architecture,
+    rollout: RolloutMemory,
+    responses: list[float],
+    prompt: float,
+    peak: float,
+    bandwidth: float,
+) -> float:
+    """The slowest thing of each token for all sequences at a time, from the first to the end of the longest."""
+    assert recipe.rollout is not None
+    tensor = recipe.rollout.layout.tensor
+    own = responses[:: rollout.replicas]
+    mean = fmean(own)
+    in_cache = prompt + fmean(length * length for length in own) / (2 * mean)  # of a sequence, at a moment in between
+    most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / in_cache)))
+
+    def seconds_of_token(sequences: float, cached: float) -> float:
+        reading = 2.0 * _weights(model) / tensor / (bandwidth * _OF_WEIGHTS)
+        computing = 2.0 * _weights(model) * sequences / tensor / (peak * _OF_PEAK_IN_ROLLOUT)
+        of_cache = 4.0 * model.layers * model.key_value_heads * model.head_dim / tensor * cached
+        received = 2.0 * sequences * model.hidden * (tensor - 1)
+        reducing = _ALL_REDUCE_SECONDS + received / _ALL_REDUCE_BYTES_PER_SECOND if tensor > 1 else 0.0
+        return (
+            max(reading, computing)
+            + of_cache / (bandwidth * _OF_CACHE)
+            + 2 * model.layers * reducing
+            + _SECONDS_PER_TOKEN
+        )
+
+    # While others wait, as many as fit; then the last ones, of which the short ones end first.
+    last = sorted(own[:: -(-len(own) // most)])
+    waiting = mean * (len(own) - len(last)) / most
+    seconds, before = waiting * seconds_of_token(most, most * in_cache), 0.0
+    for index, length in enumerate(last):
+        left = len(last) - index
+        seconds += (length - before) * seconds_of_token(left, left * (prompt + (length + before) / 2))
+        before = length
+    return seconds

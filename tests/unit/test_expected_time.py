@@ -1,0 +1,108 @@
+"""The time that a step is expected to take, against whole steps on H200s and what has to follow from the arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from end_to_end.commands import ROOT
+from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, lengths
+from rlhf_megatron.recipe import Recipe, load_recipe
+
+MEASURED = [
+    row
+    for row in json.loads((ROOT / "docs/results/step.json").read_text())["rows"]
+    if "failed" not in row and "quantization" not in row["recipe"].get("rollout", {})
+]
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """config.json of a shape of the benchmark, such as 7B."""
+    config: dict[str, Any] = json.loads((ROOT / f"recipes/models/qwen2.5-{model.lower()}/config.json").read_text())
+    return config
+
+
+def recipe_of(folder: Path, *overrides: str, **values: Any) -> Recipe:
+    """The benchmark's recipe on H200s with these sections besides."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"defaults": [str(ROOT / "tools/bench/step_recipe.yaml")], **values}))
+    return load_recipe(path, ["cluster.gpu=H200", "cluster.gpu_memory_gb=140", *overrides])
+
+
+def time_of(recipe: Recipe, model: str = "7B", world: int = 2) -> ExpectedTime:
+    found = expected_time(recipe, config_of(model), world)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']} on {row['gpus']}")
+def test_whole_steps_that_were_measured_are_met_within_a_sixth(tmp_path: Path, row: dict[str, Any]) -> None:
+    found = time_of(recipe_of(tmp_path, **row["recipe"]), row["model"], row["gpus"])
+    phases = {phase: seconds["median"] for phase, seconds in row["phase_seconds"].items()}
+    assert found.phases["generate"] == pytest.approx(phases["generate"] + phases["score"], rel=1 / 6)
+    assert found.phases["update"] == pytest.approx(phases["update"], rel=1 / 6)
+    assert found.seconds == pytest.approx(row["step_seconds"]["median"], rel=1 / 6)
+    assert found.tokens / found.seconds / row["gpus"] == pytest.approx(
+        row["tokens_per_gpu_per_second"]["median"], rel=1 / 5
+    )
+
+
+def test_as_much_work_for_each_gpu_takes_as_long_on_more(tmp_path: Path) -> None:
+    few = time_of(recipe_of(tmp_path, "batch.prompts_per_step=64"), world=2)
+    many = time_of(recipe_of(tmp_path, "batch.prompts_per_step=2048"), world=64)
+    assert many.seconds == pytest.approx(few.seconds, rel=0.02)
+
+
+def test_a_reference_takes_a_forward_pass_and_full_recomputation_another_one(tmp_path: Path) -> None:
+    plain = time_of(recipe_of(tmp_path))
+    recipe = recipe_of(
+        tmp_path,
+        "algorithm.kl_coef=0.01",
+        "actor.recompute.granularity=full",
+        reference={"tokens_per_gpu": 4096},
+    )
+    both = time_of(recipe)
+    assert "logprobs" not in plain.phases
+    assert both.phases["logprobs"] == pytest.approx(plain.phases["update"] / 3)
+    assert both.phases["update"] == pytest.approx(plain.phases["update"] * 4 / 3)
+
+
+def test_roles_on_gpus_of_their_own_compute_at_the_same_time(tmp_path: Path) -> None:
+    critic: dict[str, Any] = {
+        "critic": {"tokens_per_gpu": 4096, "optimizer": {"learning_rate": 1e-6}},
+        "algorithm": {"advantage": "gae"},
+    }
+    together = time_of(recipe_of(tmp_path, **critic), world=4)
+    apart = time_of(recipe_of(tmp_path, "actor.ranks=node0:0-1", "critic.ranks=node0:2-3", **critic), world=4)
+    assert apart.phases["update"] == pytest.approx(together.phases["update"], rel=0.2)
+
+
+def test_epochs_repeat_the_update_and_a_pipeline_waits_for_its_ends(tmp_path: Path) -> None:
+    once, twice = (time_of(recipe_of(tmp_path, f"batch.epochs_per_step={count}")) for count in (1, 2))
+    assert twice.phases["update"] == pytest.approx(2 * once.phases["update"])
+    few, many = (
+        time_of(recipe_of(tmp_path, "actor.layout.pipeline=2", f"actor.tokens_per_gpu={tokens}"))
+        for tokens in (65536, 8192)
+    )
+    assert few.phases["update"] > many.phases["update"] > once.phases["update"]
+
+
+def test_a_cache_for_few_sequences_lets_the_others_wait(tmp_path: Path) -> None:
+    wide, narrow = (time_of(recipe_of(tmp_path, f"rollout.kv_cache_gb={size}")) for size in (40, 0.5))
+    assert narrow.phases["generate"] > 1.5 * wide.phases["generate"]
+
+
+def test_responses_are_half_as_long_as_they_may_be_where_nothing_is_known(tmp_path: Path) -> None:
+    prompt, responses = lengths(recipe_of(tmp_path, "rollout.drawn_lengths=null"), 1000)
+    assert prompt == 128
+    assert sum(responses) / 1000 == pytest.approx(2048, rel=0.1)
+    assert max(responses) == 4096
+
+
+@pytest.mark.parametrize("override", ["cluster.gpu=null", "model.dtype=float32"])
+def test_nothing_is_said_without_figures_to_say_it_by(tmp_path: Path, override: str) -> None:
+    assert expected_time(recipe_of(tmp_path, override), config_of("7B"), 2) is None
