@@ -78,7 +78,7 @@ def test_a_hang_leaves_the_stacks_of_the_ranks_that_wait(run: Path) -> None:
     assert hang["why"].endswith(" s: rank 0 in update of step 5; rank 1 said nothing")
     (stacks,) = (run.parents[1] / hang["stacks"]).iterdir()
     assert stacks.name == "rank-0.txt"
-    assert "in _run\n" in stacks.read_text() and "roles/role.py" in stacks.read_text()
+    assert "in update\n" in stacks.read_text() and "roles/passes.py" in stacks.read_text()
 
 
 def test_steps_that_are_done_again_say_the_same(run: Path) -> None:
