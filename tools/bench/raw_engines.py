@@ -1,13 +1,13 @@
 """vLLM and Megatron called directly, without anything of ours around them: what the benchmarks compare with.
 
 vLLM: ``LLM.generate`` with plain sampling, without seeds and logprobs. Megatron: the model, its own cross entropy and
-backward(), a micro-batch after the other; no pipeline, no reduction of gradients.
+backward(), a micro-batch after the other; of a pipeline its own schedule. No reduction of gradients.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,27 +51,61 @@ def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
 
 def forward(role: Role, micros: Sequence[MicroBatch]) -> None:
     """The loss of each micro-batch, without gradients."""
+    if role.layout.pipeline > 1:
+        _through_pipeline(role, micros, forward_only=True)
+        return
     with torch.no_grad():
         for micro in micros:
-            _loss(role, micro)
+            _loss(role, _output(role, micro), micro)
 
 
 def forward_and_backward(role: Role, micros: Sequence[MicroBatch]) -> None:
     """The gradients of all micro-batches."""
     role._chunks[0].zero_grad_buffer()
+    if role.layout.pipeline > 1:
+        _through_pipeline(role, micros, forward_only=False)
+        return
     for micro in micros:
-        _loss(role, micro).backward()
+        _loss(role, _output(role, micro), micro).backward()
 
 
-def _loss(role: Role, micro: MicroBatch) -> torch.Tensor:
+def _through_pipeline(role: Role, micros: Sequence[MicroBatch], forward_only: bool) -> None:
+    """Megatron's one-forward-one-backward schedule, over the links that it has in the role."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(pieces: Iterator[MicroBatch], _: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        micro = next(pieces)
+        count = torch.zeros([], dtype=torch.int)
+        return _output(role, micro), lambda output: (_loss(role, output, micro), count, {})
+
+    get_forward_backward_func(pp_size=role.layout.pipeline, vp_size=None)(
+        forward_step_func=step,
+        data_iterator=iter(micros),
+        model=role._chunks,
+        num_microbatches=len(micros),
+        seq_length=1,  # a hint only: shapes travel with the activations
+        micro_batch_size=1,
+        forward_only=forward_only,
+        pg_collection=role.groups,
+        p2p_communicator=role._passes._communicator,
+    )
+
+
+def _output(role: Role, micro: MicroBatch) -> torch.Tensor:
+    """What this rank's part of the model makes of a micro-batch: logits, or at an earlier stage hidden states."""
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens,
         max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest,
     )  # fmt: skip
-    logits = role._chunks[0](micro.tokens[None], micro.positions[None], None, packed_seq_params=packed)
+    output: torch.Tensor = role._chunks[0](micro.tokens[None], micro.positions[None], None, packed_seq_params=packed)
+    return output
+
+
+def _loss(role: Role, logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
     # Which tokens are the targets makes no difference to the time.
     losses = vocab_parallel_cross_entropy(
         logits.transpose(0, 1).contiguous(), micro.tokens[:, None], tp_group=role.groups.tp
