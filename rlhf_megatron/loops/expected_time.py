@@ -53,16 +53,11 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
     ``config``: the model's config.json. Prompts are taken to be half as long as they may be, or as long in a benchmark
     that draws lengths; responses half as long, with a lognormal spread.
     """
-    gpu, rollout = recipe.cluster.gpu, estimate(recipe, shape_of(config), world).rollout
-    architectures = {
-        name: parse_architecture(role_config(recipe, section, config), recipe.model.path).with_head(
-            "scalar" if name in ("critic", "reward_model") else "language"
-        )
-        for name, section in roles_of(recipe).items()
-    }
-    without_figures = recipe.model.dtype == "float32" or any(model.experts for model in architectures.values())
-    if gpu is None or rollout is None or without_figures:
+    if not has_figures(recipe, config):
         return None
+    gpu, rollout = recipe.cluster.gpu, estimate(recipe, shape_of(config), world).rollout
+    assert gpu is not None and rollout is not None
+    architectures = _architectures(recipe, config)
     peak, bandwidth = peak_flops(gpu), _MEMORY_BANDWIDTH[gpu]
     assert peak is not None
     rows = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
@@ -84,6 +79,22 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
         placed = {name: set(role_ranks(recipe, name, world)) for name in of_roles}
         phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))
     return ExpectedTime({phase: seconds for phase, seconds in phases.items() if seconds}, float(sum(whole)))
+
+
+def has_figures(recipe: Recipe, config: dict[str, Any]) -> bool:
+    """Whether ``expected_time`` can say anything: of dense models in reinforcement learning, not in float32."""
+    dense = not any(model.experts for model in _architectures(recipe, config).values())
+    return recipe.loop == "rl" and recipe.cluster.gpu is not None and recipe.model.dtype != "float32" and dense
+
+
+def _architectures(recipe: Recipe, config: dict[str, Any]) -> dict[str, Architecture]:
+    """Of each role, with its head."""
+    return {
+        name: parse_architecture(role_config(recipe, section, config), recipe.model.path).with_head(
+            "scalar" if name in ("critic", "reward_model") else "language"
+        )
+        for name, section in roles_of(recipe).items()
+    }
 
 
 def lengths(recipe: Recipe, rows: int) -> tuple[float, list[float]]:

@@ -1,0 +1,106 @@
+"""Which layouts of a recipe fit their GPUs, and how long a step of each may take: arithmetic, no GPU and no weights.
+
+Tried are the actor's tensor and pipeline parallelism, what it recomputes and streams, and the rollout's tensor
+parallelism; roles without a layout of their own follow the actor. All else is as the recipe has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, has_figures
+from rlhf_megatron.recipe import Recipe, RecipeError, check_architecture, check_world, unsupported
+from rlhf_megatron.recipe.estimate import estimate
+from rlhf_megatron.recipe.model_shape import planning_config, shape_of
+
+_AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
+_ROOM = 0.95  # of the memory, beyond which what the estimate leaves out may decide
+_PIPELINES = (1, 2, 4, 8, 16)
+_STREAMED = (0.0, 0.5, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout that fits: what to change for it, the recipe then, the fullest phase in GB of 2^30 bytes, the time."""
+
+    overrides: tuple[str, ...]
+    recipe: Recipe
+    phase: str
+    memory: float
+    time: ExpectedTime
+
+
+def find_layouts(recipe: Recipe, world: int) -> list[Candidate]:
+    """Those that fit ``world`` GPUs: the fastest, and behind it the fastest of those that need clearly less memory.
+
+    Of layouts that are as fast as each other, as far as the estimate can tell, the simplest counts. Raises RecipeError
+    where there is no config.json to plan with, or no figures to reckon a time by.
+    """
+    config = planning_config(recipe)
+    if recipe.cluster.gpu is None:
+        raise RecipeError("cluster.gpu: say what the GPUs are, such as cluster.gpu=H100")
+    if not has_figures(recipe, config):
+        raise RecipeError("only steps of reinforcement learning of dense models are reckoned, and not in float32")
+    found = [each for choice in _choices(recipe, world) if (each := _candidate(recipe, config, world, choice))]
+    best: list[Candidate] = []
+    for each in sorted(found, key=_order):
+        if not best or each.memory < _LESS * best[-1].memory:
+            best.append(each)
+    return best
+
+
+def _order(each: Candidate) -> tuple[float, ...]:
+    actor = each.recipe.actor
+    simple = (actor.layout.pipeline, actor.recompute.granularity == "full", actor.offload.streamed_optimizer)
+    return (round(math.log(each.time.seconds) / math.log(_AS_FAST)), *simple, each.memory)
+
+
+def _choices(recipe: Recipe, world: int) -> Iterator[dict[str, Any]]:
+    """Values by key of every combination, whether it can be or not."""
+    degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= min(world, recipe.cluster.gpus_per_node)]
+    streams = _STREAMED if recipe.actor.optimizer and recipe.actor.optimizer.distributed else (0.0,)
+    for tensor, pipeline, streamed, recompute, rollout in itertools.product(
+        degrees, _PIPELINES, streams, ("none", "full"), degrees
+    ):
+        yield {
+            "actor.layout.tensor": tensor,
+            "actor.layout.pipeline": pipeline,
+            "actor.layout.data": None,
+            "actor.sequence_parallel": tensor > 1,
+            "actor.offload.streamed_optimizer": streamed,
+            "actor.recompute.granularity": recompute,
+            "rollout.layout.tensor": rollout,
+        }
+
+
+def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:
+    values = recipe.model_dump(mode="json")
+    changed = []
+    for key, value in choice.items():
+        *path, last = key.split(".")
+        section = values
+        for name in path:
+            section = section[name]
+        if section[last] != value:
+            changed.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+        section[last] = value
+    try:
+        tried = Recipe.model_validate(values)
+        check_world(tried, world)
+        check_architecture(tried, config)
+    except (ValidationError, RecipeError):
+        return None
+    memory = estimate(tried, shape_of(config), world)
+    phase = max(memory.phases, key=lambda name: memory.phases[name])
+    holds_a_row = memory.rollout is not None and memory.rollout.longest_sequences > 0
+    if unsupported(tried) or not holds_a_row or memory.phases[phase] > _ROOM * recipe.cluster.gpu_memory_gb:
+        return None
+    time = expected_time(tried, config, world)
+    return Candidate(tuple(changed), tried, phase, memory.phases[phase], time) if time else None

@@ -1,0 +1,79 @@
+"""The layouts that a plan proposes: they fit, what it says to change makes them, and others are not worth a line."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from end_to_end.commands import ROOT, python
+from rlhf_megatron.loops.expected_time import expected_time
+from rlhf_megatron.loops.layout_search import find_layouts
+from rlhf_megatron.recipe import RecipeError, load_recipe
+from rlhf_megatron.recipe.estimate import estimate
+from rlhf_megatron.recipe.model_shape import planning_config, shape_of
+
+GPUS = ("cluster.gpu=H100", "cluster.gpu_memory_gb=80")
+
+
+@pytest.mark.parametrize("name, world", [("qwen7b_grpo", 8), ("qwen32b_dapo", 64), ("qwen70b_dapo", 96)])
+def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: int) -> None:
+    path = ROOT / "recipes" / f"{name}.yaml"
+    found = find_layouts(load_recipe(path, GPUS), world)
+    assert found
+    for each in found:
+        again = load_recipe(path, [*GPUS, *each.overrides])
+        config = planning_config(again)
+        assert again == each.recipe
+        assert expected_time(again, config, world) == each.time
+        assert max(estimate(again, shape_of(config), world).phases.values()) == each.memory <= 0.95 * 80
+    assert all(later.memory < earlier.memory for earlier, later in pairwise(found))
+
+
+def test_the_first_is_no_slower_than_the_recipe_itself() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "qwen7b_grpo.yaml", GPUS)
+    own = expected_time(recipe, planning_config(recipe), 8)
+    assert own is not None and find_layouts(recipe, 8)[0].time.seconds <= own.seconds
+
+
+def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "qwen7b_grpo.yaml", [*GPUS, "rollout.kv_cache_gb=10"])
+    one = find_layouts(recipe, 1)
+    assert all(each.recipe.actor.offload.streamed_optimizer == 1.0 for each in one)
+    small = load_recipe(ROOT / "recipes" / "qwen7b_grpo.yaml", ["cluster.gpu=A100", "cluster.gpu_memory_gb=20"])
+    assert find_layouts(small, 2) == []
+
+
+@pytest.mark.parametrize(
+    "name, overrides, message",
+    [
+        ("qwen7b_grpo", [], "cluster.gpu: say what the GPUs are, such as cluster.gpu=H100"),
+        ("qwen3_30b_a3b_grpo", GPUS, "only steps of reinforcement learning of dense models are reckoned"),
+    ],
+)
+def test_what_cannot_be_reckoned_is_refused(name: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        find_layouts(load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides), 16)
+
+
+def test_the_list_in_the_docs_is_what_the_command_prints() -> None:
+    shown = re.search(r"\$ python (launch/plan.py .*)\n((?:.*\n)*?)```", (ROOT / "docs" / "gpus.md").read_text())
+    assert shown is not None
+    done = python(*shown[1].split(), folder=ROOT).check()
+    assert [line.rstrip() for line in done.out.splitlines()] == shown[2].splitlines()
+
+
+def test_the_command_lists_layouts_and_says_what_to_change_for_the_first(tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "qwen7b_grpo.yaml"
+    command = ("launch/plan.py", str(recipe), "--world=8", *GPUS)
+    model = f"model.config={ROOT / 'recipes/models/qwen2.5-7b'}"
+    done = python(*command, "--price=2.5", model, folder=tmp_path).check()
+    header, *rows, last = done.out.splitlines()
+    assert header.split() == ["s/step", "tok/s/GPU", "GPU-h", "cost", "GB", "actor", "recompute", "stream", "rollout"]
+    best = find_layouts(load_recipe(recipe, [*GPUS, model]), 8)
+    assert len(rows) == len(best) and rows[0].split()[0] == f"{best[0].time.seconds:,.1f}"
+    assert last == "the first: " + " ".join(best[0].overrides)
+    none = python(*command, "cluster.gpu_memory_gb=10", model, folder=tmp_path)
+    assert (none.status, none.err.splitlines()[-1]) == (1, "error: no layout fits 8 GPUs of 10 GB")
