@@ -51,10 +51,10 @@ def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
 
 def forward(role: Role, micros: Sequence[MicroBatch]) -> None:
     """The loss of each micro-batch, without gradients."""
-    if role.layout.pipeline > 1:
-        _through_pipeline(role, micros, forward_only=True)
-        return
     with torch.no_grad():
+        if role.layout.pipeline > 1:
+            _through_pipeline(role, micros, forward_only=True)
+            return
         for micro in micros:
             _loss(role, _output(role, micro), micro)
 
