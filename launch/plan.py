@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rlhf_megatron.loops.command import tell
 from rlhf_megatron.loops.layout_search import Candidate, find_layouts
-from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe import load_recipe, role_ranks
 from rlhf_megatron.recipe.errors import UserError
 
 
@@ -51,14 +51,15 @@ def table(candidates: Sequence[Candidate], world: int, steps: int, price: float 
         found.add_column(name, no_wrap=True)
     for each in candidates:
         hours, actor = each.time.seconds * steps * world / 3600, each.recipe.actor
+        gpus = len(role_ranks(each.recipe, "actor", world))
         cost = [f"{hours * price:,.0f}"] if price is not None else []
         found.add_row(
             f"{each.time.seconds:,.1f}",
-            f"{each.time.tokens / each.time.seconds / world:,.0f}",
+            f"{each.time.speed(world):,.0f}",
             f"{hours:,.0f}",
             *cost,
             f"{each.memory:.0f}",
-            f"TP{actor.layout.tensor} PP{actor.layout.pipeline} DP{world // actor.layout.model_gpus}",
+            f"TP{actor.layout.tensor} PP{actor.layout.pipeline} DP{gpus // actor.layout.model_gpus}",
             actor.recompute.granularity,
             f"{actor.offload.streamed_optimizer:.0%}",
             f"TP{each.recipe.rollout.layout.tensor}" if each.recipe.rollout else "",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -17,7 +16,7 @@ from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
 from rlhf_megatron.recipe import Recipe, RoleSection, role_ranks
 from rlhf_megatron.recipe.checks import layout_of, roles_of
-from rlhf_megatron.recipe.estimate import RolloutMemory, estimate, is_made
+from rlhf_megatron.recipe.estimate import GB, RolloutMemory, estimate, role_shape
 from rlhf_megatron.recipe.model_shape import role_config, shape_of
 
 # Bytes per second of a GPU's memory, from the vendor's data sheets.
@@ -36,15 +35,21 @@ _ALL_REDUCE_SECONDS, _ALL_REDUCE_BYTES_PER_SECOND = 5e-6, 150e9
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedTime:
-    """Seconds of each phase, and all tokens of the step."""
+    """Seconds of each phase, all tokens of the step, and how long a prompt and the mean response are taken to be."""
 
     phases: dict[str, float]
     tokens: float
+    prompt: float
+    response: float
 
     @property
     def seconds(self) -> float:
         """Of the whole step."""
         return sum(self.phases.values())
+
+    def speed(self, gpus: int) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds / gpus
 
 
 def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> ExpectedTime | None:
@@ -53,45 +58,49 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
     ``config``: the model's config.json. Prompts are taken to be half as long as they may be, or as long in a benchmark
     that draws lengths; responses half as long, with a lognormal spread.
     """
-    if not has_figures(recipe, config):
-        return None
-    gpu, rollout = recipe.cluster.gpu, estimate(recipe, shape_of(config), world).rollout
-    assert gpu is not None and rollout is not None
     architectures = _architectures(recipe, config)
+    if not _has_figures(recipe, architectures):
+        return None
+    memory, gpu = estimate(recipe, shape_of(config), world), recipe.cluster.gpu
+    assert gpu is not None and memory.rollout is not None
     peak, bandwidth = peak_flops(gpu), _MEMORY_BANDWIDTH[gpu]
     assert peak is not None
     rows = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
     prompt, responses = lengths(recipe, rows)
     whole = [prompt + response for response in responses]
-    phases = {"generate": _generate(recipe, architectures["actor"], rollout, responses, prompt, peak, bandwidth)}
+    phases = {"generate": _generate(recipe, architectures["actor"], memory.rollout, responses, prompt, peak, bandwidth)}
     passes: dict[str, dict[str, float]] = {"logprobs": {}, "update": {}}
-    for name, section in roles_of(recipe).items():
-        if not is_made(recipe, name):
-            continue
-        model, ranks = architectures[name], role_ranks(recipe, name, world)
+    placed = {name: role_ranks(recipe, name, world) for name in memory.roles}
+    for name, ranks in placed.items():
+        model, section = architectures[name], roles_of(recipe)[name]
         speed = len(ranks) * peak * _share_of_peak(model.hidden / layout_of(recipe, section).tensor)
-        before = name != "actor" or recipe.old_logprobs == "recompute"
-        if before:
+        if name != "actor" or recipe.old_logprobs == "recompute":
             passes["logprobs"][name] = forward_flops(model, whole, sum(responses)) / speed
         if getattr(section, "optimizer", None) is not None:
-            passes["update"][name] = _update(recipe, section, model, whole, sum(responses), ranks, speed)
+            streamed = fmean(stage.streamed for stage in memory.roles[name]) * GB
+            passes["update"][name] = _update(recipe, section, model, whole, sum(responses), len(ranks), speed, streamed)
     for phase, of_roles in passes.items():
-        placed = {name: set(role_ranks(recipe, name, world)) for name in of_roles}
         phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))
-    return ExpectedTime({phase: seconds for phase, seconds in phases.items() if seconds}, float(sum(whole)))
+    taken = {phase: seconds for phase, seconds in phases.items() if seconds}
+    return ExpectedTime(taken, float(sum(whole)), prompt, fmean(responses))
 
 
 def has_figures(recipe: Recipe, config: dict[str, Any]) -> bool:
     """Whether ``expected_time`` can say anything: of dense models in reinforcement learning, not in float32."""
-    dense = not any(model.experts for model in _architectures(recipe, config).values())
+    return _has_figures(recipe, _architectures(recipe, config))
+
+
+def _has_figures(recipe: Recipe, architectures: dict[str, Architecture]) -> bool:
+    dense = not any(model.experts for model in architectures.values())
     return recipe.loop == "rl" and recipe.cluster.gpu is not None and recipe.model.dtype != "float32" and dense
 
 
 def _architectures(recipe: Recipe, config: dict[str, Any]) -> dict[str, Architecture]:
     """Of each role, with its head."""
+    shape = shape_of(config)
     return {
         name: parse_architecture(role_config(recipe, section, config), recipe.model.path).with_head(
-            "scalar" if name in ("critic", "reward_model") else "language"
+            "scalar" if role_shape(recipe, name, section, shape).scalar_head else "language"
         )
         for name, section in roles_of(recipe).items()
     }
@@ -123,21 +132,21 @@ def _update(
     model: Architecture,
     whole: list[float],
     outputs: float,
-    ranks: Sequence[int],
+    gpus: int,
     speed: float,
+    streamed: float,
 ) -> float:
-    """Forward and backward passes with what is recomputed and the pipeline's bubble, and what the optimizer streams."""
-    batch, gpus = recipe.batch, len(ranks)
+    """Forward and backward passes with what is recomputed and the pipeline's bubble, and what the optimizer streams:
+    ``streamed`` bytes on each GPU in each step of its own."""
+    batch = recipe.batch
     layout = make_layout(layout_of(recipe, section), gpus)
     forward = forward_flops(model, whole, outputs)
     again = {"full": (section.recompute.layers or model.layers) / model.layers}.get(section.recompute.granularity, 0.0)
     seconds = (training_flops(model, whole, outputs) + forward * again) / speed
     micro_batches = sum(whole) / batch.minibatches_per_step / layout.data / (section.tokens_per_gpu * layout.context)
     seconds *= 1 + (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline
-    embedding = 0 if model.tied_embeddings else model.vocabulary * model.hidden
-    state = 12.0 * (_weights(model) + embedding) / gpus * section.offload.streamed_optimizer
-    steps = batch.minibatches_per_step
-    return (seconds + steps * state / _STREAMED_BYTES_PER_SECOND) * batch.epochs_per_step
+    streaming = batch.minibatches_per_step * streamed / _STREAMED_BYTES_PER_SECOND
+    return (seconds + streaming) * batch.epochs_per_step
 
 
 def _generate(

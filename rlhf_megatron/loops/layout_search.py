@@ -11,28 +11,28 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from pydantic import ValidationError
 
 from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, has_figures
 from rlhf_megatron.recipe import Recipe, RecipeError, check_architecture, check_world, unsupported
-from rlhf_megatron.recipe.estimate import estimate
+from rlhf_megatron.recipe.estimate import TIGHT, estimate
+from rlhf_megatron.recipe.load import apply_override
 from rlhf_megatron.recipe.model_shape import planning_config, shape_of
 
 _AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
-_ROOM = 0.95  # of the memory, beyond which what the estimate leaves out may decide
 _PIPELINES = (1, 2, 4, 8, 16)
 _STREAMED = (0.0, 0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout that fits: what to change for it, the recipe then, the fullest phase in GB of 2^30 bytes, the time."""
+    """A layout that fits: what to change for it, the recipe then, GB of 2^30 bytes in its fullest phase, the time."""
 
     overrides: tuple[str, ...]
     recipe: Recipe
-    phase: str
     memory: float
     time: ExpectedTime
 
@@ -81,16 +81,14 @@ def _choices(recipe: Recipe, world: int) -> Iterator[dict[str, Any]]:
 
 
 def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:
+    overrides = tuple(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in choice.items()
+        if attrgetter(key)(recipe) != value
+    )
     values = recipe.model_dump(mode="json")
-    changed = []
-    for key, value in choice.items():
-        *path, last = key.split(".")
-        section = values
-        for name in path:
-            section = section[name]
-        if section[last] != value:
-            changed.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
-        section[last] = value
+    for override in overrides:
+        apply_override(values, override)
     try:
         tried = Recipe.model_validate(values)
         check_world(tried, world)
@@ -98,9 +96,9 @@ def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[
     except (ValidationError, RecipeError):
         return None
     memory = estimate(tried, shape_of(config), world)
-    phase = max(memory.phases, key=lambda name: memory.phases[name])
+    fullest = max(memory.phases.values())
     holds_a_row = memory.rollout is not None and memory.rollout.longest_sequences > 0
-    if unsupported(tried) or not holds_a_row or memory.phases[phase] > _ROOM * recipe.cluster.gpu_memory_gb:
+    if unsupported(tried) or not holds_a_row or fullest > TIGHT * recipe.cluster.gpu_memory_gb:
         return None
     time = expected_time(tried, config, world)
-    return Candidate(tuple(changed), tried, phase, memory.phases[phase], time) if time else None
+    return Candidate(overrides, tried, fullest, time) if time else None

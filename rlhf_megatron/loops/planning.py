@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import Any
 
-from rlhf_megatron.loops.expected_time import expected_time, lengths
+from rlhf_megatron.loops.expected_time import expected_time
 from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.recipe import Recipe, dry_run, role_ranks
@@ -35,12 +34,11 @@ def time_lines(recipe: Recipe, config: dict[str, Any], world_size: int) -> list[
     found = expected_time(recipe, config, world_size)
     if found is None:
         return ["there are no figures to reckon models with experts by, nor float32"]
-    prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt)
     phases = " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in found.phases.items())
-    speed = found.tokens / found.seconds / world_size
+    tokens = f"prompts of {found.prompt:,.0f} tokens and responses of {found.response:,.0f} on average"
     return [
-        f"prompts of {prompt:,.0f} tokens and responses of {fmean(responses):,.0f} on average, {recipe.cluster.gpu}",
-        f"{phases} = {_seconds(found.seconds)} s, {speed:,.0f} tokens/s per GPU",
+        f"{tokens}, {recipe.cluster.gpu}",
+        f"{phases} = {_seconds(found.seconds)} s, {found.speed(world_size):,.0f} tokens/s per GPU",
     ]
 
 

@@ -66,13 +66,9 @@ class Profiler:
 
     @contextlib.contextmanager
     def _recorded(self, step: int, phase: str) -> Iterator[None]:
-        on_gpu = torch.cuda.is_available()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if on_gpu:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._nests = True
         try:
-            with torch.profiler.profile(activities=activities) as profile:
+            with torch.profiler.profile() as profile:  # of all devices that there are
                 yield
         finally:
             self._nests = False
@@ -80,6 +76,6 @@ class Profiler:
         trace = self._run.profile_file(step, phase, self._times[phase], self._rank)
         trace.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(trace))
-        order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = profile.key_averages().table(order, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
         trace.with_name(trace.name.removesuffix(".json.gz") + ".txt").write_text(table, encoding="utf-8")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rlhf_megatron.recipe.checks import check_architecture, check_world, layout_of, role_ranks, roles_of, stage_layers
 from rlhf_megatron.recipe.estimate import (
+    TIGHT,
     Estimate,
     StageMemory,
     estimate,
@@ -19,8 +20,6 @@ from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
 from rlhf_megatron.recipe.unsupported import unsupported
-
-_TIGHT = 0.95  # of the memory, beyond which what the estimate leaves out may decide
 
 
 def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None, times: Sequence[str] = ()) -> str:
@@ -174,7 +173,7 @@ def _memory_lines(recipe: Recipe, memory: Estimate) -> Iterator[str]:
     limit = recipe.cluster.gpu_memory_gb
     for phase, needed in memory.phases.items():
         verdict = f"does NOT fit: {_advice(recipe, phase)}" if needed > limit else "fits"
-        if verdict == "fits" and needed > _TIGHT * limit:
+        if verdict == "fits" and needed > TIGHT * limit:
             verdict = "fits barely"
         yield f"phase {phase}: {needed:.1f} of {limit:g}, {verdict}"
     if rollout is not None and not rollout.longest_sequences:

@@ -13,6 +13,7 @@ from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, OffloadSection, RoleSection, transformer_engine_can
 
 GB = 2**30
+TIGHT = 0.95  # of the memory, beyond which what the estimate leaves out may decide
 RESERVED_GB = 2.0  # CUDA context, NCCL buffers, workspaces of cuBLAS and attention
 SLEEPING_GB = 2.0  # what a sleeping vLLM keeps: its CUDA graphs and their memory
 ROLLOUT_ACTIVATIONS_GB = 2.0  # vLLM's own activations and sampling buffers, within its share

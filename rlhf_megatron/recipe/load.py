@@ -24,7 +24,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     values = _read_with_defaults(Path(path), ())
     for override in overrides:
-        _apply(values, override)
+        apply_override(values, override)
     return make_recipe(values, str(path))
 
 
@@ -125,7 +125,8 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
             base[key] = value
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Puts the value of a ``key.path=value`` into a recipe's plain values; raises RecipeError where it has no place."""
     key, separator, text = override.partition("=")
     if not separator or not all(key.split(".")):
         raise RecipeError(f"override {override!r}: must have the form key.path=value, such as steps=10")

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pty
-import re
 import select
 import sys
 from dataclasses import dataclass
@@ -26,9 +25,7 @@ from rlhf_megatron.monitor.console import Console, clock, fitting_columns, spark
 from rlhf_megatron.monitor.errors import MonitorError
 from rlhf_megatron.monitor.metrics import MetricsLogger, read_metrics
 from rlhf_megatron.monitor.plots import plot_run, smooth
-from rlhf_megatron.monitor.profiler import Profiler
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe.operations import ProfileSection
 
 
 @dataclass(frozen=True)
@@ -104,42 +101,6 @@ def test_a_run_root_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -
 
 
 # Metrics and trackers
-
-
-def test_a_phase_that_comes_twice_in_a_step_is_profiled_twice_and_one_within_another_with_that(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "run")
-    profiler = Profiler(ProfileSection(steps=[3], phases=["generate", "evaluate"]), run, rank=0, world=1)
-    for step in (2, 3):
-        profiler.begin(step)
-        for name in ("generate", "score", "generate"):
-            with profiler.phase(name):
-                torch.ones(2).add(1)
-        with profiler.phase("evaluate"), profiler.phase("generate"):
-            torch.ones(2).add(1)
-        profiler.end()
-    with profiler.phase("evaluate"):
-        pass
-    names = ("generate-rank-0", "generate-2-rank-0", "evaluate-rank-0")
-    expected = {f"step-3-{name}.{end}" for name in names for end in ("json.gz", "txt")}
-    assert {path.name for path in (run.path / "profile").iterdir()} == expected
-
-
-@pytest.mark.parametrize(
-    "section, message",
-    [
-        ({"steps": [1], "ranks": [0, 2]}, "monitor.profile.ranks: there is no rank 2 of 2"),
-        pytest.param(
-            {"steps": [1], "tool": "nsys"},
-            "monitor.profile.tool: nsys records GPUs, and there is none; set it to torch",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-    ],
-)
-def test_a_profile_that_cannot_be_taken_is_refused_in_one_line(
-    tmp_path: Path, section: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(MonitorError, match=re.escape(message)):
-        Profiler(ProfileSection(**section), RunFolder(tmp_path, "run"), rank=0, world=2)
 
 
 def test_metrics_are_read_back_as_series(tmp_path: Path) -> None:

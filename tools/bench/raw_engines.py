@@ -52,21 +52,23 @@ def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
 def forward(role: Role, micros: Sequence[MicroBatch]) -> None:
     """The loss of each micro-batch, without gradients."""
     with torch.no_grad():
-        if role.layout.pipeline > 1:
-            _through_pipeline(role, micros, forward_only=True)
-            return
-        for micro in micros:
-            _loss(role, _output(role, micro), micro)
+        _pass(role, micros, forward_only=True)
 
 
 def forward_and_backward(role: Role, micros: Sequence[MicroBatch]) -> None:
     """The gradients of all micro-batches."""
     role._chunks[0].zero_grad_buffer()
+    _pass(role, micros, forward_only=False)
+
+
+def _pass(role: Role, micros: Sequence[MicroBatch], forward_only: bool) -> None:
     if role.layout.pipeline > 1:
-        _through_pipeline(role, micros, forward_only=False)
+        _through_pipeline(role, micros, forward_only)
         return
     for micro in micros:
-        _loss(role, _output(role, micro), micro).backward()
+        loss = _loss(role, _output(role, micro), micro)
+        if not forward_only:
+            loss.backward()
 
 
 def _through_pipeline(role: Role, micros: Sequence[MicroBatch], forward_only: bool) -> None:
