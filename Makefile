@@ -27,7 +27,7 @@ demo: $(READY) ## Train a small model by reinforcement learning on this machine'
 	@$(PYTHON) tools/demo.py
 
 test: $(READY) ## All tests that need no GPU, within 15 minutes on two cores
-	$(PYTEST) --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 $(ARGS)
 
 chaos: $(READY) ## A small run with each fault, and what became of it, in about 20 minutes; ARGS="--only kill"
 	@$(PYTHON) tools/chaos/campaign.py $(ARGS)

@@ -73,6 +73,7 @@ setup(
             "hypothesis==6.170.15",
             "mypy==2.4.1",
             "pytest==9.2.0",
+            "pytest-timeout==2.4.0",
             "pytest-xdist==3.8.0",
             "ruff==0.17.5",
             "types-PyYAML==6.0.12.20261113",

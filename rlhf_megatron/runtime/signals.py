@@ -50,7 +50,7 @@ class StopSignals:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
-        os.register_at_fork(after_in_child=_unlisten)
+        os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_unlisten)
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
 
     def ignore(self) -> None:
@@ -87,11 +87,21 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _hold_signals() -> None:
+    """Until a forked child has its own handlers its signals wait: its parent's would take them for the parent's own."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _unlisten() -> None:
     """A forked child has the pipe of its parent, which must not take the child's signals for its own."""
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    _release_signals()
 
 
 def neighbour_has_ended(ranks: int) -> bool:
@@ -128,4 +138,5 @@ def stop_status(environment: Mapping[str, str]) -> int:
     return 0 if int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) < restarts else REQUEUE_STATUS
 
 
+_forking = threading.local()  # the signal mask of a thread that forks
 stop_signals = StopSignals()

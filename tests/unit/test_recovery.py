@@ -166,6 +166,25 @@ def test_a_second_signal_ends_a_process_that_is_stuck() -> None:
         assert process.wait(20) == 128 + signal.SIGTERM
 
 
+# What others have a forked child do first takes its time: the signal comes before the child has handlers of its own.
+FORKED = """
+import os, signal, time
+from rlhf_megatron.runtime.signals import stop_signals
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))
+stop_signals.listen()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop_signals.noted, signal.pthread_sigmask(0, ()))
+"""
+
+
+def test_the_signal_of_a_child_just_forked_ends_the_child_and_not_the_run() -> None:
+    ended = subprocess.run([sys.executable, "-P", "-c", FORKED], capture_output=True, text=True, timeout=50)
+    assert ended.stdout == "-15 None set()\n", ended.stderr
+
+
 SAVED = """
 import sys
 from rlhf_megatron.runtime.signals import stop_signals
