@@ -8,18 +8,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+import threading
+import time
 
 _SECONDS_FOR_AN_ANSWER = 5.0
 
 
-def sign_of_life() -> Callable[[], None]:
-    """Connects with this rank's monitor; what it returns tells the monitor that the rank lives.
+def give_signs_of_life(every_seconds: float) -> None:
+    """Tells this rank's monitor from now on that the rank lives; does nothing where torchrun has started the rank.
 
-    Does nothing where torchrun has started the rank. A monitor that is gone is no fault of the run.
+    In a thread of its own, since a monitor that does not answer must hold nothing up. One that is gone is no fault of
+    the run.
     """
-    if "FT_RANK_MONITOR_IPC_SOCKET" not in os.environ:
-        return lambda: None
+    if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:
+        threading.Thread(target=_give, args=(every_seconds,), name="signs of life", daemon=True).start()
+
+
+def _give(every_seconds: float) -> None:
     from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_client import RankMonitorClientError
 
@@ -28,11 +33,9 @@ def sign_of_life() -> Callable[[], None]:
         monitor.init_workload_monitoring()
     except (OSError, RankMonitorClientError) as error:
         print(f"warning: ft_launcher's monitor of this rank does not answer ({error})", file=sys.stderr, flush=True)
-        return lambda: None
+        return
     monitor.rank_monitor_socket.settimeout(_SECONDS_FOR_AN_ANSWER)
-
-    def send() -> None:
+    while True:
         with contextlib.suppress(RankMonitorClientError):
             monitor.send_heartbeat()
-
-    return send
+        time.sleep(every_seconds)

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from rlhf_megatron.recipe.slurm import RetrySection
-from rlhf_megatron.runtime.rank_monitor import sign_of_life
+from rlhf_megatron.runtime.rank_monitor import give_signs_of_life
 from rlhf_megatron.runtime.ranks import named_ranks
 from rlhf_megatron.runtime.recovery import RecoveryLog
 
@@ -71,12 +71,11 @@ class _Watch:
 
     def go_on(self) -> None:
         """Watches until there is a hang, and ends the process then."""
-        live = sign_of_life()
+        give_signs_of_life(self._interval)
         while not self._link.is_symlink() and self._dog.seconds_without_progress() <= self._limit():
             # Where a call keeps Python's lock this thread stands still too; then faulthandler's own thread ends the
             # process, with the stacks in the rank's log.
             faulthandler.dump_traceback_later(self._limit() + self._patience, exit=True)
-            live()
             time.sleep(self._interval)
         faulthandler.cancel_dump_traceback_later()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +32,9 @@ waits_for_ever()
 """
 
 
-def start(run: Path, rank: int, library: str, seconds: float, beats: int = 0) -> subprocess.Popen[str]:
+def start(run: Path, rank: int, library: str, seconds: float, beats: int = 0, **more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-c", STUCK, str(run), str(rank), library, str(seconds), str(beats)]
-    environment = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"}
+    environment = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"} | more
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -57,6 +58,18 @@ def test_a_call_that_keeps_pythons_lock_ends_too(tmp_path: Path) -> None:
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 1
     assert "Timeout" in error and "in waits_for_ever" in error
+
+
+def test_a_monitor_that_never_answers_holds_nothing_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as monitor:
+        monitor.bind(str(tmp_path / "monitor"))
+        monitor.listen()  # connections are made, and nobody reads what they bring
+        names = {"FT_RANK_MONITOR_IPC_SOCKET": str(tmp_path / "monitor"), "RANK": "0", "LOCAL_RANK": "0"}
+        process = start(tmp_path, 0, "CDLL", 2.0, 5, **names, WORLD_SIZE="1")
+        error = process.communicate(timeout=120)[1]
+        monitor.settimeout(0)
+        monitor.accept()[0].close()
+    assert process.returncode == HANG_STATUS, error
 
 
 def test_a_rank_ends_with_the_process_that_has_started_it() -> None:
