@@ -47,6 +47,8 @@ SECONDS_FOR_ONE_PROCESS = 570.0
 # Of a GPU of 141 GB, about what ours gives its engine: TRL has a share for weights and cache together. Whether the
 # engine's memory is given back while the model learns: where the rest would not fit beside it.
 ENGINE_MEMORY = {"0.5B": (0.35, False), "7B": (0.42, True)}
+# Of a micro-batch of TRL's, which has all of its logits in memory; ours may be larger.
+TRL_TOKENS_AT_ONCE = 16384
 
 
 def main() -> int:
@@ -151,7 +153,7 @@ def trl_settings(recipe: Recipe, model: str, overrides: Sequence[str], on_gpu: b
     assert rollout is not None and optimizer is not None and recipe.data is not None
     rows = batch.prompts_per_step * batch.responses_per_prompt
     prompt, response = recipe.data.max_prompt_length, rollout.max_response_length
-    at_once = rows_at_once(rows, prompt + response, recipe.actor.tokens_per_gpu)
+    at_once = rows_at_once(rows, prompt + response, min(recipe.actor.tokens_per_gpu, TRL_TOKENS_AT_ONCE))
     arguments: dict[str, Any] = {
         "output_dir": "trl",
         "seed": recipe.seed,
