@@ -1,7 +1,7 @@
 """How long a step of reinforcement learning may take, before any GPU has run it: arithmetic alone.
 
 What GPUs can do is from the vendor's data sheets, how much of it is reached from whole steps of 0.5B to 32B on H200s
-(docs/results.md), which the estimate meets within a sixth. Scoring is not in it, nor what a slow link or machine costs.
+(docs/results.md), which the estimate meets within a sixth. Reward functions are not in it, nor what a slow link costs.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
     prompt, responses = lengths(recipe, rows)
     whole = [prompt + response for response in responses]
     phases = {"generate": _generate(recipe, architectures["actor"], memory.rollout, responses, prompt, peak, bandwidth)}
-    passes: dict[str, dict[str, float]] = {"logprobs": {}, "update": {}}
+    passes: dict[str, dict[str, float]] = {"score": {}, "logprobs": {}, "update": {}}
     placed = {name: role_ranks(recipe, name, world) for name in memory.roles}
     for name, ranks in placed.items():
         model, section = architectures[name], roles_of(recipe)[name]
         speed = len(ranks) * peak * _share_of_peak(model.hidden / layout_of(recipe, section).tensor)
         if name != "actor" or recipe.old_logprobs == "recompute":
-            passes["logprobs"][name] = forward_flops(model, whole, sum(responses)) / speed
+            phase = "score" if name == "reward_model" else "logprobs"
+            passes[phase][name] = forward_flops(model, whole, sum(responses)) / speed
         if getattr(section, "optimizer", None) is not None:
             streamed = fmean(stage.streamed for stage in memory.roles[name]) * GB
             passes["update"][name] = _update(recipe, section, model, whole, sum(responses), len(ranks), speed, streamed)

@@ -40,7 +40,7 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
         ("Layouts", list(_layout_lines(recipe, shape, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", [regather_summary] if regather_summary else []),
-        ("Time of one step (estimate, without scoring)", times),
+        ("Time of one step (estimate, without reward functions)", times),
         ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", list(_memory_lines(recipe, memory))),
         ("Not in this version", unsupported(recipe) or ["nothing that the recipe asks for"]),
     ]

@@ -204,7 +204,8 @@ def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
     ],
 )
 def test_a_plan_says_what_it_lacks_to_reckon_a_time(name: str, overrides: list[str], line: str) -> None:
-    assert f"Time of one step (estimate, without scoring)\n  {line}\n" in plan_text(recipe_of(name, *overrides), 16)
+    text = plan_text(recipe_of(name, *overrides), 16)
+    assert f"Time of one step (estimate, without reward functions)\n  {line}\n" in text
 
 
 def test_memory_by_hand() -> None:

@@ -71,6 +71,15 @@ def test_a_reference_takes_a_forward_pass_and_full_recomputation_another_one(tmp
     assert both.phases["update"] == pytest.approx(plain.phases["update"] * 4 / 3)
 
 
+def test_a_reward_model_takes_a_forward_pass_while_scoring(tmp_path: Path) -> None:
+    plain = time_of(recipe_of(tmp_path))
+    reward_model = {"path": str(ROOT / "recipes/models/qwen2.5-7b"), "tokens_per_gpu": 4096}
+    scored = time_of(recipe_of(tmp_path, reward_model=reward_model))
+    # Its head has one column instead of the vocabulary's.
+    assert 0.8 * plain.phases["update"] / 3 < scored.phases["score"] < plain.phases["update"] / 3
+    assert list(scored.phases) == ["generate", "score", "update"]
+
+
 def test_roles_on_gpus_of_their_own_compute_at_the_same_time(tmp_path: Path) -> None:
     critic: dict[str, Any] = {
         "critic": {"tokens_per_gpu": 4096, "optimizer": {"learning_rate": 1e-6}},
