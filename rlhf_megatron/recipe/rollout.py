@@ -68,7 +68,7 @@ class RolloutSection(Section):
     max_num_batched_tokens: int | None = Field(default=None, gt=0)
     """Tokens in one engine step."""
     enable_chunked_prefill: bool = True
-    """Cut long prompts so that they do not stall the others."""
+    """Cut long prompts so that they do not stall the others; never on CPUs."""
     enable_prefix_caching: bool = True
     """Compute the prompt of a group once."""
     enforce_eager: bool = False

@@ -16,28 +16,12 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling
+from rlhf_megatron.rollout.lengths import ResponseLengths, groups_that_fit
+from rlhf_megatron.rollout.sampled_logprobs import SampledLogprobs
 from rlhf_megatron.rollout.tickets import Tickets
 
 # Engine steps after which the replica asks at the latest whether enough is done, or whether there is memory again.
 _MOST_STEPS = 8
-# How many of the latest responses say how long one is.
-_MEMORY_OF_LENGTHS = 256
-
-
-class ExpectedLength:
-    """How many tokens a response will probably have, from those that have ended."""
-
-    def __init__(self) -> None:
-        self._mean, self._count = 0.0, 0
-
-    def learn(self, tokens: int) -> None:
-        """A response has ended with so many."""
-        self._count = min(self._count + 1, _MEMORY_OF_LENGTHS)
-        self._mean += (tokens - self._mean) / self._count
-
-    def of(self, longest: int) -> float:
-        """Of a response of at most ``longest`` tokens; half of them as long as nothing is known."""
-        return min(self._mean, longest) if self._count else longest / 2
 
 
 class Pull:
@@ -51,14 +35,14 @@ class Pull:
         tickets: Tickets | None,
         peers: Any,
         version: int,
-        expected: ExpectedLength,
+        lengths: ResponseLengths,
     ) -> None:
         """``core`` is vLLM's LLMEngine, ``peers`` its group of tensor-parallel ranks, or None for a replica of one.
 
-        Without ``tickets`` all requests are this replica's. ``expected`` learns from one generation for the next.
+        Without ``tickets`` all requests are this replica's. ``lengths`` learns from one generation for the next.
         """
         self._core, self._sampling, self._peers = core, sampling, peers
-        self._requests, self._version, self._expected = requests, version, expected
+        self._requests, self._version, self._lengths = requests, version, lengths
         self._groups = [
             list(places)
             for _, places in itertools.groupby(range(len(requests)), lambda place: requests[place].group_id)
@@ -69,12 +53,15 @@ class Pull:
         share = math.ceil(len(requests) / self._tickets.replicas)
         # All that could run at a time, but no more than an even share: who asks first would leave others with nothing.
         self._capacity = min(config.scheduler_config.max_num_seqs, share)
-        # Means over groups and rows; the cache holds the prompt of a group once where prefixes are shared.
+        # Means over groups and rows; the cache holds the prompt of a group once where prefixes are shared, and the last
+        # block of a row is half empty.
         prompts = sum(len(request.prompt_token_ids) for request in requests) / max(len(requests), 1)
         self._prompt_tokens = prompts * (1 if config.cache_config.enable_prefix_caching else self._rows_per_group)
+        self._prompt_tokens += self._rows_per_group * config.cache_config.block_size / 2
         begun = sum(len(request.begun.token_ids) for request in requests if request.begun)
         self._begun_tokens = begun / max(len(requests), 1)
         self._flight: dict[str, int] = {}  # vLLM's name of a request that runs or waits there -> its group's number
+        self._begun: dict[str, int] = {}  # vLLM's own, longer name of a request -> tokens that it began with
         self._left: dict[int, int] = {}  # group -> its rows that have not ended
         self._finished = 0  # groups since the last decision
         self._more, self._enough = bool(requests), False
@@ -155,18 +142,19 @@ class Pull:
     def _room(self) -> int:
         """How many groups more this replica could keep running, by its number of sequences and its free memory."""
         by_sequences = math.ceil((self._capacity - len(self._flight)) / self._rows_per_group)
-        if not self._flight:
-            return max(1, min(by_sequences, self._groups_in(_free_tokens(self._core))))
         running = self._core.engine_core.engine_core.scheduler.running
-        if len(running) < len(self._flight):
+        if self._flight and len(running) < len(self._flight):
             return 0  # vLLM could not take all of them yet, or has preempted one
-        growth = sum(max(self._expected.of(of.max_tokens) - of.num_output_tokens, 0.0) for of in running)
-        return min(by_sequences, self._groups_in(_free_tokens(self._core) - growth))
-
-    def _groups_in(self, tokens: float) -> int:
-        """How many groups a cache of so many ``tokens`` will probably hold: their prompts and their responses."""
-        response = max(self._expected.of(self._sampling.max_tokens), self._begun_tokens)
-        return max(0, int(min(tokens // (self._prompt_tokens + self._rows_per_group * response), self._capacity)))
+        tokens = [self._begun[of.request_id] + of.num_output_tokens for of in running]
+        by_memory = groups_that_fit(
+            self._lengths.survival(self._sampling.max_tokens),
+            _free_tokens(self._core),
+            tokens,
+            self._prompt_tokens,
+            self._rows_per_group,
+            self._begun_tokens,
+        )
+        return int(max(min(by_sequences, by_memory), not self._flight))
 
     # ---- vLLM
 
@@ -179,8 +167,9 @@ class Pull:
             prompt = {"prompt_token_ids": [*request.prompt_token_ids, *begun]}
             limit = min(request.max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
             parameters = sampling_params(self._sampling, request.seed, limit - len(begun))
-            self._core.add_request(str(place), prompt, parameters)
-            self._flight[str(place)] = number
+            name = self._core.add_request(str(place), prompt, parameters)
+            self._core.output_processor.request_states[name].logprobs_processor = SampledLogprobs()
+            self._flight[str(place)], self._begun[name] = number, len(begun)
             self.begun += 1
             self.resumed += bool(begun)
 
@@ -194,7 +183,7 @@ class Pull:
             self._finished += not self._left[number]
             self._has_ended = True
             ended.append((int(output.request_id), self._completion(output)))
-            self._expected.learn(len(ended[-1][1].token_ids))
+            self._lengths.learn(len(ended[-1][1].token_ids))
         self.steps += 1
         self._steps_since += 1
         return ended
@@ -205,10 +194,8 @@ class Pull:
             raise RuntimeError(
                 f"vLLM ended row {request.row_id} with {sample.finish_reason!r} after {len(sample.token_ids)} tokens"
             )
-        flat = sample.logprobs
-        # A position's first entry is the sampled token's, whatever else vLLM adds.
-        logprobs = [flat.logprobs[start] for start in flat.start_indices]
-        tokens, versions = list(sample.token_ids), [self._version] * len(sample.token_ids)
+        tokens, logprobs = list(sample.token_ids), list(sample.logprobs)
+        versions = [self._version] * len(tokens)
         self.sampled_tokens += len(tokens)
         if request.begun:
             tokens = [*request.begun.token_ids, *tokens]
@@ -241,7 +228,6 @@ def sampling_params(sampling: Sampling, seed: int, max_tokens: int) -> Any:
         ignore_eos=True,  # those of generation_config.json; stop_token_ids still end a response
         seed=seed,
         logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

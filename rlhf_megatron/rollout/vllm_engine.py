@@ -22,8 +22,10 @@ from torch import Tensor
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout import shared_weights
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, RolloutError, Sampling
-from rlhf_megatron.rollout.pulling import ExpectedLength, Pull
+from rlhf_megatron.rollout.lengths import ResponseLengths
+from rlhf_megatron.rollout.pulling import Pull
 from rlhf_megatron.rollout.random_state import preserved_random_state
+from rlhf_megatron.rollout.sampled_logprobs import kept_as_numbers
 from rlhf_megatron.rollout.tickets import Tickets
 
 _CPU_KV_CACHE_GB = 0.0625
@@ -97,7 +99,7 @@ class VllmEngine:
         self._core: Any = self._llm.llm_engine
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters().items()}
         self._peers: Any = get_tp_group() if section.layout.tensor > 1 else None
-        self._expected = ExpectedLength()
+        self._lengths = ResponseLengths()
         self.record = GenerationRecord()
 
     def _engine_arguments(self, dtype: str, seed: int) -> dict[str, Any]:
@@ -131,6 +133,9 @@ class VllmEngine:
             arguments["gpu_memory_utilization"] = _gpu_memory_share(section)
         else:
             arguments["block_size"] = _CPU_BLOCK_SIZE
+            # vLLM draws a token also at the end of a part of a prompt, and then sets the generator of a request's seed
+            # back, which torch's generators for CPUs cannot.
+            arguments["enable_chunked_prefill"] = False
             # vLLM's own default is most of the node's memory, for each rank.
             kv_cache_gb = kv_cache_gb or _CPU_KV_CACHE_GB
         if kv_cache_gb is not None:
@@ -222,10 +227,10 @@ class VllmEngine:
         if self._version is None:
             raise RuntimeError("the engine has no weights; write them and call weights_updated first")
         self._check(requests, sampling)
-        pull = Pull(self._core, requests, sampling, tickets, self._peers, self._version, self._expected)
+        pull = Pull(self._core, requests, sampling, tickets, self._peers, self._version, self._lengths)
         completions: dict[int, Completion] = {}
         started = time.perf_counter()
-        with preserved_random_state():
+        with preserved_random_state(), kept_as_numbers(self._core):
             try:
                 for ended in pull.run():
                     for place, completion in ended:

@@ -98,6 +98,11 @@ def test_ranks_of_a_replica_keep_in_step_where_the_cache_is_small(model: Path) -
     assert one["left"] == 0
     by_group, together = one["preempted"][1:]
     assert by_group < together, "what would be preempted is not begun"
+    trainer, prompts = load_model(model), {of.row_id: list(of.prompt_token_ids) for of in requests_of(range(GROUPS))}
+    for row, tokens, logprobs, *_ in one["rounds"][-1][0]:
+        with torch.no_grad():
+            expected = row_logprobs(trainer, prompts[row], tokens, 1.0)
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
     found = [completion for completions, *_ in one["rounds"][:3] for completion in completions]
     finished = [completion for completion in found if completion[ENDING] != "abort"]
     assert len(finished) < len(found), "some were given up"

@@ -40,7 +40,9 @@ class Served:
         for path in self.folders:
             (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(VOCABULARY))}))
         self.models = [load_model(path) for path in self.folders]
-        section = RolloutSection(max_response_length=MAX_RESPONSE, max_num_seqs=4)
+        # Two prompts of 40 tokens are as many as one step takes.
+        longest = MAX_PROMPT + MAX_RESPONSE
+        section = RolloutSection(max_response_length=MAX_RESPONSE, max_num_seqs=4, max_num_batched_tokens=longest)
         torch.manual_seed(11)
         self.set_num_threads = torch.set_num_threads
         self.before = process_state()
@@ -163,6 +165,12 @@ def test_seeds_decide_whatever_else_is_in_the_batch(served: Served) -> None:
     assert tokens_of(served.engine.generate(asked, SAMPLED)) == together
     assert tokens_of(served.engine.generate(asked[4:5], SAMPLED)) == together[4:5]
     assert tokens_of(served.engine.generate(asked[::-1], SAMPLED)) == together[::-1]
+
+
+def test_more_prompts_than_a_step_takes(served: Served) -> None:
+    asked = requests_for(prompts(4, length=40))
+    together = tokens_of(served.engine.generate(asked, SAMPLED))
+    assert together == [tokens_of(served.engine.generate([request], SAMPLED))[0] for request in asked]
 
 
 def test_generating_leaves_the_random_state_as_it_was(served: Served) -> None:
