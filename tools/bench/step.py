@@ -41,7 +41,7 @@ COLOURS = {
     "generate": "#2563eb", "score": "#f59e0b", "sleep": "#a16207", "logprobs": "#10b981", "update": "#ec4899",
     "regather": "#8b5cf6", "other": "#94a3b8", "forward": "#10b981", "forward and backward": "#ec4899",
 }  # fmt: skip
-SECONDS_FOR_ONE_SHAPE = 570.0
+SECONDS_FOR_ONE_SHAPE = 1500.0
 TOKENS_PER_SECOND = {"7B": 4500.0}  # on one GPU of the kind that the shapes are for
 
 
