@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
 from rlhf_megatron.recipe import Recipe, RoleSection, role_ranks
-from rlhf_megatron.recipe.checks import layout_of, roles_of
+from rlhf_megatron.recipe.checks import layout_of, roles_of, stage_layers
 from rlhf_megatron.recipe.estimate import GB, RolloutMemory, estimate, role_shape
 from rlhf_megatron.recipe.model_shape import role_config, shape_of
 
@@ -118,6 +119,24 @@ def lengths(recipe: Recipe, rows: int) -> tuple[float, list[float]]:
     return prompt, [min(longest, math.exp(spread.inv_cdf(q)) if spread else mean) for q in quantiles]
 
 
+def layers_and_head(recipe: Recipe, config: dict[str, Any]) -> tuple[int, float]:
+    """The actor's decoder layers, and how many of them have as much to compute in a step as its head has."""
+    prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt)
+    model = _architectures(recipe, config)["actor"]
+    return model.layers, _head_in_layers(model, [prompt + response for response in responses], sum(responses))
+
+
+def stage_work(layers: Sequence[int], head: float) -> list[float]:
+    """What each pipeline stage computes, in layers: the last one has the ``head`` besides."""
+    return [*layers[:-1], layers[-1] + head]
+
+
+def _head_in_layers(model: Architecture, whole: Sequence[float], outputs: float) -> float:
+    """For ``outputs`` of the tokens of these rows."""
+    body = forward_flops(model, whole, 0)
+    return (forward_flops(model, whole, outputs) - body) / (body / model.layers)
+
+
 def _weights(model: Architecture) -> float:
     """Those that one token is multiplied with: all but the embedding."""
     return forward_flops(model, [1], 1) / 2
@@ -137,13 +156,15 @@ def _update(
     speed: float,
     streamed: float,
 ) -> float:
-    """Forward and backward passes with what is recomputed and the pipeline's bubble, and what the optimizer streams:
-    ``streamed`` bytes on each GPU in each step of its own."""
+    """Forward and backward passes with what is recomputed, at the slowest stage's pace and with the bubble, and
+    what the optimizer streams: ``streamed`` bytes on each GPU in each step of its own."""
     batch = recipe.batch
     layout = make_layout(layout_of(recipe, section), gpus)
     forward = forward_flops(model, whole, outputs)
     again = {"full": (section.recompute.layers or model.layers) / model.layers}.get(section.recompute.granularity, 0.0)
     seconds = (training_flops(model, whole, outputs) + forward * again) / speed
+    work = stage_work(stage_layers(layout_of(recipe, section), model.layers), _head_in_layers(model, whole, outputs))
+    seconds *= max(work) / fmean(work)
     micro_batches = sum(whole) / batch.minibatches_per_step / layout.data / (section.tokens_per_gpu * layout.context)
     seconds *= 1 + (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline
     streaming = batch.minibatches_per_step * streamed / _STREAMED_BYTES_PER_SECOND

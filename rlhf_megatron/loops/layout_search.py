@@ -1,7 +1,8 @@
 """Which layouts of a recipe fit their GPUs, and how long a step of each may take: arithmetic, no GPU and no weights.
 
-Tried are the actor's tensor and pipeline parallelism, what it recomputes and streams, and the rollout's tensor
-parallelism; roles without a layout of their own follow the actor. All else is as the recipe has it.
+Tried are the actor's tensor and pipeline parallelism, with as many layers on each stage and with fewer on the one that
+has the vocabulary, what it recomputes and streams, and the rollout's tensor parallelism; roles without a layout of
+their own follow the actor. All else is as the recipe has it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, has_figures
+from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, has_figures, layers_and_head, stage_work
 from rlhf_megatron.recipe import Recipe, RecipeError, check_architecture, check_world, unsupported
 from rlhf_megatron.recipe.estimate import TIGHT, estimate
 from rlhf_megatron.recipe.load import apply_override
@@ -48,7 +49,8 @@ def find_layouts(recipe: Recipe, world: int) -> list[Candidate]:
         raise RecipeError("cluster.gpu: say what the GPUs are, such as cluster.gpu=H100")
     if not has_figures(recipe, config):
         raise RecipeError("only steps of reinforcement learning of dense models are reckoned, and not in float32")
-    found = [each for choice in _choices(recipe, world) if (each := _candidate(recipe, config, world, choice))]
+    choices = _choices(recipe, config, world)
+    found = [each for choice in choices if (each := _candidate(recipe, config, world, choice))]
     best: list[Candidate] = []
     for each in sorted(found, key=_order):
         if not best or each.memory < _LESS * best[-1].memory:
@@ -57,27 +59,52 @@ def find_layouts(recipe: Recipe, world: int) -> list[Candidate]:
 
 
 def _order(each: Candidate) -> tuple[float, ...]:
-    actor = each.recipe.actor
-    simple = (actor.layout.pipeline, actor.recompute.granularity == "full", actor.offload.streamed_optimizer)
+    actor, layout = each.recipe.actor, each.recipe.actor.layout
+    again, streamed = actor.recompute.granularity == "full", actor.offload.streamed_optimizer
+    simple = (layout.pipeline, layout.last_stage_layers is not None, again, streamed)
     return (round(math.log(each.time.seconds) / math.log(_AS_FAST)), *simple, each.memory)
 
 
-def _choices(recipe: Recipe, world: int) -> Iterator[dict[str, Any]]:
+def _choices(recipe: Recipe, config: dict[str, Any], world: int) -> Iterator[dict[str, Any]]:
     """Values by key of every combination, whether it can be or not."""
     degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= min(world, recipe.cluster.gpus_per_node)]
     streams = _STREAMED if recipe.actor.optimizer and recipe.actor.optimizer.distributed else (0.0,)
-    for tensor, pipeline, streamed, recompute, rollout in itertools.product(
-        degrees, _PIPELINES, streams, ("none", "full"), degrees
+    layers, head = layers_and_head(recipe, config)
+    stages = [edges for pipeline in _PIPELINES for edges in _edges(layers, head, pipeline)]
+    for tensor, (pipeline, first, last), streamed, recompute, rollout in itertools.product(
+        degrees, stages, streams, ("none", "full"), degrees
     ):
         yield {
             "actor.layout.tensor": tensor,
             "actor.layout.pipeline": pipeline,
+            "actor.layout.first_stage_layers": first,
+            "actor.layout.last_stage_layers": last,
             "actor.layout.data": None,
             "actor.sequence_parallel": tensor > 1,
             "actor.offload.streamed_optimizer": streamed,
             "actor.recompute.granularity": recompute,
             "rollout.layout.tensor": rollout,
         }
+
+
+def _edges(layers: int, head: float, pipeline: int) -> list[tuple[int, int | None, int | None]]:
+    """(stages, layers of the first, of the last): all alike, and so that the slowest stage has the least to compute."""
+    even = (pipeline, None, None)
+    if pipeline == 1:
+        return [even]
+
+    def slowest(edges: tuple[int, int]) -> tuple[float, int]:
+        between = (layers - sum(edges)) // max(1, pipeline - 2)
+        return max(stage_work([edges[0], between, edges[1]], head)), edges[0]  # the first holds the most activations
+
+    edges = itertools.product(range(1, layers), range(1, layers))
+    uneven = [each for each in edges if _divides(layers - sum(each), pipeline - 2)]
+    return [even, (pipeline, *min(uneven, key=slowest))] if uneven else [even]
+
+
+def _divides(layers: int, stages: int) -> bool:
+    """Whether so many stages can have the same number of layers, at least one."""
+    return layers >= stages and layers % stages == 0 if stages else layers == 0
 
 
 def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:

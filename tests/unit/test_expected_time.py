@@ -100,6 +100,20 @@ def test_epochs_repeat_the_update_and_a_pipeline_waits_for_its_ends(tmp_path: Pa
     assert few.phases["update"] > many.phases["update"] > once.phases["update"]
 
 
+def test_a_pipeline_is_as_fast_as_its_slowest_stage(tmp_path: Path) -> None:
+    stages = "actor.layout={{pipeline: 2, first_stage_layers: {}, last_stage_layers: {}}}"
+    even, better, worse = (
+        time_of(recipe_of(tmp_path, stages.format(first, 48 - first)), "14B") for first in (24, 25, 30)
+    )
+    config = config_of("14B")
+    hidden, keys = config["hidden_size"], config["hidden_size"] * config["num_key_value_heads"] // 40
+    layer = hidden * (2 * hidden + 2 * keys + 3 * config["intermediate_size"])
+    head = config["vocab_size"] * hidden / layer * 1020 / 1276  # of responses only; attention itself is left out
+    assert 24 < 25 < 24 + head, "a layer less on the last stage helps"
+    assert even.phases["update"] / better.phases["update"] == pytest.approx((24 + head) / (23 + head), rel=0.02)
+    assert worse.phases["update"] / better.phases["update"] == pytest.approx(30 / (23 + head), rel=0.02)
+
+
 def test_a_cache_for_few_sequences_lets_the_others_wait(tmp_path: Path) -> None:
     wide, narrow = (time_of(recipe_of(tmp_path, f"rollout.kv_cache_gb={size}")) for size in (40, 0.5))
     assert narrow.phases["generate"] > 1.5 * wide.phases["generate"]

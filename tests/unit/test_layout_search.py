@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from end_to_end.commands import ROOT, python
 from rlhf_megatron.loops.expected_time import expected_time
@@ -36,6 +37,21 @@ def test_the_first_is_no_slower_than_the_recipe_itself() -> None:
     recipe = load_recipe(ROOT / "recipes" / "qwen7b_grpo.yaml", GPUS)
     own = expected_time(recipe, planning_config(recipe), 8)
     assert own is not None and find_layouts(recipe, 8)[0].time.seconds <= own.seconds
+
+
+def test_the_stage_with_the_vocabulary_gets_fewer_layers(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    values = {
+        "defaults": [str(ROOT / "tools/bench/step_recipe.yaml")],
+        "model": {"config": str(ROOT / "recipes/models/qwen2.5-14b")},
+        "batch": {"prompts_per_step": 64},
+        "actor": {"tokens_per_gpu": 4352, "offload": {"gradients": True}},
+        "rollout": {"kv_cache_gb": 30},
+    }
+    path.write_text(yaml.safe_dump(values))
+    recipe = load_recipe(path, ["cluster.gpu=H200", "cluster.gpu_memory_gb=140"])
+    layout = find_layouts(recipe, 2)[0].recipe.actor.layout
+    assert (layout.pipeline, layout.first_stage_layers, layout.last_stage_layers) == (2, 25, 23)
 
 
 def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:

@@ -196,6 +196,8 @@ def beside_llm_generate(
     tokens = sum(request.max_tokens or 0 for request in requests)
     given = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
     parameters = [sampling_params(sampling, request.seed, request.max_tokens or 0) for request in requests]
+    for of_request in parameters:
+        of_request.flat_logprobs = True  # the quicker of the two forms that vLLM has
 
     def ours() -> int:
         return sum(len(completion.token_ids) for completion in engine.generate(requests, sampling))
