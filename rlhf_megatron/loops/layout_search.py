@@ -90,21 +90,17 @@ def _choices(recipe: Recipe, config: dict[str, Any], world: int) -> Iterator[dic
 def _edges(layers: int, head: float, pipeline: int) -> list[tuple[int, int | None, int | None]]:
     """(stages, layers of the first, of the last): all alike, and so that the slowest stage has the least to compute."""
     even = (pipeline, None, None)
-    if pipeline == 1:
+    between = pipeline - 2
+    stages = [
+        [first, *[each] * between, layers - first - each * between]
+        for first, each in itertools.product(range(1, layers), range(1, layers) if between > 0 else [0])
+    ]
+    possible = [counts for counts in stages if counts[-1] > 0]
+    if pipeline == 1 or not possible:
         return [even]
-
-    def slowest(edges: tuple[int, int]) -> tuple[float, int]:
-        between = (layers - sum(edges)) // max(1, pipeline - 2)
-        return max(stage_work([edges[0], between, edges[1]], head)), edges[0]  # the first holds the most activations
-
-    edges = itertools.product(range(1, layers), range(1, layers))
-    uneven = [each for each in edges if _divides(layers - sum(each), pipeline - 2)]
-    return [even, (pipeline, *min(uneven, key=slowest))] if uneven else [even]
-
-
-def _divides(layers: int, stages: int) -> bool:
-    """Whether so many stages can have the same number of layers, at least one."""
-    return layers >= stages and layers % stages == 0 if stages else layers == 0
+    # Of equals the one with the fewest layers on the first, which holds the most activations.
+    best = min(possible, key=lambda counts: (max(stage_work(counts, head)), counts[0]))
+    return [even, (pipeline, best[0], best[-1])]
 
 
 def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:

@@ -106,10 +106,13 @@ def test_a_pipeline_is_as_fast_as_its_slowest_stage(tmp_path: Path) -> None:
         time_of(recipe_of(tmp_path, stages.format(first, 48 - first)), "14B") for first in (24, 25, 30)
     )
     config = config_of("14B")
-    hidden, keys = config["hidden_size"], config["hidden_size"] * config["num_key_value_heads"] // 40
+    hidden, keys = (
+        config["hidden_size"],
+        config["hidden_size"] * config["num_key_value_heads"] // config["num_attention_heads"],
+    )
     layer = hidden * (2 * hidden + 2 * keys + 3 * config["intermediate_size"])
     head = config["vocab_size"] * hidden / layer * 1020 / 1276  # of responses only; attention itself is left out
-    assert 24 < 25 < 24 + head, "a layer less on the last stage helps"
+    assert 24 + head > 25, "a layer less on the last stage helps"
     assert even.phases["update"] / better.phases["update"] == pytest.approx((24 + head) / (23 + head), rel=0.02)
     assert worse.phases["update"] / better.phases["update"] == pytest.approx(30 / (23 + head), rel=0.02)
 
