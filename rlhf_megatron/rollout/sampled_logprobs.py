@@ -1,15 +1,36 @@
-"""The logprobs of sampled tokens, a number for each, out of vLLM's lists of the likeliest tokens.
+"""The logprobs of sampled tokens, a number for each, without what vLLM does for those of the likeliest tokens besides.
 
-For every token vLLM slices three arrays and appends to six lists in Python. Where a model is small that was a sixth of
-the time of an engine's step (0.5B with 256 sequences on an H200); what is here stands in for the two classes that do it
-and needs one slice.
+On a GPU one kernel of vLLM reads each row of logits twice and in many small pieces; ours (``kernels.token_logprob``)
+once and in a few. Then vLLM slices three arrays for every token and appends to six lists in Python. Where a model is
+small that was a sixth of the time of an engine's step (0.5B with 256 sequences on an H200); what is here stands in for
+the two classes that do it and needs one slice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
+
+from torch import Tensor
+
+from rlhf_megatron.kernels.token_logprob import token_logprobs
+
+
+@functools.cache
+def install() -> None:
+    """Gives vLLM's sampler for GPUs our kernel, for this process; call it before an engine is made."""
+    from vllm.v1.worker.gpu.sample import logprob
+
+    of_several = logprob.compute_token_logprobs
+
+    def compute_token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+        if token_ids.shape[1] != 1:
+            return of_several(logits, token_ids)
+        return token_logprobs(logits, token_ids[:, 0])[:, None]
+
+    logprob.compute_token_logprobs = compute_token_logprobs
 
 
 class SampledLogprobs:

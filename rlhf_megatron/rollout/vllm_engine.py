@@ -20,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.rollout import shared_weights
+from rlhf_megatron.rollout import sampled_logprobs, shared_weights
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, RolloutError, Sampling
 from rlhf_megatron.rollout.lengths import ResponseLengths
 from rlhf_megatron.rollout.pulling import Pull
 from rlhf_megatron.rollout.random_state import preserved_random_state
-from rlhf_megatron.rollout.sampled_logprobs import kept_as_numbers
 from rlhf_megatron.rollout.tickets import Tickets
 
 _CPU_KV_CACHE_GB = 0.0625
@@ -76,7 +75,9 @@ class VllmEngine:
             stack.enter_context(preserved_random_state())
             # vLLM's own use of torch's older names, which nobody here can change.
             stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
-            if not self._on_gpu:
+            if self._on_gpu:
+                sampled_logprobs.install()
+            else:
                 from rlhf_megatron.rollout import vllm_cpu
 
                 vllm_cpu.install()
@@ -230,7 +231,7 @@ class VllmEngine:
         pull = Pull(self._core, requests, sampling, tickets, self._peers, self._version, self._lengths)
         completions: dict[int, Completion] = {}
         started = time.perf_counter()
-        with preserved_random_state(), kept_as_numbers(self._core):
+        with preserved_random_state(), sampled_logprobs.kept_as_numbers(self._core):
             try:
                 for ended in pull.run():
                     for place, completion in ended:
