@@ -7,15 +7,14 @@ reductions over a block are those of ``triton_linear_logprob``. The matrix produ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCK_BYTES = 256 << 20
-LEAST_COLUMNS = 128
+BLOCK_BYTES = 256 << 20  # of logits, where that is no less than a piece of the vocabulary
+PIECE = 4096  # columns; each block costs a pass over all hidden states, so many narrow ones would take the time
 
 
 def linear_logprobs(
@@ -25,7 +24,7 @@ def linear_logprobs(
     tensor_group: dist.ProcessGroup | None,
     vocab_size: int,
     temperature: float = 1.0,
-    block_bytes: int = BLOCK_BYTES,
+    block_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each distribution, both [T] float32 (float64 for float64 inputs).
 
@@ -35,39 +34,41 @@ def linear_logprobs(
     values. Each gets the gradient of its own weight, and that part of the gradient of ``hidden`` that comes through its
     own weight: the caller adds the parts up. A target that is no token of the vocabulary has logprob NaN: never a
     plausible number.
-    ``block_bytes`` bounds the logits that exist at a time.
+    ``block_columns`` of the vocabulary exist as logits at a time, by default as many pieces as fill ``BLOCK_BYTES``.
     """
-    return _LinearLogprobs.apply(hidden, weight, targets, tensor_group, vocab_size, temperature, block_bytes)  # type: ignore[no-any-return, no-untyped-call]
+    columns = block_columns or PIECE * max(1, BLOCK_BYTES // max(1, len(hidden) * hidden.itemsize * PIECE))
+    return _LinearLogprobs.apply(hidden, weight, targets, tensor_group, vocab_size, temperature, columns)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Reduced(NamedTuple):
-    """Running reductions of z = logits / temperature over columns, [T] each, in the computing type."""
+    """Reductions of z = logits / temperature over columns, [T] each, in the computing type."""
 
     largest: Tensor  # m = max z
     total: Tensor  # sum exp(z - m)
     weighted: Tensor  # sum (z - m) exp(z - m)
-    found: Tensor  # z of the target, 0 where it is not among the columns
 
 
-def absorb(logits: Tensor, targets: Tensor, reduced: Reduced, temperature: float) -> None:
-    """Adds the columns of ``logits`` [T, C] to ``reduced``; ``targets`` [T] count from the first of these columns."""
-    z = logits.to(reduced.total.dtype) / temperature
-    largest = z.amax(-1, keepdim=True)
-    weight = (z - largest).exp()
-    weighted = _times(weight, z - largest)
-    merge(reduced, largest, weight.sum(-1, keepdim=True), weighted.sum(-1, keepdim=True))
+def reduce(logits: Tensor, targets: Tensor, found: Tensor, temperature: float) -> Tensor:
+    """The parts of ``Reduced`` for each of p sets of the columns of ``logits`` [T, C]: [3, p, T] in ``found``'s type.
+
+    ``found`` [T] gets z of those ``targets`` [T], counted from the first column, that are among the columns.
+    """
+    z = logits.to(found.dtype) / temperature
+    largest = z.amax(-1)
+    below = z - largest[:, None]
+    weight = below.exp()
     inside = (targets >= 0) & (targets < z.shape[1])
     picked = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-    reduced.found.copy_(torch.where(inside, picked, reduced.found))
+    found.copy_(torch.where(inside, picked, found))
+    return torch.stack([largest, weight.sum(-1), _times(weight, below).sum(-1)])[:, None]
 
 
-def merge(reduced: Reduced, largest: Tensor, total: Tensor, weighted: Tensor) -> None:
-    """Adds the reductions of p sets of columns, [T, p] each, to ``reduced``."""
-    _rescale(reduced, torch.maximum(reduced.largest, largest.amax(-1)))
-    shift = largest - reduced.largest[:, None]
+def merge(parts: Tensor) -> Reduced:
+    """The reductions over all p sets of columns, given those of each, [3, p, T]."""
+    largest = parts[0].amax(0)
+    shift = parts[0] - largest
     factor = shift.exp()
-    reduced.total.add_((total * factor).sum(-1))
-    reduced.weighted.add_(((weighted + shift * total) * factor).sum(-1))
+    return Reduced(largest, (parts[1] * factor).sum(0), ((parts[2] + shift * parts[1]) * factor).sum(0))
 
 
 def to_gradient(
@@ -79,7 +80,7 @@ def to_gradient(
     of_entropy: Tensor,
     temperature: float,
 ) -> Tensor:
-    """The gradient of ``logits`` [T, C] in their type; all others [T], ``targets`` as in ``absorb``.
+    """The gradient of ``logits`` [T, C] in their type; all others [T], ``targets`` as in ``reduce``.
 
     d logprob / dz = onehot - p;  d entropy / dz = -p (log p + entropy);  z = logits / temperature.
     """
@@ -97,29 +98,24 @@ def _times(weight: Tensor, value: Tensor) -> Tensor:
     return torch.where(weight > 0, weight * value, 0.0)
 
 
-def _rescale(reduced: Reduced, largest: Tensor) -> None:
-    """Makes ``largest`` [T] the m of ``reduced``, in place."""
-    shift = torch.where(reduced.total > 0, reduced.largest - largest, 0.0)
-    factor = torch.where(reduced.total > 0, shift.exp(), 0.0)
-    reduced.weighted.add_(shift * reduced.total).mul_(factor)
-    reduced.total.mul_(factor)
-    reduced.largest.copy_(largest)
-
-
-def _over_ranks(reduced: Reduced, group: dist.ProcessGroup) -> Reduced:
-    """The reductions over all ranks' columns."""
+def _over_ranks(reduced: Reduced, found: Tensor, group: dist.ProcessGroup) -> tuple[Reduced, Tensor]:
+    """The reductions over all ranks' columns, and what one of the ranks found."""
     largest = reduced.largest.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    _rescale(reduced, largest)
-    sums = torch.stack(reduced[1:])
+    # A rank that has padding alone has no columns.
+    shift = torch.where(reduced.total > 0, reduced.largest - largest, 0.0)
+    factor = torch.where(reduced.total > 0, shift.exp(), 0.0)
+    sums = torch.stack([reduced.total * factor, (reduced.weighted + shift * reduced.total) * factor, found])
     dist.all_reduce(sums, group=group)
-    return Reduced(largest, *sums)
+    return Reduced(largest, sums[0], sums[1]), sums[2]
 
 
-def _blocks(columns: int, tokens: int, itemsize: int, block_bytes: int) -> Iterator[slice]:
-    width = max(LEAST_COLUMNS, block_bytes // max(1, tokens * itemsize) // LEAST_COLUMNS * LEAST_COLUMNS)
-    for start in range(0, columns, width):
-        yield slice(start, min(start + width, columns))
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; on a GPU in the product itself, which then is not rounded to the factors' type either."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+    else:
+        total += left @ right
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -132,24 +128,24 @@ class _LinearLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         vocab_size: int,
         temperature: float,
-        block_bytes: int,
+        block_columns: int,
     ) -> tuple[Tensor, Tensor]:
         rank = group.rank() if group is not None else 0
         real = min(max(vocab_size - rank * len(weight), 0), len(weight))
         local = targets - rank * len(weight)
-        blocks = list(_blocks(real, len(hidden), hidden.itemsize, block_bytes))
+        blocks = [slice(start, min(start + block_columns, real)) for start in range(0, real, block_columns)]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        zero = torch.zeros(3, len(hidden), dtype=wide, device=hidden.device)
-        reduced = Reduced(torch.full_like(zero[0], -torch.inf), *zero)
-        add = _implementation(hidden).absorb
-        for block in blocks:
-            add(hidden @ weight[block].T, local - block.start, reduced, temperature)
+        found = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
+        none = Reduced(torch.full_like(found, -torch.inf), torch.zeros_like(found), torch.zeros_like(found))
+        over = _implementation(hidden).reduce
+        parts = [over(hidden @ weight[block].T, local - block.start, found, temperature) for block in blocks]
+        reduced = merge(torch.cat(parts, dim=1)) if parts else none
         if group is not None and group.size() > 1:
-            reduced = _over_ranks(reduced, group)
+            reduced, found = _over_ranks(reduced, found, group)
         log_total = reduced.total.log()
         log_normaliser, entropy = reduced.largest + log_total, log_total - reduced.weighted / reduced.total
         known = (targets >= 0) & (targets < vocab_size)
-        logprobs = (reduced.found - log_normaliser).masked_fill(~known, torch.nan)
+        logprobs = (found - log_normaliser).masked_fill(~known, torch.nan)
         ctx.save_for_backward(hidden, weight, local, log_normaliser, entropy)
         ctx.temperature, ctx.blocks = temperature, blocks
         return logprobs, entropy
@@ -164,14 +160,14 @@ class _LinearLogprobs(torch.autograd.Function):
             rows = weight[block]
             logits = hidden @ rows.T
             gradient = turn(logits, local - block.start, log_normaliser, entropy, *gradients, ctx.temperature)
-            of_hidden += gradient @ rows
+            _add_product(of_hidden, gradient, rows)
             if of_weight is not None:
                 torch.mm(gradient.T, hidden, out=of_weight[block])
         return of_hidden.to(hidden.dtype), of_weight, None, None, None, None, None
 
 
 class _Torch:
-    absorb, to_gradient = staticmethod(absorb), staticmethod(to_gradient)
+    reduce, to_gradient = staticmethod(reduce), staticmethod(to_gradient)
 
 
 def _implementation(hidden: Tensor) -> Any:

@@ -6,35 +6,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_megatron.kernels.linear_logprob import Reduced, merge
-
-COLUMNS = 2048
+from rlhf_megatron.kernels.linear_logprob import PIECE
 
 
 @triton.jit
 def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations up and accepts its own alone
     logits,
     targets,
+    found,
     parts,
-    found_of,
     stride,
     columns,
+    tokens,
     count,
     per_temperature,
     COLUMNS: tl.constexpr,
 ):
     """A piece of one row."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * COLUMNS
+    place = first + tl.arange(0, COLUMNS)
     inside = place < columns
-    z = tl.load(logits + row * stride + place, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
+    begin = logits + row * stride
+    z = tl.load(begin + place, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
     largest = tl.max(z)
-    weight = tl.exp(z - largest)
-    where = parts + row * tl.num_programs(1) + tl.program_id(1)
+    below = z - largest
+    weight = tl.exp(below)
+    where = parts + tl.program_id(1) * tokens + row
     tl.store(where, largest)
     tl.store(where + count, tl.sum(weight))
-    tl.store(where + 2 * count, tl.sum(tl.where(inside, z - largest, 0.0) * weight))
-    tl.store(found_of + row + place * 0, z, mask=inside & (place == tl.load(targets + row)))
+    tl.store(where + 2 * count, tl.sum(tl.where(inside, below, 0.0) * weight))
+    target = tl.load(targets + row)
+    here = (target >= first) & (target < first + COLUMNS) & (target < columns)
+    chosen = tl.load(begin + target, mask=here, other=0.0).to(tl.float32) * per_temperature
+    tl.store(found + row, chosen, mask=here)
 
 
 @triton.jit
@@ -65,26 +70,26 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     tl.store(where, (gradient * per_temperature).to(logits.dtype.element_ty), mask=inside)
 
 
-def absorb(logits: Tensor, targets: Tensor, reduced: Reduced, temperature: float) -> None:
-    """See ``linear_logprob.absorb``."""
+def reduce(logits: Tensor, targets: Tensor, found: Tensor, temperature: float) -> Tensor:
+    """See ``linear_logprob.reduce``."""
     tokens, columns = logits.shape
-    if not tokens:
-        return
-    pieces = triton.cdiv(columns, COLUMNS)
-    parts = reduced.total.new_empty(3, tokens, pieces)
-    _reduce[(tokens, pieces)](
-        logits,
-        targets,
-        parts,
-        reduced.found,
-        logits.stride(0),
-        columns,
-        tokens * pieces,
-        1.0 / temperature,
-        COLUMNS=COLUMNS,
-        num_warps=8,
-    )
-    merge(reduced, *parts)
+    pieces = triton.cdiv(columns, PIECE)
+    parts = found.new_empty(3, pieces, tokens)
+    if tokens:
+        _reduce[(tokens, pieces)](
+            logits,
+            targets,
+            found,
+            parts,
+            logits.stride(0),
+            columns,
+            tokens,
+            tokens * pieces,
+            1.0 / temperature,
+            COLUMNS=PIECE,
+            num_warps=8,
+        )
+    return parts
 
 
 def to_gradient(
@@ -99,7 +104,7 @@ def to_gradient(
     """See ``linear_logprob.to_gradient``; returns ``logits`` itself."""
     tokens, columns = logits.shape
     if tokens:
-        _to_gradient[(tokens, triton.cdiv(columns, COLUMNS))](
+        _to_gradient[(tokens, triton.cdiv(columns, PIECE))](
             logits,
             targets,
             log_normaliser,
@@ -109,7 +114,7 @@ def to_gradient(
             logits.stride(0),
             columns,
             1.0 / temperature,
-            COLUMNS=COLUMNS,
+            COLUMNS=PIECE,
             num_warps=8,
         )
     return logits

@@ -5,27 +5,32 @@ from __future__ import annotations
 import torch
 
 from rlhf_megatron.kernels import triton_linear_logprob as triton
-from rlhf_megatron.kernels.linear_logprob import Reduced, absorb, to_gradient
+from rlhf_megatron.kernels.linear_logprob import PIECE, merge, reduce, to_gradient
 
-TOKENS, REAL, TEMPERATURE = 7, 300, 0.7
-BLOCKS = [slice(0, 130), slice(130, REAL)]
-TARGETS = torch.tensor([0, 127, 128, 299, 64, 255, 1])
+TOKENS, REAL, TEMPERATURE = 7, PIECE + 333, 0.7
+BLOCKS = [slice(0, PIECE + 130), slice(PIECE + 130, REAL)]  # of two pieces and of one
+TARGETS = torch.tensor([0, PIECE - 1, PIECE, REAL - 1, -1, REAL, PIECE + 130])
 
 
 def check() -> None:
     """Raises AssertionError where they differ."""
     logits = torch.randn(TOKENS, REAL, generator=torch.Generator().manual_seed(3)) * 3
     both = []
-    for implementation in (absorb, triton.absorb):
-        reduced = Reduced(torch.full((TOKENS,), -torch.inf), *torch.zeros(3, TOKENS))
-        for block in BLOCKS:
-            implementation(logits[:, block].contiguous(), TARGETS - block.start, reduced, TEMPERATURE)
-        both.append(reduced)
+    for implementation in (reduce, triton.reduce):
+        found = torch.full((TOKENS,), 7.0)  # of what is not among a block's columns it stays
+        parts = [
+            implementation(logits[:, block].contiguous(), TARGETS - block.start, found, TEMPERATURE) for block in BLOCKS
+        ]
+        both.append((*merge(torch.cat(parts, dim=1)), found))
+    assert [part.shape[1] for part in parts] == [2, 1]
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
-    log_total = both[0].total.log()
-    state = both[0].largest + log_total, log_total - both[0].weighted / both[0].total
+    largest, total, weighted, found = both[0]
+    wanted = logits.gather(-1, TARGETS.clamp(0, REAL - 1)[:, None])[:, 0] / TEMPERATURE
+    torch.testing.assert_close(found, torch.where((TARGETS >= 0) & (TARGETS < REAL), wanted, 7.0))
+    log_total = total.log()
+    state = largest + log_total, log_total - weighted / total
     ramp = torch.linspace(-1, 2, TOKENS)
     for block in BLOCKS:
         arguments = (TARGETS - block.start, *state, ramp, ramp.flip(0), TEMPERATURE)

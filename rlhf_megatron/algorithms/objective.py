@@ -52,7 +52,7 @@ def policy_objective(
     tokens = Tokens(logprobs, old_logprobs, fields["advantages"], fields["row"], fields.get("selected"))
     policy = POLICY_LOSSES[settings.policy_loss](tokens, settings)
     per_token = policy.per_token - settings.entropy_coef * entropy
-    count = logprobs.new_tensor(float(logprobs.numel()))
+    count = logprobs.new_full((), logprobs.numel())
     metrics = {
         "clip_fraction": (policy.clipped.to(logprobs.dtype).sum(), count),
         "ratio": (tokens.log_ratio.detach().exp().sum(), count),
@@ -83,6 +83,6 @@ def value_objective(values: Tensor, fields: dict[str, Tensor], clip: float | Non
     ``value_loss``.
     """
     result = value_loss(values, fields["values"], fields["returns"], clip)
-    count = values.new_tensor(float(values.numel()))
+    count = values.new_full((), values.numel())
     metrics = {"clip_fraction": (result.clipped.to(values.dtype).sum(), count), "value": (values.detach().sum(), count)}
     return (fields["weights"] * result.per_token).sum(), metrics

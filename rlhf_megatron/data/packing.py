@@ -132,16 +132,23 @@ def make_micro_batch(
         read = packed[sampled]
         outputs, places = read - 1, where[sampled]
     return MicroBatch(
-        tokens=tokens.to(device),
-        positions=positions.to(device),
-        cu_seqlens=boundaries.to(device),
+        tokens=_moved(tokens, device),
+        positions=_moved(positions, device),
+        cu_seqlens=_moved(boundaries, device),
         longest=max(lengths),
         kept=torch.arange(len(outputs), device=device),
-        outputs=outputs.to(device),
-        targets=tokens[read].to(device),
-        fields={name: values[places].to(device) for name, values in fields.items()},
-        places=places,
+        outputs=_moved(outputs, device),
+        targets=_moved(tokens[read], device),
+        fields={name: _moved(values[places], device) for name, values in fields.items()},
+        places=_moved(places, device),
     )
+
+
+def _moved(values: Tensor, device: torch.device | str) -> Tensor:
+    """``values`` on the device; a GPU fetches them from pinned memory, for which nobody waits."""
+    if torch.device(device).type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

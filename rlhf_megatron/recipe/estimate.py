@@ -18,7 +18,7 @@ RESERVED_GB = 2.0  # CUDA context, NCCL buffers, workspaces of cuBLAS and attent
 SLEEPING_GB = 2.0  # what a sleeping vLLM keeps: its CUDA graphs and their memory
 ROLLOUT_ACTIVATIONS_GB = 2.0  # vLLM's own activations and sampling buffers, within its share
 _STREAMED_PIECE_BYTES = 1 << 30  # as in roles.streaming
-_LOGIT_BLOCK_BYTES = 256 << 20  # as in kernels.linear_logprob
+_LOGIT_BLOCK_BYTES, _LOGIT_PIECE = 256 << 20, 4096  # as in kernels.linear_logprob
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -273,7 +273,8 @@ def _logit_bytes(shape: ModelShape, tokens: int, tensor: int, size: int, *, grad
     if shape.scalar_head:
         return 0.0
     columns = shape.padded_vocabulary(tensor) // tensor
-    block = min(_LOGIT_BLOCK_BYTES, size * tokens * columns)
+    pieces = max(1, _LOGIT_BLOCK_BYTES // (size * tokens * _LOGIT_PIECE))
+    block = size * tokens * min(columns, pieces * _LOGIT_PIECE)
     learning = 4 * tokens * shape.hidden + size * columns * shape.hidden if gradients else 0
     return float(block + size * tokens * shape.hidden + learning)
 

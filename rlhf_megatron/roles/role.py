@@ -208,7 +208,7 @@ class Role:
         found = torch.zeros(output.count, batch.rows if output.per_row else len(batch.tokens), device=self.device)
 
         def collect(parts: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
-            found[:, micro.places.to(self.device)] = torch.stack(parts)
+            found[:, micro.places] = torch.stack(parts)
             return parts[0].sum() * 0
 
         with torch.no_grad():
@@ -250,7 +250,7 @@ class Role:
 
         def loss_of(parts: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
             if found is not None:
-                found[:, micro.places.to(self.device)] = torch.stack(parts).detach()
+                found[:, micro.places] = torch.stack(parts).detach()
             loss, metrics = objective(*parts, micro.fields)
             for name, pair in (metrics | {"loss": (loss.detach(), torch.zeros_like(loss))}).items():
                 value = torch.stack([part.detach().double() for part in pair])

@@ -13,15 +13,15 @@ TOKENS, HIDDEN, REAL, PADDED, TEMPERATURE = 333, 64, 5000, 5120, 0.8
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-5)])
-@pytest.mark.parametrize("block_bytes", [1, 1 << 30])
-def test_outputs_equal_float64(dtype: torch.dtype, bound: float, block_bytes: int) -> None:
+@pytest.mark.parametrize("block_columns", [128, 1 << 30])
+def test_outputs_equal_float64(dtype: torch.dtype, bound: float, block_columns: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=dtype, generator=generator)
     weight = torch.randn(PADDED, HIDDEN, device="cuda", dtype=dtype, generator=generator) / 4
     targets = torch.randint(REAL, (TOKENS,), device="cuda", generator=generator)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    outputs = linear_logprobs(*leaves, targets, None, REAL, TEMPERATURE, block_bytes)
+    outputs = linear_logprobs(*leaves, targets, None, REAL, TEMPERATURE, block_columns)
 
     # bfloat16 products are rounded before they are reduced, and so they are here.
     logits = (hidden @ weight.T).detach()[:, :REAL].double().requires_grad_()

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from parallel.ranks import run_ranks
 from rlhf_megatron.kernels import linear_logprob
-from rlhf_megatron.kernels.linear_logprob import absorb, linear_logprobs
+from rlhf_megatron.kernels.linear_logprob import linear_logprobs, reduce
 
 TOKENS, HIDDEN, REAL, PADDED, TEMPERATURE = 7, 5, 300, 384, 0.7
 TARGETS = torch.tensor([0, 127, 128, 299, 64, 255, 1])
-# Blocks of 128 columns, of 256, and one.
-BLOCKS = [1, TOKENS * 8 * 256, 1 << 30]
+BLOCKS = [128, 256, 1 << 30]  # columns
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -51,10 +50,10 @@ def wanted() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
     return outputs, gradients(outputs, (hidden, weight))
 
 
-@pytest.mark.parametrize("block_bytes", BLOCKS)
-def test_outputs_and_gradients_equal_torch(block_bytes: int) -> None:
+@pytest.mark.parametrize("block_columns", BLOCKS)
+def test_outputs_and_gradients_equal_torch(block_columns: int) -> None:
     hidden, weight = (part.requires_grad_() for part in inputs())
-    outputs = linear_logprobs(hidden, weight, TARGETS, None, REAL, TEMPERATURE, block_bytes)
+    outputs = linear_logprobs(hidden, weight, TARGETS, None, REAL, TEMPERATURE, block_columns)
     found, (values, slopes) = gradients(outputs, (hidden, weight)), wanted()
     for got, want in zip((*outputs, *found), (*values, *slopes), strict=True):
         assert torch.allclose(got, want, rtol=1e-11, atol=1e-12)
@@ -99,14 +98,13 @@ def test_no_more_logits_exist_than_was_asked_for(monkeypatch: pytest.MonkeyPatch
 
     class Watched(linear_logprob._Torch):
         @staticmethod
-        def absorb(logits: Tensor, *rest: Any) -> None:
-            seen.append(logits.numel() * logits.itemsize)
-            absorb(logits, *rest)
+        def reduce(logits: Tensor, *rest: Any) -> Tensor:
+            seen.append(logits.shape[1])
+            return reduce(logits, *rest)
 
     monkeypatch.setattr(linear_logprob, "_implementation", lambda hidden: Watched)
-    limit = TOKENS * 8 * 256
-    linear_logprobs(*inputs(), TARGETS, None, REAL, TEMPERATURE, limit)
-    assert len(seen) == 2 and max(seen) <= limit
+    linear_logprobs(*inputs(), TARGETS, None, REAL, TEMPERATURE, 256)
+    assert seen == [256, REAL - 256]
 
 
 def one_shard(columns: int) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def one_shard(columns: int) -> dict[str, Any]:
     weight = torch.nn.functional.pad(weight, (0, 0, 0, columns * dist.get_world_size() - PADDED), value=50.0)
     start = dist.get_rank() * columns
     leaves = hidden.requires_grad_(), weight[start : start + columns].clone().requires_grad_()
-    outputs = linear_logprobs(*leaves, TARGETS, dist.group.WORLD, REAL, TEMPERATURE, 1)
+    outputs = linear_logprobs(*leaves, TARGETS, dist.group.WORLD, REAL, TEMPERATURE, 128)
     found = gradients(outputs, leaves)
     return {"outputs": [part.tolist() for part in outputs], "gradients": [part.tolist() for part in found]}
 
@@ -141,3 +139,25 @@ def test_tritons_reductions_equal_torchs() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     checked = subprocess.run([sys.executable, "-P", str(script)], env=environment, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("kernel", ["_reduce", "_to_gradient"])
+def test_the_kernels_compile_for_a_gpu_with_wide_accesses(kernel: str) -> None:
+    triton = pytest.importorskip("triton", reason="the compiler is Triton's")
+    from triton.backends.compiler import GPUTarget
+
+    from rlhf_megatron.kernels import triton_linear_logprob
+
+    function = getattr(triton_linear_logprob, kernel)
+    types = dict.fromkeys(function.arg_names, "*fp32") | {"logits": "*bf16", "targets": "*i64", "COLUMNS": "constexpr"}
+    types |= dict.fromkeys(["stride", "columns", "tokens", "count"], "i32") | {"per_temperature": "fp32"}
+    signature = {name: types[name] for name in function.arg_names}
+    numbers = [place for place, name in enumerate(signature) if types[name] in ("*bf16", "i32")]
+    source = triton.compiler.ASTSource(
+        fn=function,
+        signature=signature,
+        constexprs={"COLUMNS": linear_logprob.PIECE},
+        attrs={(place,): [["tt.divisibility", 16]] for place in numbers},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"] and "cubin" in compiled.asm
