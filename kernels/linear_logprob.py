@@ -102,7 +102,7 @@ def _over_ranks(reduced: Reduced, found: Tensor, group: dist.ProcessGroup) -> tu
     """The reductions over all ranks' columns, and what one of the ranks found."""
     largest = reduced.largest.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    # A rank that has padding alone has no columns.
+    # A rank that has padding alone has nothing, and no difference to the largest.
     shift = torch.where(reduced.total > 0, reduced.largest - largest, 0.0)
     factor = torch.where(reduced.total > 0, shift.exp(), 0.0)
     sums = torch.stack([reduced.total * factor, (reduced.weighted + shift * reduced.total) * factor, found])
@@ -136,10 +136,12 @@ class _LinearLogprobs(torch.autograd.Function):
         blocks = [slice(start, min(start + block_columns, real)) for start in range(0, real, block_columns)]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         found = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
-        none = Reduced(torch.full_like(found, -torch.inf), torch.zeros_like(found), torch.zeros_like(found))
         over = _implementation(hidden).reduce
         parts = [over(hidden @ weight[block].T, local - block.start, found, temperature) for block in blocks]
-        reduced = merge(torch.cat(parts, dim=1)) if parts else none
+        if parts:
+            reduced = merge(torch.cat(parts, dim=1))
+        else:  # padding alone
+            reduced = Reduced(torch.full_like(found, -torch.inf), torch.zeros_like(found), torch.zeros_like(found))
         if group is not None and group.size() > 1:
             reduced, found = _over_ranks(reduced, found, group)
         log_total = reduced.total.log()

@@ -17,12 +17,11 @@ def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     parts,
     stride,
     columns,
-    tokens,
-    count,
     per_temperature,
     COLUMNS: tl.constexpr,
 ):
     """A piece of one row."""
+    tokens, pieces = tl.num_programs(0), tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COLUMNS
     place = first + tl.arange(0, COLUMNS)
@@ -34,8 +33,8 @@ def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     weight = tl.exp(below)
     where = parts + tl.program_id(1) * tokens + row
     tl.store(where, largest)
-    tl.store(where + count, tl.sum(weight))
-    tl.store(where + 2 * count, tl.sum(tl.where(inside, below, 0.0) * weight))
+    tl.store(where + pieces * tokens, tl.sum(weight))
+    tl.store(where + 2 * pieces * tokens, tl.sum(tl.where(inside, below, 0.0) * weight))
     target = tl.load(targets + row)
     here = (target >= first) & (target < first + COLUMNS) & (target < columns)
     chosen = tl.load(begin + target, mask=here, other=0.0).to(tl.float32) * per_temperature
@@ -83,8 +82,6 @@ def reduce(logits: Tensor, targets: Tensor, found: Tensor, temperature: float) -
             parts,
             logits.stride(0),
             columns,
-            tokens,
-            tokens * pieces,
             1.0 / temperature,
             COLUMNS=PIECE,
             num_warps=8,

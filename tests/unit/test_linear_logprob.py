@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ from torch import Tensor
 from parallel.ranks import run_ranks
 from rlhf_megatron.kernels import linear_logprob
 from rlhf_megatron.kernels.linear_logprob import linear_logprobs, reduce
+from triton_kernels import assembly_for_hopper, run_in_interpreter
 
 TOKENS, HIDDEN, REAL, PADDED, TEMPERATURE = 7, 5, 300, 384, 0.7
 TARGETS = torch.tensor([0, 127, 128, 299, 64, 255, 1])
@@ -133,31 +130,17 @@ def test_cut_over_ranks_equals_whole(ranks: int, columns: int) -> None:
 
 
 def test_tritons_reductions_equal_torchs() -> None:
-    pytest.importorskip("triton", reason="the interpreter comes with Triton")
-    script = Path(__file__).parent.parent / "reductions.py"
-    # The interpreter has to be asked for before Triton is imported.
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    checked = subprocess.run([sys.executable, "-P", str(script)], env=environment, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
+    run_in_interpreter("reductions.py")
 
 
 @pytest.mark.parametrize("kernel", ["_reduce", "_to_gradient"])
 def test_the_kernels_compile_for_a_gpu_with_wide_accesses(kernel: str) -> None:
-    triton = pytest.importorskip("triton", reason="the compiler is Triton's")
-    from triton.backends.compiler import GPUTarget
-
+    pytest.importorskip("triton", reason="the compiler is Triton's")
     from rlhf_megatron.kernels import triton_linear_logprob
 
     function = getattr(triton_linear_logprob, kernel)
-    types = dict.fromkeys(function.arg_names, "*fp32") | {"logits": "*bf16", "targets": "*i64", "COLUMNS": "constexpr"}
-    types |= dict.fromkeys(["stride", "columns", "tokens", "count"], "i32") | {"per_temperature": "fp32"}
-    signature = {name: types[name] for name in function.arg_names}
-    numbers = [place for place, name in enumerate(signature) if types[name] in ("*bf16", "i32")]
-    source = triton.compiler.ASTSource(
-        fn=function,
-        signature=signature,
-        constexprs={"COLUMNS": linear_logprob.PIECE},
-        attrs={(place,): [["tt.divisibility", 16]] for place in numbers},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    assert "ld.global.v4.b32" in compiled.asm["ptx"] and "cubin" in compiled.asm
+    others = {"logits": "*bf16", "targets": "*i64", "stride": "i32", "columns": "i32", "per_temperature": "fp32"}
+    types = {name: others.get(name, "*fp32") for name in function.arg_names if name != "COLUMNS"}
+    aligned = ["logits", "stride", "columns"]
+    assembly = assembly_for_hopper(function, types, {"COLUMNS": linear_logprob.PIECE}, aligned, warps=8)
+    assert "ld.global.v4.b32" in assembly

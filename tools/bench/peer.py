@@ -33,8 +33,8 @@ from typing import Any
 import torch
 import yaml
 from launching import run, run_on_ranks
-from reports import exit_status, missed_by, model_and_gpus, rows_with, write_report
-from step import folder_with_model, spread, write_prompts
+from reports import exit_status, missed_by, model_and_gpus, rows_with, spread, write_report
+from step import folder_with_model, write_prompts
 
 from rlhf_megatron.monitor.environment import package_versions
 from rlhf_megatron.recipe import Recipe, load_recipe

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,11 @@ def _without_places(arguments: Sequence[str]) -> list[str]:
             kept.append(argument)
         skip = argument in _PLACES
     return kept
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def rows_with(path: Path, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

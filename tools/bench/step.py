@@ -28,7 +28,7 @@ import pyarrow.parquet
 import torch
 import yaml
 from launching import run_on_ranks
-from reports import exit_status, missed_by, model_and_gpus, rows_of, rows_with, write_report
+from reports import exit_status, missed_by, model_and_gpus, rows_of, rows_with, spread, write_report
 
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
@@ -160,11 +160,6 @@ def summary(
     if "perf/mfu_training" in counted[0]:
         found["mfu_training"] = spread([of_step["perf/mfu_training"] for of_step in counted])
     return found
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def write(output: Path, row: Mapping[str, Any]) -> None:

@@ -8,14 +8,13 @@ The floor is torch reading each row once, for its largest number. A row of the r
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from reports import write_report
+from reports import spread, write_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -76,7 +75,7 @@ def milliseconds(way: Callable[[], Tensor]) -> dict[str, float]:
         torch.cuda.synchronize()
         if repeat >= WARM_UPS:
             taken.append(begin.elapsed_time(end))
-    return {"median": statistics.median(taken), "min": min(taken), "max": max(taken)}
+    return spread(taken)
 
 
 def show(results: list[dict[str, Any]]) -> None:

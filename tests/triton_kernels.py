@@ -1,0 +1,42 @@
+"""Triton's kernels where there is no GPU: carried out by its interpreter, and compiled for one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def run_in_interpreter(script: str) -> None:
+    """Runs a script of this folder, which checks kernels; it has to ask for the interpreter before Triton is there."""
+    pytest.importorskip("triton", reason="the interpreter comes with Triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    path = Path(__file__).with_name(script)
+    checked = subprocess.run(
+        [sys.executable, "-P", str(path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def assembly_for_hopper(
+    function: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: Sequence[str] = (), warps: int = 4
+) -> str:
+    """What a kernel becomes for GPUs of the kind of the H200; ``aligned`` arguments are multiples of 16.
+
+    ``types`` has those of all arguments but the ``constants``, in their order.
+    """
+    triton = pytest.importorskip("triton", reason="the compiler is Triton's")
+    from triton.backends.compiler import GPUTarget
+
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    multiples = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=dict(constants), attrs=multiples)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert "cubin" in compiled.asm
+    assembly: str = compiled.asm["ptx"]
+    return assembly
