@@ -84,7 +84,7 @@ def reduce(logits: Tensor, targets: Tensor, found: Tensor, temperature: float) -
             columns,
             1.0 / temperature,
             COLUMNS=PIECE,
-            num_warps=8,
+            num_warps=4,
         )
     return parts
 
@@ -112,6 +112,6 @@ def to_gradient(
             columns,
             1.0 / temperature,
             COLUMNS=PIECE,
-            num_warps=8,
+            num_warps=4,
         )
     return logits

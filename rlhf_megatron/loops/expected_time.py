@@ -25,12 +25,13 @@ _MEMORY_BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H800": 3.35e12, "H200": 
 _SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
 
 # Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
-_BEST_SHARE, _COLUMNS_FOR_HALF = 0.70, 1065.0
+_BEST_SHARE, _COLUMNS_FOR_HALF = 0.63, 420.0
+_SUMMED_BYTES_PER_SECOND = 275e9  # what a rank has from the others in an all-reduce of many tokens, over NVLink
 _STREAMED_BYTES_PER_SECOND = 15e9  # each way, with several GPUs of a host at it
 # Generation: what of the memory's bandwidth reading weights and cache comes to, and what each token takes besides.
 _OF_WEIGHTS, _OF_CACHE, _SECONDS_PER_TOKEN = 0.95, 0.8, 2.1e-3
 _OF_PEAK_IN_ROLLOUT = 0.6
-# An all-reduce among the ranks of a replica: to begin with, and for the bytes that each has from the others.
+# An all-reduce of few tokens: to begin with, and for the bytes that each has from the others.
 _ALL_REDUCE_SECONDS, _ALL_REDUCE_BYTES_PER_SECOND = 5e-6, 150e9
 
 
@@ -74,7 +75,7 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
     placed = {name: role_ranks(recipe, name, world) for name in memory.roles}
     for name, ranks in placed.items():
         model, section = architectures[name], roles_of(recipe)[name]
-        speed = len(ranks) * peak * _share_of_peak(model.hidden / layout_of(recipe, section).tensor)
+        speed = len(ranks) * peak * _share_of_peak(model, layout_of(recipe, section).tensor, peak)
         if name != "actor" or recipe.old_logprobs == "recompute":
             phase = "score" if name == "reward_model" else "logprobs"
             passes[phase][name] = forward_flops(model, whole, sum(responses)) / speed
@@ -142,8 +143,13 @@ def _weights(model: Architecture) -> float:
     return forward_flops(model, [1], 1) / 2
 
 
-def _share_of_peak(columns: float) -> float:
-    return _BEST_SHARE * columns / (columns + _COLUMNS_FOR_HALF)
+def _share_of_peak(model: Architecture, tensor: int, peak: float) -> float:
+    """What training comes to, with the waiting for ``tensor`` ranks' sums: two of hidden states in a layer each way."""
+    columns = model.hidden / tensor
+    share = _BEST_SHARE * columns / (columns + _COLUMNS_FOR_HALF)
+    computing = 2.0 * _weights(model) / tensor / (peak * share)
+    received = 8.0 * model.layers * model.hidden * (tensor - 1) / tensor
+    return share * computing / (computing + received / _SUMMED_BYTES_PER_SECOND)
 
 
 def _update(

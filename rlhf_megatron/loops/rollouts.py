@@ -70,6 +70,7 @@ class Rollouts:
                 recipe.seed,
                 shared=shared,
             )
+            dist.barrier()  # engines compile at different speeds, and the wait for the slowest is the engines' time
         sharing = f"all are copies, since {why_copied}" if why_copied else None
         session.say(f"rollout weights: {sharing or describe_sharing(plan, actors, self.engine.parameters())}")
         dtype = next(iter(self.engine.parameters().values())).dtype

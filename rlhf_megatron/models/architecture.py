@@ -305,7 +305,9 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, also without experts
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=fused,
+        # Transformer Engine's SwiGLU has no grouped form, so experts keep Megatron's.
+        use_te_activation_func=fused and architecture.experts is None,
+        bias_activation_fusion=fused and architecture.experts is not None,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=fused,

@@ -56,7 +56,10 @@ def _layer_spec(architecture: Architecture, implementation: Implementation) -> M
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=architecture.query_key_norm
+            num_experts=experts,
+            moe_grouped_gemm=experts is not None,
+            qk_layernorm=architecture.query_key_norm,
+            use_te_activation_func=experts is None,
         )
     else:
         rotary.install()
