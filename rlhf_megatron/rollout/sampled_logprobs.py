@@ -1,36 +1,22 @@
 """The logprobs of sampled tokens, a number for each, without what vLLM does for those of the likeliest tokens besides.
 
-On a GPU one kernel of vLLM reads each row of logits twice and in many small pieces; ours (``kernels.token_logprob``)
-once and in a few. Then vLLM slices three arrays for every token and appends to six lists in Python. Where a model is
-small that was a sixth of the time of an engine's step (0.5B with 256 sequences on an H200); what is here stands in for
-the two classes that do it and needs one slice.
+On a GPU vLLM reads each row of logits twice and in many small pieces for the logprob, and once more for the token's
+rank among all, which nobody asks for here; one kernel (``kernels.token_logprob``) reads it once and in a few. Then vLLM
+brings three arrays to the host, slices them for every token and appends to six lists in Python. Where a model is small
+that was a sixth of the time of an engine's step (0.5B with 256 sequences on an H200); what is here stands in for the
+three classes that do it and needs one array and one slice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from rlhf_megatron.kernels.token_logprob import token_logprobs
-
-
-@functools.cache
-def install() -> None:
-    """Gives vLLM's sampler for GPUs our kernel, for this process; call it before an engine is made."""
-    from vllm.v1.worker.gpu.sample import logprob
-
-    of_several = logprob.compute_token_logprobs
-
-    def compute_token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-        if token_ids.shape[1] != 1:
-            return of_several(logits, token_ids)
-        return token_logprobs(logits, token_ids[:, 0])[:, None]
-
-    logprob.compute_token_logprobs = compute_token_logprobs
 
 
 class SampledLogprobs:
@@ -52,32 +38,86 @@ class SampledLogprobs:
     pop_prompt_token_id_logprobs = pop_prompt_logprobs
 
 
+@dataclasses.dataclass
 class _OfStep:
-    """Those of all requests in a step; stands in for vLLM's LogprobsLists."""
+    """Those of all requests in a step; stands in for vLLM's LogprobsLists.
 
-    def __init__(self, lists: Any) -> None:
-        self._values: list[float] = lists.logprobs[:, 0].tolist()  # the sampled token's come first
-        self._begins: list[int] | None = lists.cu_num_generated_tokens
+    ``begins``: where the numbers of each request begin; None where each has one.
+    """
+
+    values: list[float]
+    begins: list[int] | None
 
     def slice_request(self, row: int, count: int) -> list[float]:
         """Those of ``count`` tokens of a request."""
-        begin = row if self._begins is None else self._begins[row]
-        return self._values[begin : begin + count]
+        begin = row if self.begins is None else self.begins[row]
+        return self.values[begin : begin + count]
+
+
+@dataclasses.dataclass
+class _Arriving:
+    """Those of all requests in a step before they are numbers; stands in for vLLM's LogprobsTensors."""
+
+    values: Tensor  # [tokens]
+    begins: list[int] | None
+
+    def to_cpu_nonblocking(self) -> _Arriving:
+        """The same on the host, once the stream has come so far."""
+        return _Arriving(self.values.to("cpu", non_blocking=True), self.begins)
+
+    def tolists(self) -> _OfStep:
+        """What they are on the host."""
+        return _OfStep(self.values.tolist(), self.begins)
 
 
 @contextlib.contextmanager
-def kept_as_numbers(core: Any) -> Iterator[None]:
+def kept_as_numbers(core: Any, on_gpu: bool) -> Iterator[None]:
     """Requests that vLLM's LLMEngine ``core`` runs meanwhile must have ``SampledLogprobs``."""
     scheduler = core.engine_core.engine_core.scheduler
     update = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
-        if output.logprobs is not None:
-            output.logprobs = _OfStep(output.logprobs)
+        found = output.logprobs
+        if found is not None and not isinstance(found, _OfStep):  # of a runner or sampler that is left as it is
+            output.logprobs = _OfStep(found.logprobs[:, 0].tolist(), found.cu_num_generated_tokens)
         return update(scheduled, output)
 
     scheduler.update_from_output = update_from_output
     try:
-        yield
+        with _sampler_of_numbers() if on_gpu else contextlib.nullcontext():
+            yield
     finally:
         del scheduler.update_from_output  # the class's own is there again
+
+
+@contextlib.contextmanager
+def _sampler_of_numbers() -> Iterator[None]:
+    """vLLM's sampler for GPUs leaves a number for each sampled token, where nobody asks for more.
+
+    A version of vLLM whose sampler calls it otherwise keeps its own, which gives the same numbers.
+    """
+    from vllm.v1.worker.gpu.sample import sampler
+
+    of_several = getattr(sampler, "compute_topk_logprobs", None)
+    if of_several is None:
+        yield
+        return
+
+    def compute_topk_logprobs(
+        logits: Tensor,
+        num_logprobs: int,
+        sampled_token_ids: Tensor,
+        cu_num_logits: list[int] | None = None,
+        max_per_req_token_ids: int = 0,
+        **more: Any,
+    ) -> Any:
+        if num_logprobs or max_per_req_token_ids:
+            more["max_per_req_token_ids"] = max_per_req_token_ids
+            return of_several(logits, num_logprobs, sampled_token_ids, cu_num_logits, **more)
+        return _Arriving(token_logprobs(logits, sampled_token_ids), cu_num_logits)
+
+    sampler.compute_topk_logprobs = compute_topk_logprobs
+    try:
+        yield
+    finally:
+        sampler.compute_topk_logprobs = of_several

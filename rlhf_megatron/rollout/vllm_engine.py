@@ -75,9 +75,7 @@ class VllmEngine:
             stack.enter_context(preserved_random_state())
             # vLLM's own use of torch's older names, which nobody here can change.
             stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
-            if self._on_gpu:
-                sampled_logprobs.install()
-            else:
+            if not self._on_gpu:
                 from rlhf_megatron.rollout import vllm_cpu
 
                 vllm_cpu.install()
@@ -231,7 +229,7 @@ class VllmEngine:
         pull = Pull(self._core, requests, sampling, tickets, self._peers, self._version, self._lengths)
         completions: dict[int, Completion] = {}
         started = time.perf_counter()
-        with preserved_random_state(), sampled_logprobs.kept_as_numbers(self._core):
+        with preserved_random_state(), sampled_logprobs.kept_as_numbers(self._core, self._on_gpu):
             try:
                 for ended in pull.run():
                     for place, completion in ended:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+import types
+
 import torch
 
 from rlhf_megatron.rollout import sampled_logprobs
@@ -14,19 +15,24 @@ def test_the_kernel_equals_float64() -> None:
     check_kernel("cuda")
 
 
-def test_vllm_takes_it_for_sampled_tokens_and_its_own_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_takes_it_for_sampled_tokens_while_it_generates_and_its_own_for_more() -> None:
     prepare_environment()
-    from vllm.v1.worker.gpu.sample import logprob
+    from vllm.v1.worker.gpu.sample import sampler
 
     generator = torch.Generator("cuda").manual_seed(1)
     logits = torch.randn(9, 5000, device="cuda", generator=generator)
     tokens = torch.randint(5000, (9,), device="cuda", generator=generator)
-    sampled_logprobs.install()
-    one, several = (logprob.compute_topk_logprobs(logits, count, tokens) for count in (0, 3))
-    check(one.logprobs[:, 0], logits, tokens.cpu())
-    torch.testing.assert_close(several.logprobs[:, :1], one.logprobs, rtol=0, atol=1e-5)
-    assert torch.equal(one.logprob_token_ids, tokens[:, None])
-
-    monkeypatch.setattr(sampled_logprobs, "token_logprobs", lambda _, of: of.float())
-    one, others = (logprob.compute_topk_logprobs(logits, count, tokens) for count in (0, 3))
-    assert torch.equal(one.logprobs[:, 0], tokens.float()) and torch.equal(others.logprobs, several.logprobs)
+    scheduler = types.SimpleNamespace(update_from_output=None)
+    engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(scheduler=scheduler))
+    before = sampler.compute_topk_logprobs
+    with sampled_logprobs.kept_as_numbers(types.SimpleNamespace(engine_core=engine), on_gpu=True):
+        one, several = (
+            sampler.compute_topk_logprobs(logits, count, tokens, max_per_req_token_ids=0) for count in (0, 3)
+        )
+    assert sampler.compute_topk_logprobs is before
+    torch.cuda.synchronize()
+    on_host = one.to_cpu_nonblocking()
+    torch.cuda.synchronize()
+    numbers = on_host.tolists()
+    check(torch.tensor([numbers.slice_request(row, 1) for row in range(9)])[:, 0], logits, tokens.cpu())
+    torch.testing.assert_close(several.logprobs[:, 0].cpu(), on_host.values, rtol=0, atol=1e-5)
