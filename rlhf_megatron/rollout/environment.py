@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import glob
+import logging
 import os
+
+# What vLLM warns about in every run though it is so on purpose, by the module that does.
+_ON_PURPOSE = {
+    "vllm.engine.arg_utils": "The global random seed is set to",  # the engine leaves the process's state as it was
+    "vllm.renderers.base": "Using None for EOS token id",  # token ids go in and come out
+    "vllm.v1.engine.input_processor": "Passing raw prompts to InputProcessor",
+    "vllm.utils.jit_monitor": "Triton kernel JIT compilation during inference",  # the trainer's, in the same process
+}
 
 
 def has_gpu() -> bool:
@@ -49,3 +59,10 @@ def prepare_environment(deterministic: bool = False) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # vLLM would take this over the size that the recipe gives.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if os.environ["VLLM_LOGGING_LEVEL"] == "WARNING":
+        for name, begin in _ON_PURPOSE.items():
+            logging.getLogger(name).addFilter(functools.partial(_is_news, begin))
+
+
+def _is_news(begin: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(begin)
