@@ -123,7 +123,7 @@ def shorten(part: str) -> str:
 def environment() -> dict[str, str]:
     """One thread for each rank, and no search of the network for models."""
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return settings | {"PYTHONWARNINGS": "ignore"} | dict(os.environ)
+    return settings | dict(os.environ)
 
 
 if __name__ == "__main__":

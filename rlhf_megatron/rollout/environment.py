@@ -1,4 +1,6 @@
-"""Environment variables that torch and vLLM read when they are imported. Imports neither, sets up nothing else."""
+"""What a process needs set before torch, Megatron and vLLM are imported: variables that they read, and which of their
+warnings are worth a line. Imports none of them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,22 @@ import functools
 import glob
 import logging
 import os
+import re
+import sys
+import warnings
 
-# What vLLM warns about in every run though it is so on purpose, by the module that does.
-_ON_PURPOSE = {
+# How warnings begin that come in every run, on every rank, about what is so on purpose or what nobody here can change.
+_OF_EVERY_RUN = (
+    "Apex is not installed",  # Transformer Engine has what Megatron would take from it
+    "Transformer Engine and Apex are not installed",  # on a CPU
+    "Detected a Jax installation but could not find",
+    "full scope is deprecated",  # Megatron's own default
+    "MimoModelConfig is experimental",
+    "The .grad attribute of a Tensor that is not a leaf Tensor",  # Megatron looks whether there is any
+    "`torch.distributed.",  # older names of collectives that Megatron uses
+)
+# The same of vLLM, by the module that logs it.
+_LOGGED_IN_EVERY_RUN = {
     "vllm.engine.arg_utils": "The global random seed is set to",  # the engine leaves the process's state as it was
     "vllm.renderers.base": "Using None for EOS token id",  # token ids go in and come out
     "vllm.v1.engine.input_processor": "Passing raw prompts to InputProcessor",
@@ -24,6 +39,8 @@ def has_gpu() -> bool:
 
 def prepare_environment(deterministic: bool = False) -> None:
     """Sets what an in-process engine needs; call it before torch or vLLM is imported. What the user has set stays.
+
+    Warnings that come in every run are not shown, unless Python was told which to show (-W, PYTHONWARNINGS).
 
     ``deterministic``: libraries choose kernels that give the same bits each time, and none by how fast it was here.
 
@@ -59,8 +76,11 @@ def prepare_environment(deterministic: bool = False) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # vLLM would take this over the size that the recipe gives.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if not sys.warnoptions:
+        for begin in _OF_EVERY_RUN:
+            warnings.filterwarnings("ignore", re.escape(begin))
     if os.environ["VLLM_LOGGING_LEVEL"] == "WARNING":
-        for name, begin in _ON_PURPOSE.items():
+        for name, begin in _LOGGED_IN_EVERY_RUN.items():
             logging.getLogger(name).addFilter(functools.partial(_is_news, begin))
 
 

@@ -61,14 +61,18 @@ class Command:
     def __init__(self, arguments: list[str], folder: Path, warm: bool = True) -> None:
         """Starts ``arguments`` in ``folder``, where its outputs go to files: a pipe may outlive the command.
 
-        A ``warm`` one is forked from a process with the imports done, see nursery; others take ten seconds longer.
+        A ``warm`` one is forked from a process with the imports done, see nursery; others take ten seconds longer, and
+        show the warnings that a person would see.
         """
         self._out, self._err = (folder / f"{time.monotonic_ns()}.{name}" for name in ("out", "err"))
         environment = cpu_environment()
+        warm = warm and not has_gpu()
+        if not warm:
+            del environment["PYTHONWARNINGS"]
         with self._out.open("wb") as out, self._err.open("wb") as err, open(os.devnull, "rb") as none:
             self._process: Nursling | subprocess.Popen[bytes] = (
                 nursery().start(arguments, folder, environment, [file.fileno() for file in (none, out, err)])
-                if warm and not has_gpu()
+                if warm
                 else subprocess.Popen(arguments, cwd=folder, stdin=none, stdout=out, stderr=err, env=environment)
             )
         self.pid = self._process.pid

@@ -48,7 +48,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[int, dict[str, float]]]]:
-    """What each run said of its weights, and its metrics by step."""
+    """What each run said, and its metrics by step. The first is started as a person starts it."""
     folder: Path = tmp_path_factory.mktemp("shared")
     (folder / "reward.py").write_text(LENGTH_REWARD)
     make_model(folder, 2)
@@ -56,20 +56,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[
     found = {}
     for name, (overrides, _) in RUNS.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(RECIPE | {"name": name}))
-        with torchrun(2, TRAIN, f"{name}.yaml", *overrides, folder=folder) as command:
+        with torchrun(2, TRAIN, f"{name}.yaml", *overrides, folder=folder, warm=bool(found)) as command:
             finished = command.finish().check()
-        said = " ".join((finished.out + finished.err).split())
-        found[name] = said.partition("rollout weights: ")[2], metrics_of(folder / "runs" / name)
+        found[name] = finished.out + finished.err, metrics_of(folder / "runs" / name)
     return found
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_says_what_it_shares(name: str, runs: dict[str, tuple[str, dict[int, dict[str, float]]]]) -> None:
-    said = runs[name][0]
+    said = " ".join(runs[name][0].split()).partition("rollout weights: ")[2]
     assert RUNS[name][1] in said[:200]
     if name == "shared":
         count, total = said.split()[0], said.split()[2]
         assert count == total, "in equal layouts it is all of them"
+
+
+def test_a_run_shows_no_warnings(runs: dict[str, tuple[str, dict[int, dict[str, float]]]]) -> None:
+    said = runs["shared"][0]
+    assert "Warning" not in said and "WARNING" not in said, said
 
 
 def test_a_run_that_shares_weights_is_the_same_to_the_bit(
