@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rlhf_megatron.kernels.linear_logprob import PIECE
 
+WARPS = 4
+
 
 @triton.jit
 def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations up and accepts its own alone
@@ -84,7 +86,7 @@ def reduce(logits: Tensor, targets: Tensor, found: Tensor, temperature: float) -
             columns,
             1.0 / temperature,
             COLUMNS=PIECE,
-            num_warps=4,
+            num_warps=WARPS,
         )
     return parts
 
@@ -112,6 +114,6 @@ def to_gradient(
             columns,
             1.0 / temperature,
             COLUMNS=PIECE,
-            num_warps=4,
+            num_warps=WARPS,
         )
     return logits

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 32768
+COLUMNS, WARPS = 32768, 32
 
 
 @triton.jit
@@ -45,6 +45,6 @@ def launch(logits: Tensor, tokens: Tensor) -> Tensor:
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _token_logprob[(len(logits),)](
-            logits, tokens.contiguous(), found, logits.stride(0), logits.shape[1], COLUMNS, num_warps=32
+            logits, tokens.contiguous(), found, logits.stride(0), logits.shape[1], COLUMNS, num_warps=WARPS
         )
     return found

@@ -141,6 +141,6 @@ def test_the_kernels_compile_for_a_gpu_with_wide_accesses(kernel: str) -> None:
     function = getattr(triton_linear_logprob, kernel)
     others = {"logits": "*bf16", "targets": "*i64", "stride": "i32", "columns": "i32", "per_temperature": "fp32"}
     types = {name: others.get(name, "*fp32") for name in function.arg_names if name != "COLUMNS"}
-    aligned = ["logits", "stride", "columns"]
-    assembly = assembly_for_hopper(function, types, {"COLUMNS": linear_logprob.PIECE}, aligned, warps=8)
+    constants, aligned = {"COLUMNS": linear_logprob.PIECE}, ["logits", "stride", "columns"]
+    assembly = assembly_for_hopper(function, types, constants, aligned, triton_linear_logprob.WARPS)
     assert "ld.global.v4.b32" in assembly

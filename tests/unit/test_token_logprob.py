@@ -16,11 +16,11 @@ def test_the_kernel_equals_float64() -> None:
 
 def test_the_kernel_compiles_for_a_gpu_with_wide_accesses() -> None:
     pytest.importorskip("triton", reason="the compiler is Triton's")
-    from rlhf_megatron.kernels.triton_token_logprob import COLUMNS, _token_logprob
+    from rlhf_megatron.kernels.triton_token_logprob import COLUMNS, WARPS, _token_logprob
 
     types = {"logits": "*fp32", "tokens": "*i64", "found": "*fp32", "stride": "i32"}
     values = {"VOCABULARY": 151_936, "COLUMNS": COLUMNS}
-    assert "ld.global.v4.b32" in assembly_for_hopper(_token_logprob, types, values, ["logits", "stride"], warps=16)
+    assert "ld.global.v4.b32" in assembly_for_hopper(_token_logprob, types, values, ["logits", "stride"], WARPS)
 
 
 def test_logits_of_a_cpu() -> None:
