@@ -1,8 +1,9 @@
 """Logprob and entropy of tokens straight from hidden states and an output layer that is cut over the vocabulary.
 
 Logits are made for one block of the vocabulary at a time, reduced, and made again in the backward pass, so memory grows
-with tokens and with the block, never with tokens x vocabulary. Here in plain torch, which runs anywhere; on a GPU the
-reductions over a block are those of ``triton_linear_logprob``. The matrix products are torch's in both.
+with tokens and with the block, never with tokens x vocabulary; unless the caller has memory for all of them, and they
+are made once. Here in plain torch, which runs anywhere; on a GPU the reductions over a block are those of
+``triton_linear_logprob``. The matrix products are torch's in both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def linear_logprobs(
     vocab_size: int,
     temperature: float = 1.0,
     block_columns: int | None = None,
+    kept_bytes: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each distribution, both [T] float32 (float64 for float64 inputs).
 
@@ -35,9 +37,22 @@ def linear_logprobs(
     own weight: the caller adds the parts up. A target that is no token of the vocabulary has logprob NaN: never a
     plausible number.
     ``block_columns`` of the vocabulary exist as logits at a time, by default as many pieces as fill ``BLOCK_BYTES``.
+    Where all logits of the rank, T x V_local in the inputs' type with T a little rounded up, take no more than
+    ``kept_bytes`` and there will be a backward pass, they are one block that stays until then, and becomes their
+    gradient.
     """
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keeps = learns and 0 < _kept_rows(len(hidden)) * len(weight) * hidden.itemsize <= kept_bytes
     columns = block_columns or PIECE * max(1, BLOCK_BYTES // max(1, len(hidden) * hidden.itemsize * PIECE))
-    return _LinearLogprobs.apply(hidden, weight, targets, tensor_group, vocab_size, temperature, columns)  # type: ignore[no-any-return, no-untyped-call]
+    columns = len(weight) if keeps else columns
+    return _LinearLogprobs.apply(hidden, weight, targets, tensor_group, vocab_size, temperature, columns, keeps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _kept_rows(tokens: int) -> int:
+    """Up to a sixteenth more, so that the logits of the next micro-batch, with about as many tokens, have the same size
+    and find memory that fits."""
+    step = 1 << max(0, tokens.bit_length() - 5)
+    return -(-tokens // step) * step
 
 
 class Reduced(NamedTuple):
@@ -129,6 +144,7 @@ class _LinearLogprobs(torch.autograd.Function):
         vocab_size: int,
         temperature: float,
         block_columns: int,
+        keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         rank = group.rank() if group is not None else 0
         real = min(max(vocab_size - rank * len(weight), 0), len(weight))
@@ -137,7 +153,14 @@ class _LinearLogprobs(torch.autograd.Function):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         found = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
         over = _implementation(hidden).reduce
-        parts = [over(hidden @ weight[block].T, local - block.start, found, temperature) for block in blocks]
+        kept = None
+        if keeps and blocks:
+            kept = hidden.new_empty(_kept_rows(len(hidden)), real)[: len(hidden)]
+            torch.mm(hidden, weight[:real].T, out=kept)
+        parts = [
+            over(hidden @ weight[block].T if kept is None else kept, local - block.start, found, temperature)
+            for block in blocks
+        ]
         if parts:
             reduced = merge(torch.cat(parts, dim=1))
         else:  # padding alone
@@ -149,7 +172,7 @@ class _LinearLogprobs(torch.autograd.Function):
         known = (targets >= 0) & (targets < vocab_size)
         logprobs = (found - log_normaliser).masked_fill(~known, torch.nan)
         ctx.save_for_backward(hidden, weight, local, log_normaliser, entropy)
-        ctx.temperature, ctx.blocks = temperature, blocks
+        ctx.temperature, ctx.blocks, ctx.kept = temperature, blocks, kept
         return logprobs, entropy
 
     @staticmethod
@@ -158,14 +181,15 @@ class _LinearLogprobs(torch.autograd.Function):
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_hidden = torch.zeros(hidden.shape, dtype=entropy.dtype, device=hidden.device)
         turn = _implementation(hidden).to_gradient
+        kept, ctx.kept = ctx.kept, None  # their gradient takes their place: a second backward pass makes them again
         for block in ctx.blocks:
             rows = weight[block]
-            logits = hidden @ rows.T
+            logits = hidden @ rows.T if kept is None else kept
             gradient = turn(logits, local - block.start, log_normaliser, entropy, *gradients, ctx.temperature)
             _add_product(of_hidden, gradient, rows)
             if of_weight is not None:
                 torch.mm(gradient.T, hidden, out=of_weight[block])
-        return of_hidden.to(hidden.dtype), of_weight, None, None, None, None, None
+        return of_hidden.to(hidden.dtype), of_weight, None, None, None, None, None, None
 
 
 class _Torch:

@@ -192,7 +192,8 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
             activations = _stage_activations(section, shape, layout, stages[stage], tokens, size, in_flight)
             activations /= layout.context
         if learning is not None and last:
-            logits = _logit_bytes(shape, tokens // layout.context, layout.tensor, size, gradients=True)
+            kept = getattr(section, "kept_logits_gb", 0.0) * GB
+            logits = _logit_bytes(shape, tokens // layout.context, layout.tensor, size, gradients=True, kept=kept)
         forward = _logit_bytes(shape, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
         parts = (
             size * count, gradients, optimizer, activations, logits, max(forward, forward_layer), streamed, passing
@@ -268,13 +269,19 @@ def _stage_activations(
     return tokens * (kept * in_flight + whole)
 
 
-def _logit_bytes(shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool) -> float:
-    """A block of logits; the tokens that are read, their gradient in float32 and the gradient of the output layer."""
+def _logit_bytes(
+    shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool, kept: float = 0.0
+) -> float:
+    """A block of logits, or all where they are ``kept``; the tokens that are read, their gradient in float32 and the
+    gradient of the output layer."""
     if shape.scalar_head:
         return 0.0
     columns = shape.padded_vocabulary(tensor) // tensor
     pieces = max(1, _LOGIT_BLOCK_BYTES // (size * tokens * _LOGIT_PIECE))
-    block = size * tokens * min(columns, pieces * _LOGIT_PIECE)
+    if size * tokens * columns > kept:
+        block = size * tokens * min(columns, pieces * _LOGIT_PIECE)
+    else:
+        block = size * tokens * columns
     learning = 4 * tokens * shape.hidden + size * columns * shape.hidden if gradients else 0
     return float(block + size * tokens * shape.hidden + learning)
 

@@ -172,6 +172,9 @@ class ActorSection(LearningRoleSection):
 
     layout: LayoutSection = LayoutSection()
     """Degrees of parallelism."""
+    kept_logits_gb: float = Field(default=0.0, ge=0)
+    """Memory in which an update keeps the logits of a micro-batch until its backward pass, if all of them fit: tokens x
+    vocabulary / layout.tensor, 2 bytes each in bfloat16. Otherwise they are made twice, a block at a time."""
 
 
 class FrozenRoleSection(RoleSection):

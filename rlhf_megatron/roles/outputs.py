@@ -55,11 +55,15 @@ class Output(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """Logprob and entropy of every sampled token, without logits of the others and never all at a time."""
+    """Logprob and entropy of every sampled token, without logits of the others.
+
+    Those are all there at a time only where they take no more than ``kept_bytes`` and a backward pass will follow.
+    """
 
     tensor_group: dist.ProcessGroup
     vocabulary: int
     temperature: float
+    kept_bytes: int = 0
     count = 2
     per_row = False
 
@@ -73,7 +77,15 @@ class TokenLogprobs:
             read = hidden[:, 0].index_select(0, micro.outputs)
             read = copy_to_tensor_model_parallel_region(read, group=self.tensor_group)
         columns = head.weight if weight is None else weight
-        return linear_logprobs(read, columns, micro.targets, self.tensor_group, self.vocabulary, self.temperature)
+        return linear_logprobs(
+            read,
+            columns,
+            micro.targets,
+            self.tensor_group,
+            self.vocabulary,
+            self.temperature,
+            kept_bytes=self.kept_bytes,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

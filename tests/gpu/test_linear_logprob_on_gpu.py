@@ -13,15 +13,15 @@ TOKENS, HIDDEN, REAL, PADDED, TEMPERATURE = 333, 64, 5000, 5120, 0.8
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-5)])
-@pytest.mark.parametrize("block_columns", [128, 1 << 30])
-def test_outputs_equal_float64(dtype: torch.dtype, bound: float, block_columns: int) -> None:
+@pytest.mark.parametrize(("block_columns", "kept_bytes"), [(128, 0), (1 << 30, 0), (128, 1 << 30)])
+def test_outputs_equal_float64(dtype: torch.dtype, bound: float, block_columns: int, kept_bytes: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=dtype, generator=generator)
     weight = torch.randn(PADDED, HIDDEN, device="cuda", dtype=dtype, generator=generator) / 4
     targets = torch.randint(REAL, (TOKENS,), device="cuda", generator=generator)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    outputs = linear_logprobs(*leaves, targets, None, REAL, TEMPERATURE, block_columns)
+    outputs = linear_logprobs(*leaves, targets, None, REAL, TEMPERATURE, block_columns, kept_bytes)
 
     # bfloat16 products are rounded before they are reduced, and so they are here.
     logits = (hidden @ weight.T).detach()[:, :REAL].double().requires_grad_()
@@ -40,3 +40,22 @@ def test_outputs_equal_float64(dtype: torch.dtype, bound: float, block_columns: 
     for got, want in zip((found[0], found[1][:REAL]), expected, strict=True):
         assert (got - want).norm() < tolerance * want.norm()
     assert not found[1][REAL:].any()
+
+
+def test_kept_logits_may_be_more_than_four_billion() -> None:
+    """Where a place no longer fits 32 bits; the head of a 0.5B model over a large micro-batch."""
+    tokens, vocabulary = 32768, 151_936
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs 20 GB of GPU memory")
+    generator = torch.Generator("cuda").manual_seed(2)
+    hidden = torch.randn(tokens, 896, device="cuda", dtype=torch.bfloat16, generator=generator)
+    weight = torch.randn(vocabulary, 896, device="cuda", dtype=torch.bfloat16, generator=generator) / 30
+    targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
+    ramp = torch.linspace(-1, 2, tokens, device="cuda")
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    found = []
+    for kept_bytes in (0, 2 * tokens * vocabulary):
+        outputs = linear_logprobs(*leaves, targets, None, vocabulary, kept_bytes=kept_bytes)
+        found.append((*outputs, *torch.autograd.grad((outputs[0] * ramp + outputs[1] * ramp.flip(0)).sum(), leaves)))
+    for blocks, whole, bound in zip(*found, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
+        assert (blocks.float() - whole.float()).norm() < bound * blocks.float().norm()

@@ -20,7 +20,7 @@ from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
-from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
+from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
@@ -37,7 +37,7 @@ def learn(
 
     With ``then``, the updates after the first are those of a role in that layout, which has the first one's state.
     """
-    architecture = read_architecture(model)
+    architecture, learning = read_architecture(model), OptimizerSection(**optimizer)
 
     def make_role(of_layout: dict[str, int]) -> Role:
         return Role(
@@ -45,10 +45,10 @@ def learn(
             architecture,
             Layout(**of_layout),
             range(dist.get_world_size()),
-            RoleSection(**section),
+            ActorSection(**section, optimizer=learning),
             dtype=dtype,
             seed=1,
-            optimizer=OptimizerSection(**optimizer),
+            optimizer=learning,
             training_steps=steps,
         )
 

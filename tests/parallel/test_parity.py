@@ -35,6 +35,7 @@ STREAMED = {"offload": {"streamed_optimizer": 0.7}}
 TRANSFORMERS = {
     "one rank": Case("qwen3", True, {}),
     "TP2": Case("qwen3", True, {"tensor": 2}),
+    "TP2, logits kept": Case("qwen2", False, {"tensor": 2}, {"kept_logits_gb": 1}),
     "PP2": Case("qwen2", False, {"pipeline": 2}),
     "PP2, tied": Case("llama", True, {"pipeline": 2}),
     "DP2": Case("qwen3", False, {"data": 2}),

@@ -339,6 +339,16 @@ def test_what_leaves_between_phases_counts_only_where_it_is_used() -> None:
     assert f", of which {actor.held:.1f} leave between phases" in text
 
 
+def test_logits_are_kept_where_there_is_memory_for_all_of_them() -> None:
+    sizes, tokens = shape("qwen2.5-7b"), recipe_of("qwen7b_grpo").actor.tokens_per_gpu
+    gigabytes = 2 * tokens * 152_064 / 4 / 2**30  # over four tensor-parallel ranks
+    none, less, enough = (
+        estimate(recipe_of("qwen7b_grpo", f"actor.kept_logits_gb={kept}"), sizes, 8).roles["actor"][-1].logits
+        for kept in (0, 0.99 * gigabytes, 1.01 * gigabytes)
+    )
+    assert none == less < gigabytes < enough
+
+
 def test_a_streamed_optimizer_is_in_host_memory() -> None:
     sizes = shape("qwen2.5-7b")
     [whole] = estimate(recipe_of("qwen7b_grpo"), sizes, 8).roles["actor"]

@@ -17,6 +17,7 @@ from triton_kernels import assembly_for_hopper, run_in_interpreter
 TOKENS, HIDDEN, REAL, PADDED, TEMPERATURE = 7, 5, 300, 384, 0.7
 TARGETS = torch.tensor([0, 127, 128, 299, 64, 255, 1])
 BLOCKS = [128, 256, 1 << 30]  # columns
+ALL_BYTES = 8 * TOKENS * PADDED
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -47,21 +48,25 @@ def wanted() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
     return outputs, gradients(outputs, (hidden, weight))
 
 
-@pytest.mark.parametrize("block_columns", BLOCKS)
-def test_outputs_and_gradients_equal_torch(block_columns: int) -> None:
+@pytest.mark.parametrize(("block_columns", "kept_bytes"), [*((columns, 0) for columns in BLOCKS), (128, ALL_BYTES)])
+def test_outputs_and_gradients_equal_torch(block_columns: int, kept_bytes: int) -> None:
     hidden, weight = (part.requires_grad_() for part in inputs())
-    outputs = linear_logprobs(hidden, weight, TARGETS, None, REAL, TEMPERATURE, block_columns)
+    outputs = linear_logprobs(hidden, weight, TARGETS, None, REAL, TEMPERATURE, block_columns, kept_bytes)
     found, (values, slopes) = gradients(outputs, (hidden, weight)), wanted()
     for got, want in zip((*outputs, *found), (*values, *slopes), strict=True):
         assert torch.allclose(got, want, rtol=1e-11, atol=1e-12)
     assert not found[1][REAL:].any(), "padding has no gradient"
 
 
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("kept_bytes", [0, ALL_BYTES])
+def test_gradcheck(kept_bytes: int) -> None:
+    """Which goes back through one forward pass again and again."""
     hidden, weight = inputs()
     leaves = hidden[3:5].requires_grad_(), weight[:20].clone().requires_grad_()
     targets = torch.tensor([3, 11])
-    assert torch.autograd.gradcheck(lambda h, w: linear_logprobs(h, w, targets, None, 17, TEMPERATURE), leaves)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_logprobs(h, w, targets, None, 17, TEMPERATURE, kept_bytes=kept_bytes), leaves
+    )
 
 
 @pytest.mark.parametrize("target", [-100, -1, REAL, PADDED, 10**6])
@@ -90,7 +95,18 @@ def test_no_tokens_and_a_frozen_weight() -> None:
     assert logprobs.shape == entropy.shape == (0,)
 
 
-def test_no_more_logits_exist_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("learns", "kept_bytes", "widths"),
+    [
+        (True, 0, [256, REAL - 256]),
+        (True, ALL_BYTES - 1, [256, REAL - 256]),
+        (True, ALL_BYTES, [REAL]),
+        (False, ALL_BYTES, [256, REAL - 256]),
+    ],
+)
+def test_no_more_logits_exist_than_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, learns: bool, kept_bytes: int, widths: list[int]
+) -> None:
     seen: list[int] = []
 
     class Watched(linear_logprob._Torch):
@@ -100,25 +116,33 @@ def test_no_more_logits_exist_than_was_asked_for(monkeypatch: pytest.MonkeyPatch
             return reduce(logits, *rest)
 
     monkeypatch.setattr(linear_logprob, "_implementation", lambda hidden: Watched)
-    linear_logprobs(*inputs(), TARGETS, None, REAL, TEMPERATURE, 256)
-    assert seen == [256, REAL - 256]
+    hidden, weight = inputs()
+    hidden.requires_grad_(learns)
+    linear_logprobs(hidden, weight, TARGETS, None, REAL, TEMPERATURE, 256, kept_bytes)
+    assert seen == widths
 
 
-def one_shard(columns: int) -> dict[str, Any]:
+def test_micro_batches_of_about_as_many_tokens_keep_as_much_memory() -> None:
+    for tokens in (1, 7, 31, 33, 1000, 52_001, 65_536):
+        assert tokens <= linear_logprob._kept_rows(tokens) <= tokens * 17 / 16
+    assert len({linear_logprob._kept_rows(tokens) for tokens in range(51_300, 53_200)}) == 1
+
+
+def one_shard(columns: int, kept_bytes: int) -> dict[str, Any]:
     """What a rank gets from its rows of the weight; the last rank has padding, and with 3 ranks nothing else."""
     hidden, weight = inputs()
     weight = torch.nn.functional.pad(weight, (0, 0, 0, columns * dist.get_world_size() - PADDED), value=50.0)
     start = dist.get_rank() * columns
     leaves = hidden.requires_grad_(), weight[start : start + columns].clone().requires_grad_()
-    outputs = linear_logprobs(*leaves, TARGETS, dist.group.WORLD, REAL, TEMPERATURE, 128)
+    outputs = linear_logprobs(*leaves, TARGETS, dist.group.WORLD, REAL, TEMPERATURE, 128, kept_bytes)
     found = gradients(outputs, leaves)
     return {"outputs": [part.tolist() for part in outputs], "gradients": [part.tolist() for part in found]}
 
 
-@pytest.mark.parametrize(("ranks", "columns"), [(2, 192), (3, 150)])
-def test_cut_over_ranks_equals_whole(ranks: int, columns: int) -> None:
+@pytest.mark.parametrize(("ranks", "columns", "kept_bytes"), [(2, 192, 0), (3, 150, 0), (3, 150, ALL_BYTES)])
+def test_cut_over_ranks_equals_whole(ranks: int, columns: int, kept_bytes: int) -> None:
     values, slopes = wanted()
-    results = run_ranks(one_shard, world_size=ranks, arguments={"columns": columns})
+    results = run_ranks(one_shard, world_size=ranks, arguments={"columns": columns, "kept_bytes": kept_bytes})
     for result in results:
         for got, want in zip(result["outputs"], values, strict=True):
             assert torch.allclose(torch.tensor(got, dtype=torch.float64), want, rtol=1e-11, atol=1e-12)
