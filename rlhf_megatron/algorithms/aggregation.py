@@ -40,4 +40,4 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, c
                 f"loss_aggregation {aggregation!r} is not one of token_mean, sequence_mean_token_mean, "
                 "sequence_mean_token_sum, sequence_sum_constant"
             )
-    return (per_row.repeat_interleave(cu_seqlens.diff()) * response_mask).float()
+    return per_row.float().repeat_interleave(cu_seqlens.diff()) * response_mask

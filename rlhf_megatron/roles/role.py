@@ -272,11 +272,11 @@ class Role:
             balance = self._passes.run(
                 batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False
             )
-        if outputs is not None and found is not None:
-            outputs.copy_(self._on_all_ranks(found))
         with self._span("optimizer"):
             self._memory.come_back("optimizer")
             grad_norm, taken = self._step()
+        if outputs is not None and found is not None:  # not before: it waits for the GPU
+            outputs.copy_(self._on_all_ranks(found))
         step = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": float(not taken)}
         return self._reduced(totals) | balance | step
 
