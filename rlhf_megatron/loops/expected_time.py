@@ -17,7 +17,7 @@ from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
 from rlhf_megatron.recipe import Recipe, RoleSection, role_ranks
 from rlhf_megatron.recipe.checks import layout_of, roles_of, stage_layers
-from rlhf_megatron.recipe.estimate import GB, RolloutMemory, estimate, role_shape
+from rlhf_megatron.recipe.estimate import GB, RolloutMemory, estimate, keeps_logits, role_shape
 from rlhf_megatron.recipe.model_shape import role_config, shape_of
 
 # Bytes per second of a GPU's memory, from the vendor's data sheets.
@@ -25,7 +25,7 @@ _MEMORY_BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H800": 3.35e12, "H200": 
 _SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
 
 # Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
-_BEST_SHARE, _COLUMNS_FOR_HALF = 0.63, 420.0
+_BEST_SHARE, _COLUMNS_FOR_HALF = 0.65, 420.0
 _SUMMED_BYTES_PER_SECOND = 275e9  # what a rank has from the others in an all-reduce of many tokens, over NVLink
 _STREAMED_BYTES_PER_SECOND = 15e9  # each way, with several GPUs of a host at it
 # Generation: what of the memory's bandwidth reading weights and cache comes to, and what each token takes besides.
@@ -81,7 +81,10 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
             passes[phase][name] = forward_flops(model, whole, sum(responses)) / speed
         if getattr(section, "optimizer", None) is not None:
             streamed = fmean(stage.streamed for stage in memory.roles[name]) * GB
-            passes["update"][name] = _update(recipe, section, model, whole, sum(responses), len(ranks), speed, streamed)
+            twice = not keeps_logits(recipe, section, shape_of(config))
+            passes["update"][name] = _update(
+                recipe, section, model, whole, sum(responses), len(ranks), speed, streamed, twice
+            )
     for phase, of_roles in passes.items():
         phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))
     taken = {phase: seconds for phase, seconds in phases.items() if seconds}
@@ -123,8 +126,8 @@ def lengths(recipe: Recipe, rows: int) -> tuple[float, list[float]]:
 def layers_and_head(recipe: Recipe, config: dict[str, Any]) -> tuple[int, float]:
     """The actor's decoder layers, and how many of them have as much to compute in a step as its head has."""
     prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt)
-    model = _architectures(recipe, config)["actor"]
-    return model.layers, _head_in_layers(model, [prompt + response for response in responses], sum(responses))
+    model, twice = _architectures(recipe, config)["actor"], not keeps_logits(recipe, recipe.actor, shape_of(config))
+    return model.layers, _head_in_layers(model, [prompt + response for response in responses], sum(responses), twice)
 
 
 def stage_work(layers: Sequence[int], head: float) -> list[float]:
@@ -132,10 +135,10 @@ def stage_work(layers: Sequence[int], head: float) -> list[float]:
     return [*layers[:-1], layers[-1] + head]
 
 
-def _head_in_layers(model: Architecture, whole: Sequence[float], outputs: float) -> float:
-    """For ``outputs`` of the tokens of these rows."""
+def _head_in_layers(model: Architecture, whole: Sequence[float], outputs: float, twice: bool) -> float:
+    """For ``outputs`` of the tokens of these rows; ``twice``: an update makes the logits once more."""
     body = forward_flops(model, whole, 0)
-    return (forward_flops(model, whole, outputs) - body) / (body / model.layers)
+    return (4 / 3 if twice else 1) * (forward_flops(model, whole, outputs) - body) / (body / model.layers)
 
 
 def _weights(model: Architecture) -> float:
@@ -161,15 +164,18 @@ def _update(
     gpus: int,
     speed: float,
     streamed: float,
+    twice: bool,
 ) -> float:
-    """Forward and backward passes with what is recomputed, at the slowest stage's pace and with the bubble, and
-    what the optimizer streams: ``streamed`` bytes on each GPU in each step of its own."""
+    """Forward and backward passes with what is recomputed (``twice``: logits too), at the slowest stage's pace and with
+    the bubble, and what the optimizer streams: ``streamed`` bytes on each GPU in each step of its own."""
     batch = recipe.batch
     layout = make_layout(layout_of(recipe, section), gpus)
     forward = forward_flops(model, whole, outputs)
     again = {"full": (section.recompute.layers or model.layers) / model.layers}.get(section.recompute.granularity, 0.0)
-    seconds = (training_flops(model, whole, outputs) + forward * again) / speed
-    work = stage_work(stage_layers(layout_of(recipe, section), model.layers), _head_in_layers(model, whole, outputs))
+    logits = forward - forward_flops(model, whole, 0) if twice else 0.0
+    seconds = (training_flops(model, whole, outputs) + forward * again + logits) / speed
+    head = _head_in_layers(model, whole, outputs, twice)
+    work = stage_work(stage_layers(layout_of(recipe, section), model.layers), head)
     seconds *= max(work) / fmean(work)
     micro_batches = sum(whole) / batch.minibatches_per_step / layout.data / (section.tokens_per_gpu * layout.context)
     seconds *= 1 + (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline

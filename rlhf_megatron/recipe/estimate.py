@@ -160,6 +160,14 @@ def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = T
     return max(budget * layout_of(recipe, section).context, longest_row(recipe))
 
 
+def keeps_logits(recipe: Recipe, section: RoleSection, shape: ModelShape) -> bool:
+    """Whether an update has memory for all logits of its largest micro-batch, and does not make them again."""
+    layout, size = layout_of(recipe, section), _ELEMENT_BYTES[recipe.model.dtype]
+    tokens = micro_batch_tokens(recipe, section) // layout.context
+    logits = size * tokens * shape.padded_vocabulary(layout.tensor) // layout.tensor
+    return logits <= getattr(section, "kept_logits_gb", 0.0) * GB
+
+
 def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: int) -> list[StageMemory]:
     """Every pipeline stage of a role on ``gpus``."""
     layout, learning = layout_of(recipe, section), getattr(section, "optimizer", None)
@@ -192,7 +200,7 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
             activations = _stage_activations(section, shape, layout, stages[stage], tokens, size, in_flight)
             activations /= layout.context
         if learning is not None and last:
-            kept = getattr(section, "kept_logits_gb", 0.0) * GB
+            kept = keeps_logits(recipe, section, shape)
             logits = _logit_bytes(shape, tokens // layout.context, layout.tensor, size, gradients=True, kept=kept)
         forward = _logit_bytes(shape, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
         parts = (
@@ -270,7 +278,7 @@ def _stage_activations(
 
 
 def _logit_bytes(
-    shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool, kept: float = 0.0
+    shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool, kept: bool = False
 ) -> float:
     """A block of logits, or all where they are ``kept``; the tokens that are read, their gradient in float32 and the
     gradient of the output layer."""
@@ -278,10 +286,7 @@ def _logit_bytes(
         return 0.0
     columns = shape.padded_vocabulary(tensor) // tensor
     pieces = max(1, _LOGIT_BLOCK_BYTES // (size * tokens * _LOGIT_PIECE))
-    if size * tokens * columns > kept:
-        block = size * tokens * min(columns, pieces * _LOGIT_PIECE)
-    else:
-        block = size * tokens * columns
+    block = size * tokens * (columns if kept else min(columns, pieces * _LOGIT_PIECE))
     learning = 4 * tokens * shape.hidden + size * columns * shape.hidden if gradients else 0
     return float(block + size * tokens * shape.hidden + learning)
 

@@ -19,6 +19,8 @@ MEASURED = [
     if "failed" not in row and "quantization" not in row["recipe"].get("rollout", {})
 ]
 
+KEPT = "actor.kept_logits_gb=100"  # then an update is three forward passes
+
 
 def config_of(model: str) -> dict[str, Any]:
     """config.json of a shape of the benchmark, such as 7B."""
@@ -58,9 +60,10 @@ def test_as_much_work_for_each_gpu_takes_as_long_on_more(tmp_path: Path) -> None
 
 
 def test_a_reference_takes_a_forward_pass_and_full_recomputation_another_one(tmp_path: Path) -> None:
-    plain = time_of(recipe_of(tmp_path))
+    plain = time_of(recipe_of(tmp_path, KEPT))
     recipe = recipe_of(
         tmp_path,
+        KEPT,
         "algorithm.kl_coef=0.01",
         "actor.recompute.granularity=full",
         reference={"tokens_per_gpu": 4096},
@@ -71,10 +74,17 @@ def test_a_reference_takes_a_forward_pass_and_full_recomputation_another_one(tmp
     assert both.phases["update"] == pytest.approx(plain.phases["update"] * 4 / 3)
 
 
+def test_logits_that_are_kept_are_not_made_again(tmp_path: Path) -> None:
+    twice, kept = time_of(recipe_of(tmp_path)), time_of(recipe_of(tmp_path, KEPT))
+    config = config_of("7B")
+    parameters, head = 7.07e9, config["vocab_size"] * config["hidden_size"]  # without the embedding
+    assert twice.phases["update"] / kept.phases["update"] == pytest.approx(1 + head / parameters / 3, rel=0.01)
+
+
 def test_a_reward_model_takes_a_forward_pass_while_scoring(tmp_path: Path) -> None:
-    plain = time_of(recipe_of(tmp_path))
+    plain = time_of(recipe_of(tmp_path, KEPT))
     reward_model = {"path": str(ROOT / "recipes/models/qwen2.5-7b"), "tokens_per_gpu": 4096}
-    scored = time_of(recipe_of(tmp_path, reward_model=reward_model))
+    scored = time_of(recipe_of(tmp_path, KEPT, reward_model=reward_model))
     # Its head has one column instead of the vocabulary's.
     assert 0.8 * plain.phases["update"] / 3 < scored.phases["score"] < plain.phases["update"] / 3
     assert list(scored.phases) == ["generate", "score", "update"]
@@ -103,7 +113,7 @@ def test_epochs_repeat_the_update_and_a_pipeline_waits_for_its_ends(tmp_path: Pa
 def test_a_pipeline_is_as_fast_as_its_slowest_stage(tmp_path: Path) -> None:
     stages = "actor.layout={{pipeline: 2, first_stage_layers: {}, last_stage_layers: {}}}"
     even, better, worse = (
-        time_of(recipe_of(tmp_path, stages.format(first, 48 - first)), "14B") for first in (24, 25, 30)
+        time_of(recipe_of(tmp_path, KEPT, stages.format(first, 48 - first)), "14B") for first in (24, 25, 30)
     )
     config = config_of("14B")
     hidden, keys = (
