@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rlhf_megatron.recipe.checks import check_architecture, check_world, layout_of, role_ranks, roles_of, stage_layers
@@ -9,8 +10,10 @@ from rlhf_megatron.recipe.estimate import (
     TIGHT,
     Estimate,
     StageMemory,
+    all_logits,
     estimate,
     is_made,
+    keeps_logits,
     micro_batch_tokens,
     role_shape,
     rows_per_response,
@@ -20,6 +23,8 @@ from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
 from rlhf_megatron.recipe.unsupported import unsupported
+
+_LARGE_LOGITS_GB = 0.5  # from where on making them once is worth a key
 
 
 def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None, times: Sequence[str] = ()) -> str:
@@ -41,7 +46,7 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", [regather_summary] if regather_summary else []),
         ("Time of one step (estimate, without reward functions)", times),
-        ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", list(_memory_lines(recipe, memory))),
+        ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", list(_memory_lines(recipe, memory, shape))),
         ("Not in this version", unsupported(recipe) or ["nothing that the recipe asks for"]),
     ]
     blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
@@ -157,7 +162,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _memory_lines(recipe: Recipe, memory: Estimate) -> Iterator[str]:
+def _memory_lines(recipe: Recipe, memory: Estimate, shape: ModelShape) -> Iterator[str]:
     for name, stages in memory.roles.items():
         yield _role_memory_line(name, stages)
     rollout = memory.rollout
@@ -172,12 +177,18 @@ def _memory_lines(recipe: Recipe, memory: Estimate) -> Iterator[str]:
             yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
     limit = recipe.cluster.gpu_memory_gb
     for phase, needed in memory.phases.items():
-        verdict = f"does NOT fit: {_advice(recipe, phase)}" if needed > limit else "fits"
+        verdict = f"does NOT fit: {_advice(recipe, phase, shape)}" if needed > limit else "fits"
         if verdict == "fits" and needed > TIGHT * limit:
             verdict = "fits barely"
         yield f"phase {phase}: {needed:.1f} of {limit:g}, {verdict}"
     if rollout is not None and not rollout.longest_sequences:
         yield "the KV cache does NOT hold one sequence of full length: raise rollout.gpu_memory_utilization"
+    if keeps_logits(recipe, recipe.actor, shape) or role_shape(recipe, "actor", recipe.actor, shape).scalar_head:
+        return
+    logits = all_logits(recipe, recipe.actor, shape)
+    if logits > _LARGE_LOGITS_GB and memory.phases["update"] + logits < TIGHT * limit:
+        enough = math.ceil(10 * logits) / 10
+        yield f"an update makes its logits twice; once with actor.kept_logits_gb={enough:g}, for which there is memory"
 
 
 def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
@@ -202,13 +213,14 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
     )
 
 
-def _advice(recipe: Recipe, phase: str) -> str:
+def _advice(recipe: Recipe, phase: str, shape: ModelShape) -> str:
     if phase == "generate":
         return (
             "lower rollout.gpu_memory_utilization, set offload of the roles, or raise actor.layout.tensor or pipeline"
         )
     if phase == "logprobs":
         return "lower logprob_tokens_per_gpu of each role"
+    first = "set actor.kept_logits_gb to 0, " if keeps_logits(recipe, recipe.actor, shape) else ""
     if recipe.actor.recompute.granularity != "full":
-        return "lower actor.tokens_per_gpu, or set actor.recompute.granularity to full"
-    return "lower actor.tokens_per_gpu, or raise actor.layout.tensor or pipeline"
+        return f"{first}lower actor.tokens_per_gpu, or set actor.recompute.granularity to full"
+    return f"{first}lower actor.tokens_per_gpu, or raise actor.layout.tensor or pipeline"

@@ -160,12 +160,16 @@ def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = T
     return max(budget * layout_of(recipe, section).context, longest_row(recipe))
 
 
-def keeps_logits(recipe: Recipe, section: RoleSection, shape: ModelShape) -> bool:
-    """Whether an update has memory for all logits of its largest micro-batch, and does not make them again."""
+def all_logits(recipe: Recipe, section: RoleSection, shape: ModelShape) -> float:
+    """GB of all logits of the largest micro-batch of an update, on each GPU of the last stage."""
     layout, size = layout_of(recipe, section), _ELEMENT_BYTES[recipe.model.dtype]
     tokens = micro_batch_tokens(recipe, section) // layout.context
-    logits = size * tokens * shape.padded_vocabulary(layout.tensor) // layout.tensor
-    return logits <= getattr(section, "kept_logits_gb", 0.0) * GB
+    return size * tokens * shape.padded_vocabulary(layout.tensor) / layout.tensor / GB
+
+
+def keeps_logits(recipe: Recipe, section: RoleSection, shape: ModelShape) -> bool:
+    """Whether an update has memory for all logits of its largest micro-batch, and does not make them again."""
+    return all_logits(recipe, section, shape) <= getattr(section, "kept_logits_gb", 0.0)
 
 
 def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: int) -> list[StageMemory]:

@@ -349,6 +349,16 @@ def test_logits_are_kept_where_there_is_memory_for_all_of_them() -> None:
     assert none == less < gigabytes < enough
 
 
+def test_logits_that_there_is_memory_for_are_told_of() -> None:
+    told = "an update makes its logits twice; once with actor.kept_logits_gb=1.2, for which there is memory"
+    assert told in dry_run(recipe_of("qwen7b_grpo", "actor.kept_logits_gb=0"), 8)
+    kept = dry_run(recipe_of("qwen7b_grpo", "actor.kept_logits_gb=1.2"), 8)
+    full = dry_run(recipe_of("qwen7b_grpo", "actor.kept_logits_gb=0", "cluster.gpu_memory_gb=48"), 8)
+    assert "logits twice" not in kept + full
+    over = dry_run(recipe_of("qwen7b_grpo", "actor.kept_logits_gb=1.2", "cluster.gpu_memory_gb=47"), 8)
+    assert "does NOT fit: set actor.kept_logits_gb to 0, lower actor.tokens_per_gpu" in over
+
+
 def test_a_streamed_optimizer_is_in_host_memory() -> None:
     sizes = shape("qwen2.5-7b")
     [whole] = estimate(recipe_of("qwen7b_grpo"), sizes, 8).roles["actor"]
