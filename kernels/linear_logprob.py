@@ -37,22 +37,21 @@ def linear_logprobs(
     own weight: the caller adds the parts up. A target that is no token of the vocabulary has logprob NaN: never a
     plausible number.
     ``block_columns`` of the vocabulary exist as logits at a time, by default as many pieces as fill ``BLOCK_BYTES``.
-    Where all logits of the rank, T x V_local in the inputs' type with T a little rounded up, take no more than
-    ``kept_bytes`` and there will be a backward pass, they are one block that stays until then, and becomes their
-    gradient.
+    Where all logits of the rank, T x V_local in the inputs' type, take no more than ``kept_bytes`` and there will be a
+    backward pass, they are one block that stays until then, and becomes their gradient.
     """
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    keeps = learns and 0 < _kept_rows(len(hidden)) * len(weight) * hidden.itemsize <= kept_bytes
+    kept_rows = _kept_rows(len(hidden), kept_bytes // (len(weight) * hidden.itemsize)) if learns else 0
     columns = block_columns or PIECE * max(1, BLOCK_BYTES // max(1, len(hidden) * hidden.itemsize * PIECE))
-    columns = len(weight) if keeps else columns
-    return _LinearLogprobs.apply(hidden, weight, targets, tensor_group, vocab_size, temperature, columns, keeps)  # type: ignore[no-any-return, no-untyped-call]
+    columns = len(weight) if kept_rows else columns
+    return _LinearLogprobs.apply(hidden, weight, targets, tensor_group, vocab_size, temperature, columns, kept_rows)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _kept_rows(tokens: int) -> int:
-    """Up to a sixteenth more, so that the logits of the next micro-batch, with about as many tokens, have the same size
-    and find memory that fits."""
+def _kept_rows(tokens: int, most: int) -> int:
+    """Rows to keep logits in, 0 if there is no memory for all: as far as there is, up to a sixteenth more than
+    ``tokens``, so that the next micro-batch, with about as many, asks for the same size and finds memory that fits."""
     step = 1 << max(0, tokens.bit_length() - 5)
-    return -(-tokens // step) * step
+    return min(-(-tokens // step) * step, most) if tokens <= most else 0
 
 
 class Reduced(NamedTuple):
@@ -144,7 +143,7 @@ class _LinearLogprobs(torch.autograd.Function):
         vocab_size: int,
         temperature: float,
         block_columns: int,
-        keeps: bool,
+        kept_rows: int,
     ) -> tuple[Tensor, Tensor]:
         rank = group.rank() if group is not None else 0
         real = min(max(vocab_size - rank * len(weight), 0), len(weight))
@@ -154,8 +153,8 @@ class _LinearLogprobs(torch.autograd.Function):
         found = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
         over = _implementation(hidden).reduce
         kept = None
-        if keeps and blocks:
-            kept = hidden.new_empty(_kept_rows(len(hidden)), real)[: len(hidden)]
+        if kept_rows and blocks:
+            kept = hidden.new_empty(kept_rows, real)[: len(hidden)]
             torch.mm(hidden, weight[:real].T, out=kept)
         parts = [
             over(hidden @ weight[block].T if kept is None else kept, local - block.start, found, temperature)

@@ -183,8 +183,7 @@ def in_minibatches(
         for first in range(0, batch.groups, size):
             chosen = (batch.group_id >= first) & (batch.group_id < first + size)
             with session.span("minibatch"):
-                whole = bool(chosen.all())  # on-policy: nothing to copy
-                found = learn(batch if whole else batch.select(chosen.nonzero().squeeze(1).tolist()))
+                found = learn(batch.select(chosen.nonzero().squeeze(1).tolist()))
             for name, value in found.items():
                 collected[name].append(value)
     return {name: fmean(values) for name, values in collected.items()}

@@ -24,7 +24,7 @@ from rlhf_megatron.models.architecture import Architecture, transformer_config
 from rlhf_megatron.models.build import build_model, choose_implementation, sum_gradients_in_products
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
-from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection
+from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.offload import RoleMemory
@@ -68,7 +68,7 @@ class Role:
         self.groups: Any = groups
         self.ranks = list(ranks)
         self.position = self.ranks.index(dist.get_rank())
-        kept_bytes = int(section.kept_logits_gb * 2**30) if isinstance(section, ActorSection) else 0
+        kept_bytes = int(getattr(section, "kept_logits_gb", 0.0) * 2**30)
         self._output: Output = (
             VALUES
             if architecture.head == "scalar"

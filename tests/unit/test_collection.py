@@ -56,6 +56,7 @@ def test_joined_batches_are_their_rows() -> None:
     assert joined.cu_seqlens.tolist() == [0, 3, 6, 8]
     assert joined.rewards.tolist() == [0.5, 1.0, 2.0]
     assert joined.select([2]).tokens.tolist() == [7, 8]
+    assert joined.select(range(joined.rows)) is joined
     with pytest.raises(ValueError, match="different fields"):
         concatenate([one, two.with_fields(scores=two.rewards)])
 

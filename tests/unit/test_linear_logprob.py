@@ -124,8 +124,9 @@ def test_no_more_logits_exist_than_was_asked_for(
 
 def test_micro_batches_of_about_as_many_tokens_keep_as_much_memory() -> None:
     for tokens in (1, 7, 31, 33, 1000, 52_001, 65_536):
-        assert tokens <= linear_logprob._kept_rows(tokens) <= tokens * 17 / 16
-    assert len({linear_logprob._kept_rows(tokens) for tokens in range(51_300, 53_200)}) == 1
+        assert tokens <= linear_logprob._kept_rows(tokens, 1 << 30) <= tokens * 17 / 16
+    assert len({linear_logprob._kept_rows(tokens, 1 << 30) for tokens in range(51_300, 53_200)}) == 1
+    assert [linear_logprob._kept_rows(tokens, 51_400) for tokens in (51_300, 51_400, 51_401)] == [51_400, 51_400, 0]
 
 
 def one_shard(columns: int, kept_bytes: int) -> dict[str, Any]:
