@@ -25,11 +25,11 @@ _MEMORY_BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H800": 3.35e12, "H200": 
 _SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
 
 # Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
-_BEST_SHARE, _COLUMNS_FOR_HALF = 0.65, 420.0
+_BEST_SHARE, _COLUMNS_FOR_HALF = 0.67, 420.0
 _SUMMED_BYTES_PER_SECOND = 275e9  # what a rank has from the others in an all-reduce of many tokens, over NVLink
 _STREAMED_BYTES_PER_SECOND = 15e9  # each way, with several GPUs of a host at it
 # Generation: what of the memory's bandwidth reading weights and cache comes to, and what each token takes besides.
-_OF_WEIGHTS, _OF_CACHE, _SECONDS_PER_TOKEN = 0.95, 0.8, 2.1e-3
+_OF_WEIGHTS, _OF_CACHE, _SECONDS_PER_TOKEN = 0.95, 0.8, 1.9e-3
 _OF_PEAK_IN_ROLLOUT = 0.6
 # An all-reduce of few tokens: to begin with, and for the bytes that each has from the others.
 _ALL_REDUCE_SECONDS, _ALL_REDUCE_BYTES_PER_SECOND = 5e-6, 150e9
