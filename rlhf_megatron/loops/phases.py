@@ -40,7 +40,6 @@ class Phases:
         now = time.perf_counter()
         self.began = now - (time.time() - psutil.Process().create_time())
         self.records = True  # whether the timeline will be asked for
-        self.allocated_gb = 0.0  # most that torch has had of the GPU, since ``begin``
         self._open: list[_Stretch] = []
         self._seconds = {"launch": now - self.began}
         held, peak = self._look()
@@ -51,7 +50,7 @@ class Phases:
         """Starts anew, with the next step."""
         self._look()
         self._seconds, self._peaks, self._spans = {}, {}, []
-        self.records, self.allocated_gb = records, 0.0
+        self.records = records
         self.began = time.perf_counter()
 
     @contextlib.contextmanager
@@ -119,9 +118,8 @@ class Phases:
             free, total = torch.cuda.mem_get_info()
             of_torch = torch.cuda.memory_stats()
             besides = total - free - of_torch["reserved_bytes.all.current"]
-            highest = of_torch["allocated_bytes.all.peak"]
-            held, peak = (besides + of_torch["allocated_bytes.all.current"]) / GB, (besides + highest) / GB
-            self.allocated_gb = max(self.allocated_gb, highest / GB)
+            held = (besides + of_torch["allocated_bytes.all.current"]) / GB
+            peak = (besides + of_torch["allocated_bytes.all.peak"]) / GB
             torch.cuda.reset_peak_memory_stats()
         else:
             held = peak = psutil.Process().memory_info().rss / GB

@@ -234,16 +234,18 @@ class Session:
         Raises TooManySkippedSteps on all ranks where retry.max_skipped_steps is reached.
         """
         elapsed = time.perf_counter() - self._phases.began
+        peaks = self._phases.peaks()
         measured = {
             **{f"time/{name}": seconds for name, seconds in self._phases.times().items()},
-            **{f"memory/{name}_gb": peak for name, peak in self._phases.peaks().items()},
+            **{f"memory/{name}_gb": peak for name, peak in peaks.items()},
             **memory_metrics(),
             "train/step_time_ms": elapsed * 1000.0,
             "perf/tokens_per_gpu_per_sec": tokens / elapsed / self.world,
             **self._training_speed(learnt),
         }
-        if torch.cuda.is_available():
-            measured["memory/actor_gpu_mem_mb"] = self._phases.allocated_gb * 2**10
+        of_actor = [peaks[phase] for phase in ("logprobs", "update") if phase in peaks]
+        if of_actor and torch.cuda.is_available():
+            measured["memory/actor_gpu_mem_mb"] = max(of_actor) * 2**10
         self.log(step, {**metrics, **measured, **self.train.metrics(), **self._start})
         self._start = {}
         for role in self._roles:
