@@ -122,7 +122,7 @@ def outcomes(batch: RolloutBatch) -> Tensor:
 
 def of_rows(batch: RolloutBatch, per_row: Tensor) -> RolloutBatch:
     """The batch with a row's advantage [R] on all of its sampled tokens."""
-    return batch.with_fields(advantages=batch.spread(per_row).float())
+    return batch.with_fields(advantages=batch.spread(per_row.float()))
 
 
 def _grpo(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import row_sums
+from rlhf_megatron.data.batch import marked_in_rows, on_tokens
 
 
 def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
@@ -23,7 +23,7 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, c
     sequence_sum_constant has no constant above 0.
     """
     rows = max(1, len(cu_seqlens) - 1)
-    tokens_of_row = row_sums(response_mask.long(), cu_seqlens).double()
+    tokens_of_row = marked_in_rows(response_mask, cu_seqlens).double()
     match aggregation:
         case "token_mean":
             per_row = torch.full_like(tokens_of_row, 1.0 / max(1.0, float(tokens_of_row.sum())))
@@ -40,4 +40,4 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, c
                 f"loss_aggregation {aggregation!r} is not one of token_mean, sequence_mean_token_mean, "
                 "sequence_mean_token_sum, sequence_sum_constant"
             )
-    return per_row.float().repeat_interleave(cu_seqlens.diff()) * response_mask
+    return on_tokens(per_row.float(), cu_seqlens.diff()).masked_fill_(~response_mask, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.kl import LARGEST_LOG_RATIO
 from rlhf_megatron.algorithms.metrics import effective_sample_fraction
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.batch import RolloutBatch, on_tokens
 from rlhf_megatron.recipe.algorithm import RolloutCorrectionSection
 
 
@@ -32,9 +32,10 @@ def correction_weights(
     A row is rejected, with weight 0, if the geometric mean of its tokens' ratios is beyond ``reject_threshold`` or
     below its inverse, or if the ratio of a token is below ``veto_threshold``. A row without tokens is not.
     """
-    count = torch.bincount(row, minlength=rows)
-    sums = log_ratio.new_zeros(rows).index_add(0, row, log_ratio)
-    at_level = sums[row] if settings.level == "sequence" else log_ratio
+    at_level = log_ratio
+    if settings.level == "sequence" or settings.reject_threshold is not None:
+        sums = log_ratio.new_zeros(rows).index_add(0, row, log_ratio)
+        at_level = sums[row] if settings.level == "sequence" else log_ratio
     ratio = at_level.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     match settings.type:
         case "none":
@@ -45,8 +46,10 @@ def correction_weights(
             kept = (ratio >= settings.threshold_low) & (ratio <= settings.threshold)
             weights = torch.where(kept, ratio, 0.0)
     rejected = torch.zeros(rows, dtype=torch.bool, device=log_ratio.device)
+    if settings.reject_threshold is None and settings.veto_threshold is None:
+        return weights, rejected
     if settings.reject_threshold is not None:
-        bound = math.log(settings.reject_threshold)
+        count, bound = torch.bincount(row, minlength=rows), math.log(settings.reject_threshold)
         rejected |= (sums / count.clamp(min=1)).abs() > bound
     if settings.veto_threshold is not None:
         least = log_ratio.new_full((rows,), torch.inf).scatter_reduce(0, row, log_ratio, "amin")
@@ -63,12 +66,13 @@ def with_correction(batch: RolloutBatch, settings: RolloutCorrectionSection) -> 
         return batch, {}
     assert batch.old_logprobs is not None
     mask = batch.response_mask
-    log_ratio = (batch.old_logprobs[mask] - batch.rollout_logprobs[mask]).double()
-    weights, rejected = correction_weights(log_ratio, batch.row_of_token[mask], batch.rows, settings)
+    log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[mask].double()
+    row = on_tokens(torch.arange(batch.rows), batch.response_lengths)
+    weights, rejected = correction_weights(log_ratio, row, batch.rows, settings)
     metrics = {
         "train/correction_weight_mean": float(weights.mean()),
         "train/correction_weight_max": float(weights.max()),
-        "train/correction_masked_fraction": float((weights == 0).double().mean()),
+        "train/correction_masked_fraction": 1.0 - int(weights.count_nonzero()) / len(weights),
         "train/correction_rejected_fraction": float(rejected.double().mean()),
         "train/correction_effective_fraction": effective_sample_fraction(weights),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch, row_sums
+from rlhf_megatron.data.batch import RolloutBatch, marked_in_rows
 
 
 def rewards_of_tokens(batch: RolloutBatch) -> Tensor:
@@ -55,7 +55,7 @@ def gae(
     delta_t = r_t + gamma V_(t + 1) - V_t, A_t = delta_t + gamma lambda A_(t + 1), return_t = A_t + V_t. The value after
     the last token is 0, also where the response was cut off. Both are 0 on tokens that were not sampled.
     """
-    sampled, counts = values[response_mask], row_sums(response_mask.long(), cu_seqlens)
+    sampled, counts = values[response_mask], marked_in_rows(response_mask, cu_seqlens)
     following = torch.cat([sampled[1:], sampled.new_zeros(1)])[: len(sampled)]
     following[counts.cumsum(0)[counts > 0] - 1] = 0.0
     errors = rewards[response_mask] + gamma * following - sampled

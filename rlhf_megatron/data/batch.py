@@ -54,29 +54,25 @@ class RolloutBatch:
     @property
     def response_lengths(self) -> Tensor:
         """[R] int64: sampled tokens of each row."""
-        return row_sums(self.response_mask.long(), self.cu_seqlens)
+        return marked_in_rows(self.response_mask, self.cu_seqlens)
 
     @property
     def row_of_token(self) -> Tensor:
         """[T] int64: which row each token belongs to, counted from 0."""
-        return torch.arange(self.rows).repeat_interleave(self.lengths)
+        return on_tokens(torch.arange(self.rows), self.lengths)
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The batch of these rows, in this order; ``row_id`` says who is who. All in order: itself."""
         if list(rows) == list(range(self.rows)):
             return self
         index = torch.as_tensor(list(rows), dtype=torch.int64)
-        lengths = self.lengths[index]
-        starts = self.cu_seqlens[index]
-        boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        within = torch.arange(int(boundaries[-1])) - boundaries[:-1].repeat_interleave(lengths)
-        positions = starts.repeat_interleave(lengths) + within
+        lengths = self.lengths
         chosen = {
-            name: value[positions] if name in _TOKEN_FIELDS else value[index]
+            name: in_order([value], [lengths], rows) if name in TOKEN_FIELDS else value[index]
             for name, value in self._tensors().items()
             if name != "cu_seqlens"
         }
-        return dataclasses.replace(self, cu_seqlens=boundaries, **chosen)
+        return dataclasses.replace(self, cu_seqlens=boundaries(lengths[index]), **chosen)
 
     def with_fields(self, **values: Any) -> RolloutBatch:
         """The same batch with these fields set."""
@@ -90,14 +86,14 @@ class RolloutBatch:
 
     def spread(self, per_row: Tensor) -> Tensor:
         """[R] -> [T]: each row's value on its sampled tokens, 0 on the others."""
-        return per_row.repeat_interleave(self.lengths) * self.response_mask
+        return on_tokens(per_row, self.lengths).masked_fill_(~self.response_mask, 0)
 
     def _tensors(self) -> dict[str, Tensor]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if value is not None}
 
 
-_TOKEN_FIELDS = frozenset(
+TOKEN_FIELDS = frozenset(
     [
         "tokens",
         "response_mask",
@@ -114,19 +110,44 @@ _TOKEN_FIELDS = frozenset(
 
 
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """The rows of all batches, in order; ids stay as they are. Raises ValueError where some lack a field."""
+    """The rows of all batches, in order; ids stay as they are. One alone: itself.
+
+    Raises ValueError where some lack a field.
+    """
+    if len(batches) == 1:
+        return batches[0]
     names = [sorted(batch._tensors()) for batch in batches]
     if any(of_batch != names[0] for of_batch in names):
         raise ValueError(f"batches with different fields: {names}")
     fields = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names[0] if name != "cu_seqlens"}
     lengths = torch.cat([batch.lengths for batch in batches])
-    return dataclasses.replace(batches[0], cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), **fields)
+    return dataclasses.replace(batches[0], cu_seqlens=boundaries(lengths), **fields)
 
 
-def row_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] -> [R]: the sum over each row's tokens, exact for integers."""
-    totals = torch.cat([values.new_zeros(1), values.cumsum(0)])
-    return totals[cu_seqlens[1:]] - totals[cu_seqlens[:-1]]
+# Every rank has all tokens of a step, hundreds of millions on a large cluster, and does these with one thread of a CPU:
+# an index for each token would take ten times as long as a row at a time.
+
+
+def boundaries(lengths: Tensor) -> Tensor:
+    """[R] -> [R + 1] int64: where each row begins, and the last one ends."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def on_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
+    """[R], [R] int64 -> [T]: each row's value on each of its tokens."""
+    return torch.from_numpy(per_row.numpy().repeat(lengths.numpy()))
+
+
+def marked_in_rows(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] bool -> [R] int64: how many tokens of each row are marked."""
+    rows = mask.split(cu_seqlens.diff().tolist())
+    return torch.tensor([int(row.count_nonzero()) for row in rows], dtype=torch.int64)
+
+
+def in_order(parts: Sequence[Tensor], lengths: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """The tokens of ``rows`` in this order, out of ``parts`` with rows of these ``lengths``, counted through all."""
+    every = [row for part, of_part in zip(parts, lengths, strict=True) for row in part.split(of_part.tolist())]
+    return torch.cat([parts[0][:0], *(every[row] for row in rows)])
 
 
 def batch_from_rows(
@@ -150,7 +171,7 @@ def batch_from_rows(
     versions = [weight_version] * count if isinstance(weight_version, int) else list(weight_version)
     return RolloutBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
-        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        cu_seqlens=boundaries(lengths),
         response_mask=torch.tensor(mask, dtype=torch.bool),
         rollout_logprobs=torch.tensor(reported, dtype=torch.float32),
         rewards=torch.tensor([0.0] * count if rewards is None else list(rewards), dtype=torch.float32),

@@ -168,11 +168,11 @@ class Collector:
         scored = _rows(batch, batch.rewards.isfinite())
         if not scored.rows:
             return metrics
-        teaching = _rows(scored, informative_rows(scored.rewards, scored.group_id))
+        teaching = scored.group_id[informative_rows(scored.rewards, scored.group_id)].unique()
         metrics |= {
             "reward/mean": float(scored.rewards.mean()),
             "reward/std": float(scored.rewards.std(unbiased=False)),
-            "reward/informative_group_fraction": teaching.groups / batch.groups,
+            "reward/informative_group_fraction": len(teaching) / batch.groups,
         }
         if scored.scores is not None:
             metrics["reward/score_mean"] = float(scored.scores.mean())

@@ -139,7 +139,7 @@ def update(session: Session, batch: RolloutBatch, controller: KLController) -> d
     metrics: dict[str, float] = {}
     if not own:
         batch, metrics = with_correction(batch, settings.rollout_correction)
-    outputs = torch.zeros(2, len(batch.tokens)) if own else None
+    outputs = torch.empty(2, len(batch.tokens)) if own else None
 
     def learn(minibatch: RolloutBatch) -> dict[str, float]:
         fields = objective_fields(minibatch, settings, constant)

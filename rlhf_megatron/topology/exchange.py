@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.batch import TOKEN_FIELDS, RolloutBatch, boundaries, in_order
 
 _T = TypeVar("_T")
 
@@ -20,8 +20,8 @@ def gather_tensors(tensor: Tensor) -> list[Tensor]:
     lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     lengths[dist.get_rank()] = len(tensor)
     dist.all_reduce(lengths)
-    padded = tensor.new_zeros(int(lengths.max()))
-    padded[: len(tensor)] = tensor
+    missing = int(lengths.max()) - len(tensor)
+    padded = torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor.contiguous()
     received = [torch.empty_like(padded) for _ in range(len(lengths))]
     dist.all_gather(received, padded)
     return [part[:length] for part, length in zip(received, lengths.tolist(), strict=True)]
@@ -32,20 +32,23 @@ def gather_batches(batch: RolloutBatch) -> RolloutBatch:
 
     A rank that has nothing to add (it repeats a row owner's work) passes a batch without rows.
     """
-    merged: dict[str, Any] = {}
+    lengths = gather_tensors(batch.lengths)
+    row_ids = torch.cat(gather_tensors(batch.row_id))
+    order = row_ids.argsort()
+    rows = order.tolist()
+    merged: dict[str, Any] = {"cu_seqlens": boundaries(torch.cat(lengths)[order]), "row_id": row_ids[order]}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
+        if field.name in merged:
+            continue
         if value is None:
             merged[field.name] = None
-        elif field.name == "cu_seqlens":
-            lengths = torch.cat(gather_tensors(batch.lengths))
-            merged[field.name] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        elif value.dtype == torch.bool:  # gloo moves no booleans
-            merged[field.name] = torch.cat(gather_tensors(value.to(torch.uint8))).bool()
-        else:
-            merged[field.name] = torch.cat(gather_tensors(value))
-    whole = RolloutBatch(**merged)
-    return whole.select(whole.row_id.argsort().tolist())
+            continue
+        is_flag = value.dtype == torch.bool  # gloo moves no booleans
+        parts = gather_tensors(value.to(torch.uint8) if is_flag else value)
+        joined = in_order(parts, lengths, rows) if field.name in TOKEN_FIELDS else torch.cat(parts)[order]
+        merged[field.name] = joined.bool() if is_flag else joined
+    return RolloutBatch(**merged)
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
