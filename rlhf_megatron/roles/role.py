@@ -206,22 +206,27 @@ class Role:
         """[count, T], or [count, R] of an output per row, on the CPU of every rank."""
         self._memory.come_back("parameters")
         budget = self.section.logprob_tokens_per_gpu or self.section.tokens_per_gpu
-        found = torch.zeros(output.count, batch.rows if output.per_row else len(batch.tokens), device=self.device)
+        found: list[tuple[Tensor, Tensor]] = []
 
         def collect(parts: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
-            found[:, micro.places] = torch.stack(parts)
+            found.append((micro.places, torch.stack(parts)))
             return parts[0].sum() * 0
 
         with torch.no_grad():
             self._passes.run(batch, {}, budget, output, collect, forward_only=True)
-        return self._on_all_ranks(found)
+        return self._on_all_ranks(found, output.count, batch.rows if output.per_row else len(batch.tokens))
 
-    def _on_all_ranks(self, found: Tensor) -> Tensor:
-        """What the ranks at the end of the model have put into ``found``, on the CPU of every rank of the role."""
-        if not self._speaks():
-            found.zero_()  # each token counts once in the sum below
-        dist.all_reduce(found, group=self.groups.intra_dist_opt)
-        return found.cpu()
+    def _on_all_ranks(self, found: Sequence[tuple[Tensor, Tensor]], count: int, size: int) -> Tensor:
+        """[count, size]: what the ranks at the end of the model have ``found``, on the CPU of every rank of the role.
+
+        Of each micro-batch: the places [n] and what belongs there, [count, n].
+        """
+        everywhere = torch.zeros(count, size, device=self.device)
+        if self._speaks():  # each token counts once in the sum below
+            for places, values in found:
+                everywhere[:, places] = values
+        dist.all_reduce(everywhere, group=self.groups.intra_dist_opt)
+        return everywhere.cpu()
 
     def update(
         self,
@@ -247,11 +252,11 @@ class Role:
         """
         assert self._optimizer is not None and self._optimizer_section is not None, f"{self.name} does not learn"
         totals: dict[str, Tensor] = {}
-        found = torch.zeros_like(outputs, device=self.device) if outputs is not None else None
+        found: list[tuple[Tensor, Tensor]] = []
 
         def loss_of(parts: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
-            if found is not None:
-                found[:, micro.places] = torch.stack(parts).detach()
+            if outputs is not None:  # of this rank's tokens: a large cluster's would take the activations' room
+                found.append((micro.places, torch.stack(parts).detach()))
             loss, metrics = objective(*parts, micro.fields)
             for name, pair in (metrics | {"loss": (loss.detach(), torch.zeros_like(loss))}).items():
                 value = torch.stack([part.detach().double() for part in pair])
@@ -275,8 +280,8 @@ class Role:
         with self._span("optimizer"):
             self._memory.come_back("optimizer")
             grad_norm, taken = self._step()
-        if outputs is not None and found is not None:  # not before: it waits for the GPU
-            outputs.copy_(self._on_all_ranks(found))
+        if outputs is not None:  # not before: it waits for the GPU
+            outputs.copy_(self._on_all_ranks(found, *outputs.shape))
         step = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": float(not taken)}
         return self._reduced(totals) | balance | step
 
