@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import marked_in_rows, on_tokens
+from rlhf_megatron.data.batch import marked_in_rows, on_marked
 
 
 def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
@@ -40,4 +40,4 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, c
                 f"loss_aggregation {aggregation!r} is not one of token_mean, sequence_mean_token_mean, "
                 "sequence_mean_token_sum, sequence_sum_constant"
             )
-    return on_tokens(per_row.float(), cu_seqlens.diff()).masked_fill_(~response_mask, 0)
+    return on_marked(per_row.float(), response_mask, cu_seqlens)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.kl import LARGEST_LOG_RATIO
 from rlhf_megatron.algorithms.metrics import effective_sample_fraction
-from rlhf_megatron.data.batch import RolloutBatch, on_tokens
+from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.recipe.algorithm import RolloutCorrectionSection
 
 
@@ -32,10 +32,9 @@ def correction_weights(
     A row is rejected, with weight 0, if the geometric mean of its tokens' ratios is beyond ``reject_threshold`` or
     below its inverse, or if the ratio of a token is below ``veto_threshold``. A row without tokens is not.
     """
-    at_level = log_ratio
     if settings.level == "sequence" or settings.reject_threshold is not None:
         sums = log_ratio.new_zeros(rows).index_add(0, row, log_ratio)
-        at_level = sums[row] if settings.level == "sequence" else log_ratio
+    at_level = sums[row] if settings.level == "sequence" else log_ratio
     ratio = at_level.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     match settings.type:
         case "none":
@@ -67,8 +66,7 @@ def with_correction(batch: RolloutBatch, settings: RolloutCorrectionSection) -> 
     assert batch.old_logprobs is not None
     mask = batch.response_mask
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[mask].double()
-    row = on_tokens(torch.arange(batch.rows), batch.response_lengths)
-    weights, rejected = correction_weights(log_ratio, row, batch.rows, settings)
+    weights, rejected = correction_weights(log_ratio, batch.row_of_sampled, batch.rows, settings)
     metrics = {
         "train/correction_weight_mean": float(weights.mean()),
         "train/correction_weight_max": float(weights.max()),

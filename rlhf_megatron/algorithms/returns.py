@@ -19,9 +19,7 @@ def rewards_of_tokens(batch: RolloutBatch) -> Tensor:
     other: what might have followed is not estimated.
     """
     positions = torch.arange(len(batch.tokens))
-    last = torch.full((batch.rows,), -1).scatter_reduce(
-        0, batch.row_of_token[batch.response_mask], positions[batch.response_mask], "amax"
-    )
+    last = torch.full((batch.rows,), -1).scatter_reduce(0, batch.row_of_sampled, positions[batch.response_mask], "amax")
     rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
     rewards[last[last >= 0]] = batch.rewards.double()[last >= 0]
     return rewards if batch.penalties is None else rewards - batch.penalties

@@ -61,18 +61,23 @@ class RolloutBatch:
         """[T] int64: which row each token belongs to, counted from 0."""
         return on_tokens(torch.arange(self.rows), self.lengths)
 
+    @property
+    def row_of_sampled(self) -> Tensor:
+        """[n] int64: the same of the sampled tokens alone."""
+        return on_tokens(torch.arange(self.rows), self.response_lengths)
+
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The batch of these rows, in this order; ``row_id`` says who is who. All in order: itself."""
         if list(rows) == list(range(self.rows)):
             return self
         index = torch.as_tensor(list(rows), dtype=torch.int64)
-        lengths = self.lengths
+        lengths = self.lengths.tolist()
         chosen = {
             name: in_order([value], [lengths], rows) if name in TOKEN_FIELDS else value[index]
             for name, value in self._tensors().items()
             if name != "cu_seqlens"
         }
-        return dataclasses.replace(self, cu_seqlens=boundaries(lengths[index]), **chosen)
+        return dataclasses.replace(self, cu_seqlens=boundaries(self.lengths[index]), **chosen)
 
     def with_fields(self, **values: Any) -> RolloutBatch:
         """The same batch with these fields set."""
@@ -86,7 +91,7 @@ class RolloutBatch:
 
     def spread(self, per_row: Tensor) -> Tensor:
         """[R] -> [T]: each row's value on its sampled tokens, 0 on the others."""
-        return on_tokens(per_row, self.lengths).masked_fill_(~self.response_mask, 0)
+        return on_marked(per_row, self.response_mask, self.cu_seqlens)
 
     def _tensors(self) -> dict[str, Tensor]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -138,15 +143,20 @@ def on_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
     return torch.from_numpy(per_row.numpy().repeat(lengths.numpy()))
 
 
+def on_marked(per_row: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[R], [T] bool -> [T]: each row's value on its marked tokens, 0 on the others."""
+    return on_tokens(per_row, cu_seqlens.diff()).masked_fill_(~mask, 0)
+
+
 def marked_in_rows(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] bool -> [R] int64: how many tokens of each row are marked."""
     rows = mask.split(cu_seqlens.diff().tolist())
     return torch.tensor([int(row.count_nonzero()) for row in rows], dtype=torch.int64)
 
 
-def in_order(parts: Sequence[Tensor], lengths: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+def in_order(parts: Sequence[Tensor], lengths: Sequence[Sequence[int]], rows: Sequence[int]) -> Tensor:
     """The tokens of ``rows`` in this order, out of ``parts`` with rows of these ``lengths``, counted through all."""
-    every = [row for part, of_part in zip(parts, lengths, strict=True) for row in part.split(of_part.tolist())]
+    every = [row for part, of_part in zip(parts, lengths, strict=True) for row in part.split(of_part)]
     return torch.cat([parts[0][:0], *(every[row] for row in rows)])
 
 

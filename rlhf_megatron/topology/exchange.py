@@ -32,17 +32,15 @@ def gather_batches(batch: RolloutBatch) -> RolloutBatch:
 
     A rank that has nothing to add (it repeats a row owner's work) passes a batch without rows.
     """
-    lengths = gather_tensors(batch.lengths)
+    of_ranks = gather_tensors(batch.lengths)
+    lengths = [of_rank.tolist() for of_rank in of_ranks]
     row_ids = torch.cat(gather_tensors(batch.row_id))
     order = row_ids.argsort()
     rows = order.tolist()
-    merged: dict[str, Any] = {"cu_seqlens": boundaries(torch.cat(lengths)[order]), "row_id": row_ids[order]}
+    merged: dict[str, Any] = {"cu_seqlens": boundaries(torch.cat(of_ranks)[order]), "row_id": row_ids[order]}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
-        if field.name in merged:
-            continue
-        if value is None:
-            merged[field.name] = None
+        if value is None or field.name in merged:
             continue
         is_flag = value.dtype == torch.bool  # gloo moves no booleans
         parts = gather_tensors(value.to(torch.uint8) if is_flag else value)

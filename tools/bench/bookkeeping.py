@@ -27,9 +27,11 @@ from rlhf_megatron.algorithms.objective import objective_fields
 from rlhf_megatron.data.batch import RolloutBatch, boundaries, on_tokens
 from rlhf_megatron.data.packing import plan_micro_batches
 from rlhf_megatron.recipe.algorithm import AlgorithmSection, RolloutCorrectionSection
+from rlhf_megatron.recipe.rollout import DrawnLengthsSection
 from rlhf_megatron.topology.exchange import gather_batches
 
-PROMPT, MEAN, SIGMA, LONGEST, RESPONSES = 256, 1024, 0.6, 4096, 8
+PROMPT, LONGEST, RESPONSES = 256, 4096, 8
+LENGTHS = DrawnLengthsSection(mean=1024, sigma=0.6)
 TOKENS_PER_GPU = 16_384
 
 
@@ -54,8 +56,7 @@ def main() -> int:
 def random_batch(rows: int) -> RolloutBatch:
     """Groups of responses with lognormal lengths, out of order, as replicas finish them."""
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.empty(rows).log_normal_(std=SIGMA, generator=generator)
-    lengths = (drawn * MEAN / drawn.mean()).round().clamp(1, LONGEST).long() + PROMPT
+    lengths = torch.tensor([min(LENGTHS.of_row(row), LONGEST) for row in range(rows)]) + PROMPT
     place = torch.arange(int(lengths.sum())) - on_tokens(boundaries(lengths)[:-1], lengths)
     mask = place >= PROMPT
     row_id = torch.randperm(rows, generator=generator)
