@@ -71,11 +71,12 @@ class KLController:
         """After a step of ``responses`` rows with a mean ``divergence`` in nats per token.
 
         Proportional control in the logarithm (Ziegler et al. 2019, arXiv 1909.08593, section 2.2): the coefficient is
-        multiplied by 1 + clip(divergence / target - 1, -0.2, 0.2) * responses / horizon.
+        multiplied by 1 + clip(divergence / target - 1, -0.2, 0.2) * min(1, responses / horizon). Their steps are
+        smaller than the horizon; without the minimum a larger one could make the coefficient negative.
         """
         if self._settings.target is not None and math.isfinite(divergence):
             error = min(max(divergence / self._settings.target - 1.0, -0.2), 0.2)
-            self.coefficient *= 1.0 + error * responses / self._settings.horizon
+            self.coefficient *= 1.0 + error * min(1.0, responses / self._settings.horizon)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""

@@ -205,7 +205,8 @@ class ParquetRows:
         kind = values.type
         if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind) or pyarrow.types.is_decimal(kind)):
             raise DataError(f"{where}: {kind} instead of numbers; name a column of numbers")
-        floats: NDArray[numpy.float64] = values.cast(pyarrow.float64()).to_numpy()  # null becomes NaN
+        # Null becomes NaN, and a whole number beyond 2^53 its neighbour.
+        floats: NDArray[numpy.float64] = values.cast(pyarrow.float64(), safe=False).to_numpy()
         return floats
 
     def _add_file(self, path: Path, required: Sequence[str], optional: Sequence[str]) -> bytes:
@@ -281,6 +282,8 @@ class ParquetRows:
 def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
     """Return a row's prompt as messages with `role` and `content`; fields that are null are left out.
 
+    Parquet gives each tool call the arguments of all others as nulls, so these go at any depth.
+
     Raises:
         DataError: the prompt is empty, ends with an answer, or is no list of {role, content} with text in both.
     """
@@ -302,12 +305,18 @@ def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
                     f"message {index} has {field} of type {type(message.get(field)).__name__} instead of text; "
                     "write plain text messages",
                 )
-        messages.append({key: item for key, item in message.items() if item is not None})
+        messages.append(_without_nulls(message))
     if messages[-1]["role"] == "assistant":
         raise place.error("prompt", "the last message is the assistant's; its turn must come next, so take that out")
     if not any(message["content"].strip() for message in messages):
         raise place.error("prompt", "every message is empty; give a question, or remove the row")
     return messages
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def with_system_prompt(messages: list[dict[str, Any]], text: str | None) -> list[dict[str, Any]]:

@@ -156,7 +156,8 @@ class PromptStream:
                     continue
                 left_out += found is LeftOut.LENGTH
                 unused += 1
-                if unused == len(dataset):
+                # A row that comes first in one epoch and last in the next has all others between, twice.
+                if unused == 2 * len(dataset):
                     raise dataset.none_left(len(dataset))
 
 

@@ -14,7 +14,10 @@ from typing import Any
 LONGEST_PARSED = 1000
 
 _ANSWER_LINE = re.compile(r"(?i:\banswer)(?:[ ]is)?[ \t]*:([^\n]+)")
-_DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "$", " ", "\n", "\t", "^\\circ", "^{\\circ}")
+_DROPPED = ("\\left", "\\right", "\\!", "$", "^\\circ", "^{\\circ}")
+_SPACES = re.compile(r"(?:\\[,; ]|\s)+")
+# Between digits a space says something, unless it parts thousands: "1 1/2" is not 11/2, and "3 4" is not 34.
+_IDLE_SPACE = re.compile(r"(?<!\d) | (?!\d)| (?=\d{3}(?!\d))")
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 
 
@@ -80,7 +83,7 @@ def normalize(answer: str) -> str:
     answer = plain_text(answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     for dropped in _DROPPED:
         answer = answer.replace(dropped, "")
-    return answer.rstrip(".")
+    return _IDLE_SPACE.sub("", _SPACES.sub(" ", answer)).rstrip(".")
 
 
 def plain_text(latex: str) -> str:

@@ -6,6 +6,7 @@ A request is {"samples": [{"data_source", "solution_str", "ground_truth", "extra
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -111,7 +112,7 @@ class ServiceJudge:
             }
             for item in items
         ]
-        body = json.dumps({"samples": samples}, default=str).encode()
+        body = json.dumps({"samples": _without_nan(samples)}, default=str, allow_nan=False).encode()
         for attempt in range(self._section.max_retries + 1):
             try:
                 return _outcomes(self._post(body), len(items))
@@ -180,6 +181,15 @@ def _secret(variable: str | None) -> str | None:
     return value
 
 
+def _without_nan(value: Any) -> Any:
+    """NaN and infinities, which are not JSON and which most readers refuse, become null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
     """Return the body; the socket's own limit is for each read alone, and a slow sender would never reach it."""
     body = bytearray()
@@ -205,8 +215,9 @@ def _outcomes(answer: bytes, count: int) -> list[Outcome]:
 
 
 def _outcome(score: Any) -> Outcome:
-    if isinstance(score, numbers.Real) and math.isfinite(score):
-        return Outcome(DONE, float(score))
+    with contextlib.suppress(OverflowError):  # JSON's whole numbers have no end
+        if isinstance(score, numbers.Real) and math.isfinite(score):
+            return Outcome(DONE, float(score))
     return Outcome(FAILED, message=f"the service gives the sample {str(score)[:80]} instead of a finite number")
 
 

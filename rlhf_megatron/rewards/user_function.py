@@ -8,10 +8,12 @@ score.py.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import inspect
 import math
 import numbers
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from functools import lru_cache
@@ -52,13 +54,16 @@ def load(specification: str) -> Callable[..., Any]:
     path, name = split_specification(specification)
     if not path.is_file():
         raise FunctionUnusable(f"there is no file {path}; set reward.function to path/to/file.py:function")
-    spec = importlib.util.spec_from_file_location("rlhf_megatron_user_reward", path)
+    unique = hashlib.md5(str(path.resolve()).encode(), usedforsecurity=False).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"rlhf_megatron_user_reward_{unique}", path)
     if spec is None or spec.loader is None:
         raise FunctionUnusable(f"{path} is not a Python file; set reward.function to path/to/file.py:function")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look there for what the file defines
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
         raise FunctionUnusable(f"{path} cannot be imported: {describe(error, path)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -102,7 +107,7 @@ def _failures_told(specification: str) -> Iterator[None]:
     path, name = split_specification(specification)
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # code that a model wrote may call sys.exit(): that is its sample's
         raise FunctionFailure(
             f"{name} raised {describe(error, path)}; mend it, or have it return a number for such a sample"
         ) from error

@@ -42,6 +42,8 @@ def main(memory_limit_bytes: int) -> None:
     # A scheduler's warnings reach every process of a job; the rank saves its state then, and still needs its scorers.
     for warning in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(warning, signal.SIG_IGN)
+    # Of `answer`'s timer. Only here: a reward function may come with a handler of its own, for limits of its own.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_limit_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
@@ -75,7 +77,6 @@ def answer(jobs: list[Job], answers: BinaryIO) -> None:
     seconds = jobs[0]["timeout_seconds"]
     send(answers, {"state": STARTED, "seconds": seconds + SECONDS_TO_CANCEL if awaited else seconds})
     # Should the rank die meanwhile, this ends an endless computation: SIGALRM kills even inside a C call.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2.0 * seconds + 5.0)
     if jobs[0].get("load_only"):
         send(answers, {"job": 0, "state": DONE, "awaited": awaited})

@@ -114,6 +114,14 @@ def test_the_controller_follows_ziegler() -> None:
     assert controller.coefficient == before
 
 
+def test_a_step_of_more_responses_than_the_horizon_moves_the_coefficient_by_a_fifth() -> None:
+    controller = KLController(adaptive())
+    controller.observe(0.0, 8192)
+    assert controller.coefficient == pytest.approx(0.08)
+    controller.observe(1.0, 8192)
+    assert controller.coefficient == pytest.approx(0.096)
+
+
 def test_the_controller_goes_on_where_it_was() -> None:
     controller, again = KLController(adaptive()), KLController(adaptive())
     controller.observe(1.0, 1000)

@@ -224,6 +224,15 @@ def test_an_epoch_has_every_usable_row_once(tokenizer: Tokenizer, tmp_path: Path
         stream.next(0)
 
 
+def test_a_single_usable_row_is_drawn_wherever_its_epochs_have_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", 8, long=tuple(range(1, 8)))
+    stream = open_stream(tokenizer, DataSection(train_files=[file], max_prompt_length=40))
+    assert numbers(stream.next(200)) == [0] * 200
+    none = write(tmp_path / "b.parquet", 8, long=tuple(range(8)))
+    with pytest.raises(DataError, match="all 8 rows are too long"):
+        open_stream(tokenizer, DataSection(train_files=[none], max_prompt_length=40)).next(1)
+
+
 def test_parts_of_a_mixture_go_through_epochs_of_their_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
     files = [write(tmp_path / "large.parquet", 60), write(tmp_path / "small.parquet", 5, 100)]
     mixture = [

@@ -110,6 +110,23 @@ def test_files_with_null_fields_numbers_and_extra_columns_are_read(tokenizer: To
     assert json.loads(prompt.ground_truth) == ["1/2", "0.5"]
 
 
+def test_tool_calls_keep_the_arguments_that_they_were_written_with(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    calls = [
+        {"function": {"name": "add", "arguments": {"numbers": [1, 2]}}},
+        {"function": {"name": "root", "arguments": {"of": {"number": 9}}}},
+    ]
+    row = verl_row(1)
+    row["prompt"] = [
+        {"role": "user", "content": "What is the root of 9, and 1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "user", "content": "They say 3 and 3. So?"},
+    ]
+    file = write(tmp_path / "a.parquet", [row])
+    stored = pyarrow.parquet.read_table(file).to_pylist()[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"]
+    assert stored == {"numbers": [1, 2], "of": None}, "what parquet makes of it"
+    assert list(only(PromptDataset([file], tokenizer, section())).messages) == row["prompt"]
+
+
 def test_rows_outside_the_limits_of_length_are_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
     texts = ["2 + 2?", "What is 2 + 2?", "long " * 60]
     file = write(tmp_path / "a.parquet", [verl_row(0, text) for text in texts])
@@ -254,6 +271,7 @@ def test_numbers_of_a_column_are_read_and_bad_ones_told(tmp_path: Path) -> None:
     for values in ([3, 1, 2], [0.5, -1.0, 2.5]):
         for column in ("extra_info.difficulty", "level"):
             assert opened(values).numbers(column).tolist() == values
+    assert opened([2**60 + 1, -(2**60)]).numbers("level").tolist() == [2.0**60, -(2.0**60)]
     where = r"a\.parquet, row 2, column extra_info\.difficulty: no finite number, and 2 rows in all have none"
     for bad in (None, float("nan"), float("inf")):
         with pytest.raises(DataError, match=where):

@@ -129,6 +129,14 @@ def test_last_boxed_is_balanced_and_linear() -> None:
         ("the result is 4", "4", 0.0),
         (r"\boxed{\text{no idea}}", "4", 0.0),
         (r"\boxed{)(}", "4", 0.0),
+        # A space between digits is not nothing, unless it parts thousands.
+        (r"\boxed{11/2}", "1 1/2", 0.0),
+        (r"\boxed{34}", "3 4", 0.0),
+        (r"\boxed{123}", r"1\ 2\ 3", 0.0),
+        (r"\boxed{$3$ $4$}", "34", 0.0),
+        (r"\boxed{1\,000}", "1000", 1.0),
+        (r"\boxed{1 234 567}", "1234567", 1.0),
+        (r"\boxed{( 3 , 4 )}", "(3,4)", 1.0),
     ],
 )
 def test_mathematics_is_compared_by_value(scorer: Scorer, answer: str, truth: str, expected: float) -> None:
@@ -272,6 +280,41 @@ def test_user_function_gets_verls_arguments_and_returns_a_number_or_a_dict(tmp_p
         assert scorer.score([item("x", "", "")]) == [1.0]
 
 
+def test_user_function_may_define_classes_and_limits_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            from __future__ import annotations
+            import dataclasses, pickle, signal, typing
+
+            @dataclasses.dataclass
+            class Verdict:
+                score: float
+                note: typing.ClassVar[str] = "in a file"
+
+            def too_slow(number, frame):
+                raise TimeoutError
+
+            signal.signal(signal.SIGALRM, too_slow)
+
+            def compute_score(data_source, solution_str, ground_truth, extra_info):
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                try:
+                    while solution_str == "endless":
+                        pass
+                except TimeoutError:
+                    return -1.0
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                return pickle.loads(pickle.dumps(Verdict(0.5))).score
+            """
+        )
+    )
+    with make_scorer(path) as scorer:
+        assert scorer.score([item("x", text, "") for text in ("good", "endless", "good")]) == [0.5, -1.0, 0.5]
+        assert scorer.timeouts == 0
+
+
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -279,6 +322,7 @@ def test_user_function_gets_verls_arguments_and_returns_a_number_or_a_dict(tmp_p
         ("return 'good'", r"compute_score returned 'good' \(str\); return a finite number"),
         ("return {'acc': 1.0}", r"compute_score returned \{'acc': 1\.0\} \(dict\)"),
         ("return float('nan')", "compute_score returned nan"),
+        ("exit(2)", r"compute_score raised SystemExit: 2 \(reward\.py line 3\)"),
         ("os._exit(3)", "killed its worker: the worker process ended with status 3"),
     ],
 )
@@ -298,6 +342,7 @@ def test_user_function_that_fails_names_the_sample(tmp_path: Path, body: str, pr
         ("reward.py", "import not_a_module_at_all\n", "cannot be imported: ModuleNotFoundError"),
         ("reward.py", "def compute_score(solution_str):\n    return 1.0\n", r"must take \(data_source, solution_str"),
         ("reward.py", "def compute_score(:\n", "cannot be imported: SyntaxError"),
+        ("reward.py", "import sys\nsys.exit('no licence')\n", "cannot be imported: SystemExit: no licence"),
     ],
 )
 def test_user_function_that_cannot_be_loaded_is_told_at_the_start(

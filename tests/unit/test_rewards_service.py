@@ -102,7 +102,14 @@ def scorer(service: Service | str, on_failure: str = "stop", timeout: float = 5.
 
 def items(count: int) -> list[ScoreItem]:
     return [
-        ScoreItem("some/data", str(row), f"truth {row}", {"index": row, "bytes": b"x"}, row) for row in range(count)
+        ScoreItem(
+            "some/data",
+            str(row),
+            f"truth {row}",
+            {"index": row, "bytes": b"x", "level": math.nan, "range": [0.5, math.inf]},
+            row,
+        )
+        for row in range(count)
     ]
 
 
@@ -120,7 +127,7 @@ def test_samples_are_posted_in_batches_and_many_requests_at_a_time(service: Serv
             "data_source": "some/data",
             "solution_str": "30",
             "ground_truth": "truth 30",
-            "extra_info": {"index": 30, "bytes": "b'x'"},
+            "extra_info": {"index": 30, "bytes": "b'x'", "level": None, "range": [0.5, None]},
         }
     ]
     assert service.most == 4, "as many as reward.concurrency"
@@ -164,6 +171,7 @@ def test_a_service_that_fails_and_is_slow_at_times_is_asked_again(
         ((200, {"score": 1.0}, 0.0), 1, 'instead of {"scores": [number, ...]}'),
         ((200, {"scores": [1.0, 2.0]}, 0.0), 1, "the service answers [1.0, 2.0] instead of a list of 1 scores"),
         ((200, {"scores": [None]}, 0.0), 1, "the service gives the sample None instead of a finite number"),
+        ((200, {"scores": [10**400]}, 0.0), 1, "the service gives the sample 1000"),
         ((200, '{"scores": [NaN]}', 0.0), 1, "the service gives the sample nan instead of a finite number"),
     ],
 )
