@@ -310,7 +310,6 @@ def transformer_config(
         bias_activation_fusion=fused and architecture.experts is not None,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=fused,
         attention_softmax_in_fp32=True,
         deterministic_mode=deterministic,
         deallocate_pipeline_outputs=True,

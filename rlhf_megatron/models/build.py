@@ -52,6 +52,7 @@ def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str) ->
 def _layer_spec(architecture: Architecture, implementation: Implementation) -> ModuleSpec:
     spec: Any
     experts = architecture.experts.count if architecture.experts else None
+    rotary.install()
     if implementation == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -62,7 +63,6 @@ def _layer_spec(architecture: Architecture, implementation: Implementation) -> M
             use_te_activation_func=experts is None,
         )
     else:
-        rotary.install()
         norm.install()
         spec = get_gpt_layer_local_spec(
             num_experts=experts, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
