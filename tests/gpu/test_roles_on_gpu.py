@@ -6,6 +6,7 @@ Each case runs on as many ranks as its layout has; those of as many ranks share 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,15 @@ def possible(layers: Layers, given: Case) -> bool:
     )
 
 
-CASES = [(name, layers) for name, given in GRID.items() for layers in LAYERS if possible(LAYERS[layers], given)]
+def ranks_of(name: str) -> int:
+    """How many ranks a case has."""
+    return Layout(**GRID[name].layout).size
+
+
+# Those of one launch stand together.
+CASES = [
+    (name, layers) for name in sorted(GRID, key=ranks_of) for layers in LAYERS if possible(LAYERS[layers], GRID[name])
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +85,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(home: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What rank 0 found in each case, or how it failed."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    rows = list(random_rows(ROWS, VOCABULARY))
-    for ranks in (1, 2, 4):
+def results(home: Path) -> Callable[[str, str], dict[str, Any]]:
+    """What rank 0 found in a case, or how it failed; all cases of as many ranks are run with the first of them."""
+
+    @functools.cache
+    def launched(ranks: int) -> dict[str, dict[str, Any]]:
+        rows = list(random_rows(ROWS, VOCABULARY))
         cases = {}
         for name, layers in CASES:
             given, kind = GRID[name], LAYERS[layers]
-            if Layout(**given.layout).size == ranks:
+            if ranks_of(name) == ranks:
                 folder = home / name
                 if not folder.exists():
                     make_model(
@@ -103,10 +113,9 @@ def results(home: Path) -> dict[tuple[str, str], dict[str, Any]]:
         # Channels and buffers for speed would fill the memory: each case has communicators of its own.
         few = {"NCCL_MAX_NCHANNELS": "2", "NCCL_BUFFSIZE": str(2**20)}
         [first, *_] = run_ranks(run_cases, ranks, {"cases": cases, "go_on": True}, timeout=500, environment=few)
-        for key in cases:
-            name, _, layers = key.partition("|")
-            found[name, layers] = first[key]
-    return found
+        return first
+
+    return lambda name, layers: launched(ranks_of(name))[f"{name}|{layers}"]
 
 
 @functools.cache
@@ -125,10 +134,10 @@ def test_outputs_and_steps_equal_transformers(
     name: str,
     layers: str,
     home: Path,
-    results: dict[tuple[str, str], dict[str, Any]],
+    results: Callable[[str, str], dict[str, Any]],
 ) -> None:
     kind = LAYERS[layers]
-    result = results[name, layers]
+    result = results(name, layers)
     assert "failed" not in result, result["failed"]
     logprobs, losses, norms, parameters = reference(home / name)
     difference = (torch.tensor(result["logprobs"]) - logprobs).abs()
