@@ -32,7 +32,7 @@ def plan_micro_batches(
     Every row appears exactly once; a micro-batch may be empty where there are few rows.
     """
     units = [lengths[first : first + rows_together] for first in range(0, len(lengths), rows_together)]
-    sizes = [sum(unit) for unit in units]
+    sizes = [min(sum(unit), tokens_per_gpu) for unit in units]  # a longer one fills a micro-batch, and only one
     costs = [sum(n + attention * n * n for n in unit) for unit in units]
     count = max(1, -(-sum(sizes) // (tokens_per_gpu * data)))
     count += -count % multiple

@@ -53,6 +53,7 @@ class Prompt:
         pair: for a reward model, the whole conversation with the chosen response and that with the rejected one; else
             None.
         margin: by how much the chosen response of a pair is to be ahead.
+        part: in a stream, which of the mixture's parts it is of.
     """
 
     row: int
@@ -64,6 +65,7 @@ class Prompt:
     response_token_ids: tuple[int, ...] | None = None
     pair: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     margin: float = 0.0
+    part: int = 0
 
 
 class LeftOut(enum.Enum):

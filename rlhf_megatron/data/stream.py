@@ -5,6 +5,7 @@ Not here: which row comes when (order.py), and how a row becomes a prompt (promp
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,25 @@ class PromptStream:
         self._read_ahead(max(count, min(count * _BATCHES_AHEAD, _PROMPTS_AHEAD)))
         return [item.prompt for item in drawn]
 
+    def read(self, places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
+        """Return the prompts with these `part` and `row`, None for one that is left out now; the position stays.
+
+        Raises:
+            DataError: a row is bad.
+        """
+
+        def found() -> list[Prompt | None]:
+            prompts = [
+                (place, prompt)
+                for part, dataset in enumerate(self._datasets)
+                if (own := sorted({place for place in places if place[0] == part}))
+                for place, prompt in zip(own, dataset.read([row for _, row in own]), strict=True)
+            ]
+            usable = {place: prompt for place, prompt in prompts if isinstance(prompt, Prompt)}
+            return [dataclasses.replace(usable[place], part=place[0]) if place in usable else None for place in places]
+
+        return self._reader.submit(found).result()  # not beside what reads ahead
+
     def state(self) -> dict[str, Any]:
         """Return what `load` needs to go on behind the last prompt that was handed out (plain JSON values)."""
         return {
@@ -141,7 +161,7 @@ class PromptStream:
             part = self._shares.part(number)
             prompt, positions[part], skipped = next(parts[part])
             left_out += skipped
-            yield _Drawn(prompt, tuple(positions), left_out)
+            yield _Drawn(dataclasses.replace(prompt, part=part) if part else prompt, tuple(positions), left_out)
 
     def _of_part(self, part: int, position: int) -> Iterator[tuple[Prompt, int, int]]:
         """The prompts of one part, each with the position behind it and the rows left out just before it."""

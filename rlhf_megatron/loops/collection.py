@@ -42,17 +42,18 @@ class Collector:
         carried = _groups(kept)
         generated: list[RolloutBatch] = []
         rolled: list[Rolled] = []
+        greedy: list[Rolled] = []
         rounds = settings.max_num_gen_batches if settings.enable else 1  # 0: as many as it takes
         while _groups(kept) < wanted and not (rounds and len(generated) == rounds):
             count = settings.prompts_per_round or wanted if settings.enable else wanted
-            batch = self._one_round(step, count, sum(len(each.asked) for each in rolled), rolled)
+            batch = self._one_round(step, count, sum(len(each.asked) for each in rolled), rolled, greedy)
             generated.append(batch)
             kept.append(self._usable(batch))
         if settings.enable and settings.when_exhausted == "stop" and _groups(kept) < wanted:
             raise UserError(self._exhausted(step, _groups(kept)))
         batch, surplus = _cut(kept, wanted)
         self._surplus = surplus if settings.keep_surplus and surplus.rows else None
-        metrics = self._metrics(generated, rolled) | self._rollouts.scoring_metrics(rolled)
+        metrics = self._metrics(generated, rolled + greedy) | self._rollouts.scoring_metrics(rolled)
         if batch.rows:
             staleness = (self._rollouts.version - batch.weight_version).double()
             metrics |= {
@@ -68,7 +69,7 @@ class Collector:
                 "rollout/groups_surplus": float(_groups([surplus])),
                 "rollout/groups": float(_groups([batch])),
             }
-        return batch, metrics, sum(each.tokens for each in rolled)
+        return batch, metrics, sum(each.tokens for each in rolled + greedy)
 
     def state(self) -> dict[str, Any]:
         """The groups that wait for the next step, for a checkpoint."""
@@ -80,11 +81,25 @@ class Collector:
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken."""
+        session, settings = self._session, self._session.recipe.algorithm
         self._surplus = RolloutBatch(**state["surplus"]) if state["surplus"] else None
-        self._waiting = groups_from_state(state["waiting"], self._session.recipe.batch.responses_per_prompt)
+        if self._surplus:
+            found = (self._surplus.scores is not None, self._surplus.baseline_rewards is not None)
+            if found != (settings.overlong_buffer.enable, settings.advantage == "remax"):
+                session.say(
+                    f"{_groups([self._surplus])} groups of the step before are dropped: their rewards are of another "
+                    "algorithm.overlong_buffer or algorithm.advantage"
+                )
+                self._surplus = None
+        responses = session.recipe.batch.responses_per_prompt
+        self._waiting = groups_from_state(state["waiting"], responses, session.train.read)
 
-    def _one_round(self, step: int, prompts: int, first_group: int, rolled: list[Rolled]) -> RolloutBatch:
-        """``prompts`` more groups, scored, the same on every rank; ``rolled`` gets what was generated for them.
+    def _one_round(
+        self, step: int, prompts: int, first_group: int, rolled: list[Rolled], greedy: list[Rolled]
+    ) -> RolloutBatch:
+        """``prompts`` more groups, scored, the same on every rank.
+
+        ``rolled`` gets what was generated for them, ``greedy`` what ReMax compares it with.
 
         With over-sampling more are started, those that wait the first, and what is left of them waits again.
         """
@@ -99,10 +114,11 @@ class Collector:
         batch = self._answers(groups, responses, rollouts.sampling, step, rolled, first_group * responses, wanted)
         self._waiting += rolled[-1].left
         if recipe.algorithm.advantage == "remax":
-            greedy = dataclasses.replace(rollouts.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+            sampling = dataclasses.replace(rollouts.sampling, temperature=0.0, top_p=1.0, top_k=-1)
             answered, place = batch.group_id.unique(return_inverse=True)
             asked = [Group(groups[index].prompt) for index in answered.tolist()]
-            batch = batch.with_fields(baseline_rewards=self._answers(asked, 1, greedy, step, rolled).rewards[place])
+            baselines = self._answers(asked, 1, sampling, step, greedy).rewards
+            batch = batch.with_fields(baseline_rewards=baselines[place])
         return batch
 
     def _answers(

@@ -4,13 +4,11 @@ left of them when a generation ends early, and how a checkpoint keeps that.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
 import torch
 
 from rlhf_megatron.data.prompts import Prompt
@@ -76,13 +74,19 @@ def groups_left(
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
-    """What ``groups_from_state`` needs, for a checkpoint: JSON values and tensors; {} for no groups."""
+    """What ``groups_from_state`` needs, for a checkpoint: tensors; {} for no groups.
+
+    Of a prompt only its place in the data and its tokens, by which it is known again: what a row carries for its reward
+    may be of any type that a file has.
+    """
     if not groups:
         return {}
+    prompts = [group.prompt for group in groups]
     rows = [(place, number, of) for place, group in enumerate(groups) for number, of in sorted(group.begun.items())]
     of_rows = [of for _, _, of in rows]
     return {
-        "prompts": [_saved(group.prompt) for group in groups],
+        "prompts": torch.tensor([[prompt.part, prompt.row, len(prompt.token_ids)] for prompt in prompts]),
+        "prompt_token_ids": torch.tensor([token for prompt in prompts for token in prompt.token_ids]),
         "rows": torch.tensor(
             [[place, number, len(of.token_ids), _ENDINGS.index(of.finish_reason)] for place, number, of in rows],
             dtype=torch.int64,
@@ -93,15 +97,30 @@ def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def groups_from_state(state: dict[str, Any], responses_per_prompt: int) -> list[Group]:
-    """The groups of a ``groups_state``, of a recipe with so many responses now."""
+def groups_from_state(
+    state: dict[str, Any],
+    responses_per_prompt: int,
+    read: Callable[[Sequence[tuple[int, int]]], Sequence[Prompt | None]],
+) -> list[Group]:
+    """The groups of a ``groups_state``, of a recipe with so many responses now.
+
+    ``read`` gives the prompts at (part, row) of the data, None where one is left out now, as its group is then. Where a
+    prompt has other tokens now (another chat template), its responses begin anew.
+    """
     if not state:
         return []
-    begun: list[dict[int, Completion]] = [{} for _ in state["prompts"]]
+    places = state["prompts"].tolist()
+    prompts = read([(part, row) for part, row, _ in places])
+    tokens = state["prompt_token_ids"].split([length for _, _, length in places])
+    same = [
+        prompt is not None and list(prompt.token_ids) == saved.tolist()
+        for prompt, saved in zip(prompts, tokens, strict=True)
+    ]
+    begun: list[dict[int, Completion]] = [{} for _ in prompts]
     end = 0
     for place, number, length, ending in state["rows"].tolist():
         start, end = end, end + length
-        if number >= responses_per_prompt:
+        if number >= responses_per_prompt or not same[place]:
             continue
         begun[place][number] = Completion(
             number,
@@ -110,27 +129,4 @@ def groups_from_state(state: dict[str, Any], responses_per_prompt: int) -> list[
             _ENDINGS[ending],
             state["weight_versions"][start:end].tolist(),
         )
-    return [Group(_prompt(saved), rows) for saved, rows in zip(state["prompts"], begun, strict=True)]
-
-
-def _saved(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as JSON values. What its row carries may be of any type that a data file has, so Arrow writes it."""
-    table = pa.Table.from_pylist([{"messages": list(prompt.messages), "extra_info": prompt.extra_info}])
-    stream = pa.BufferOutputStream()
-    with pa.ipc.new_stream(stream, table.schema) as writer:
-        writer.write_table(table)
-    return {
-        "row": prompt.row,
-        "data_source": prompt.data_source,
-        "token_ids": list(prompt.token_ids),
-        "ground_truth": prompt.ground_truth,
-        "carried": base64.b64encode(stream.getvalue()).decode(),
-    }
-
-
-def _prompt(saved: dict[str, Any]) -> Prompt:
-    """Undoes ``_saved``."""
-    fields = dict(saved)
-    [carried] = pa.ipc.open_stream(base64.b64decode(fields.pop("carried"))).read_all().to_pylist()
-    fields |= {"token_ids": tuple(saved["token_ids"]), "messages": tuple(carried["messages"])}
-    return Prompt(**fields, extra_info=carried["extra_info"])
+    return [Group(prompt, rows) for prompt, rows in zip(prompts, begun, strict=True) if prompt is not None]

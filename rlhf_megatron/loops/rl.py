@@ -202,6 +202,7 @@ def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) 
     groups = [Group(prompt) for prompt in prompts]
     rolled = rollouts.generate(groups, settings.samples_per_prompt, sampling, NO_STEP)  # the same seeds every time
     rollouts.gather(rolled)
+    rollouts.engine.forget_prefixes()  # a run that is resumed here has none either
     table = gather_tables(
         sample_table(
             rolled.prompts, rolled.completions, rolled.scores(), recipe.reward_names, session.tokenizer, recipe

@@ -22,6 +22,7 @@ from rlhf_megatron.regather.sharing import describe_sharing, shareable
 from rlhf_megatron.regather.sides import rollout_side
 from rlhf_megatron.rewards.score import Scorer, reward_metrics, reward_totals
 from rlhf_megatron.rollout.engine import GenerationRecord, Sampling, request_seed
+from rlhf_megatron.rollout.lengths import LATEST
 from rlhf_megatron.rollout.tickets import TicketOffice
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
 from rlhf_megatron.topology.exchange import gather_objects, sum_over_ranks
@@ -48,6 +49,7 @@ class Rollouts:
         judge = recipe.reward_model
         self._reward_model = session.make_reward_model(judge) if judge else None
         self.version = 0
+        self._lengths: list[int] = []  # of the latest responses of all replicas
         self.sampling = Sampling(
             section.temperature,
             section.top_p,
@@ -143,6 +145,8 @@ class Rollouts:
                 dataclasses.replace(request, max_tokens=self._drawn_lengths.of_row(first_row + request.row_id))
                 for request in requests
             ]
+        # What a replica has learned itself would be gone after a resume, and other groups would be admitted.
+        self.engine.expect(self._lengths)
         completions = self.engine.generate(
             requests,
             sampling,
@@ -166,6 +170,7 @@ class Rollouts:
         Waits for the last score. A reward is NaN where the row is to be left out of the loss.
         """
         batch = rolled.gather()
+        self._lengths = [*self._lengths, *batch.response_lengths.tolist()][-LATEST:]
         section = self._session.recipe.reward_model
         if self._reward_model is None or section is None:
             return batch
@@ -198,11 +203,12 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, taken after the step's weights were brought in."""
-        return {"version": self.version}
+        return {"version": self.version, "lengths": self._lengths}
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken; the ``refresh`` that must follow counts that version again."""
         self.version = int(state["version"]) - 1
+        self._lengths = list(state["lengths"])
 
     def close(self) -> None:
         """Ends the engine and the reward workers."""

@@ -109,6 +109,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def expect(self, lengths: Sequence[int]) -> None:
+        """The lengths of the latest responses, in place of what it has learned itself; it admits groups by them."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Drops cached prefixes, so that the next generation does as one of a new engine would."""
+        ...
+
     def parameters(self) -> dict[str, Tensor]:
         """The live storage of this rank's weights by the engine's names; written to in place by a regathering."""
         ...

@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 # How many of the latest responses say how long one is, and how many imagined ones stand beside them.
-_LATEST, _IMAGINED = 512, 8.0
+LATEST, _IMAGINED = 512, 8.0
 _TIMES = 32  # at which a forecast looks
 
 
 class ResponseLengths:
-    """The lengths of the latest responses."""
+    """The lengths of the latest responses; to begin with, of ``latest``."""
 
-    def __init__(self) -> None:
-        self._latest = deque[int](maxlen=_LATEST)
+    def __init__(self, latest: Sequence[int] = ()) -> None:
+        self._latest = deque(latest, maxlen=LATEST)
 
     def learn(self, tokens: int) -> None:
         """A response has ended with so many."""

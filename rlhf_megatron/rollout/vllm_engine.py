@@ -172,8 +172,7 @@ class VllmEngine:
             from rlhf_megatron.rollout import fp8
 
             fp8.quantize(self._model())
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache; requests are still running")
+        self.forget_prefixes()
         self._version = version
 
     # ---- memory
@@ -208,6 +207,15 @@ class VllmEngine:
             self._asleep.remove(tag)
 
     # ---- generating
+
+    def expect(self, lengths: Sequence[int]) -> None:
+        """See RolloutEngine."""
+        self._lengths = ResponseLengths(lengths)
+
+    def forget_prefixes(self) -> None:
+        """See RolloutEngine. Raises RuntimeError where requests are still running."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache; requests are still running")
 
     def generate(
         self,

@@ -51,8 +51,9 @@ def check_prompts(metrics: dict[int, dict[str, float]]) -> None:
 
 
 def test_a_killed_run_goes_on_with_the_groups_that_wait(folder: Path) -> None:
-    """One replica of two ranks, whose draws are the same in every run."""
-    recipe = ("grpo.yaml", "rollout.layout.tensor=2", "actor.layout.tensor=2")
+    """One replica of two ranks, whose draws are the same in every run; its cache says how many groups it runs."""
+    cache = ("rollout.kv_cache_gb=0.0003", "rollout.max_num_seqs=24")
+    recipe = ("grpo.yaml", "rollout.layout.tensor=2", "actor.layout.tensor=2", *cache)
     with torchrun(2, TRAIN, *recipe, folder=folder) as command:
         command.finish().check()
     whole, run = metrics_of(folder / "runs" / "whole"), folder / "runs" / "killed"

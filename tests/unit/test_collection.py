@@ -87,7 +87,8 @@ class Answers:
         return rolled.batch
 
     def scoring_metrics(self, rolled: Any) -> dict[str, float]:
-        return {"reward/timeouts": 0.0}
+        right = torch.cat([each.batch.rewards for each in rolled]).mean().item()
+        return {"reward/timeouts": 0.0, "reward/right": right}
 
     def generation_metrics(self, rolled: Any) -> dict[str, float]:
         return {"rollout/sampled_tokens": 100.0}
@@ -99,6 +100,13 @@ class Run:
     def __init__(self, **algorithm: Any) -> None:
         self.recipe = Recipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
         self.train, self._next = self, 0
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def read(self, places: list[tuple[int, int]]) -> list[Prompt]:
+        return [Prompt(row, "source", (row,), "", {}) for _, row in places]
 
     def next(self, count: int) -> list[Prompt]:
         self._next += count
@@ -185,8 +193,22 @@ def test_baselines_are_of_the_prompts_that_are_trained_on() -> None:
     update = {"rollout": RolloutSection(max_response_length=10, oversample=1.5)}
     made._session.recipe = made._session.recipe.model_copy(update=update)
     for expected in ([0.0, 0.0, 0.1, 0.1], [0.2, 0.2, 0.3, 0.3]):
-        batch, _, _ = made.collect(1)
+        batch, metrics, tokens = made.collect(1)
         assert batch.baseline_rewards.tolist() == pytest.approx(expected), "of each prompt's first response"
+        assert metrics["reward/right"] == pytest.approx(metrics["reward/mean"]), "of what was sampled alone"
+        assert tokens == 2 * (9 + 10 + 9), "what it is compared with was generated too"
+
+
+def test_groups_that_wait_are_dropped_where_rewards_are_made_in_another_way_now() -> None:
+    settings = filters(prompts_per_round=3, keep_surplus=True)
+    made = collector([MIXED] * 9, **settings)
+    made.collect(1)
+    penalized = settings | {"overlong_buffer": {"enable": True, "len": 2, "penalty_factor": 1.0}}
+    for algorithm, kept in ((settings, 1), (penalized, 0), (settings | {"advantage": "remax"}, 0)):
+        again = collector([MIXED] * 9, **algorithm)
+        again.load(made.state())
+        assert again.collect(2)[1]["rollout/groups_carried_over"] == kept
+        assert bool(again._session.said) != bool(kept)
 
 
 def test_staleness_is_that_of_the_rows_that_are_trained_on() -> None:

@@ -206,6 +206,9 @@ def test_resuming_anywhere_is_the_same_as_never_stopping(reopen: Callable[[], Pr
         stream.next(10)
         assert resumed.state() == stream.state()
         assert resumed.metrics() == stream.metrics()
+    some = [whole[place] for place in (40, 3, 3, 77, 0)]
+    assert resumed.read([(prompt.part, prompt.row) for prompt in some]) == some, "and drawn ones can be read again"
+    assert resumed.state() == stream.state()
 
 
 def test_an_epoch_has_every_usable_row_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -229,6 +232,7 @@ def test_a_single_usable_row_is_drawn_wherever_its_epochs_have_it(tokenizer: Tok
     stream = open_stream(tokenizer, DataSection(train_files=[file], max_prompt_length=40))
     assert numbers(stream.next(200)) == [0] * 200
     none = write(tmp_path / "b.parquet", 8, long=tuple(range(8)))
+    assert stream.read([(0, 3), (0, 0)])[0] is None
     with pytest.raises(DataError, match="all 8 rows are too long"):
         open_stream(tokenizer, DataSection(train_files=[none], max_prompt_length=40)).next(1)
 

@@ -1,10 +1,10 @@
-"""Groups that wait: what is asked for them, and a checkpoint's copy, which is exact whatever a row carries."""
+"""Groups that wait: what is asked for them, and a checkpoint's copy."""
 
 from __future__ import annotations
 
-import datetime
-import decimal
+import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from rlhf_megatron.rollout.engine import Completion
 from rlhf_megatron.runtime.checkpoint import TensorFile, join_tensors, split_tensors, write_tensors
 
 
-def prompt(row: int, length: int = 3, **extra_info: Any) -> Prompt:
+def prompt(row: int, length: int = 3, part: int = 0) -> Prompt:
     messages = ({"role": "user", "content": f"question {row} \N{SNOWMAN}"},)
-    return Prompt(row, "source", tuple(range(row, row + length)), "answer", extra_info, messages)
+    return Prompt(row, "source", tuple(range(row, row + length)), "answer", {"number": part}, messages, part=part)
 
 
 def completion(number: int, tokens: int, ending: str, versions: list[int] | None = None) -> Completion:
@@ -28,9 +28,14 @@ def completion(number: int, tokens: int, ending: str, versions: list[int] | None
 
 GROUPS = [
     Group(prompt(7), {0: completion(0, 3, "stop"), 2: completion(2, 4, "abort", [1, 1, 2, 3])}),
-    Group(prompt(8, when=datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), raw=b"\x00", sum=decimal.Decimal("1.50"))),
-    Group(prompt(9, nested={"list": [1, None], "text": None}, empty=[]), {1: completion(1, 5, "length")}),
-]  # fmt: skip
+    Group(prompt(8)),
+    Group(prompt(7, part=1), {1: completion(1, 5, "length")}),
+]
+DATA = {(group.prompt.part, group.prompt.row): group.prompt for group in GROUPS}
+
+
+def read(places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
+    return [DATA.get(place) for place in places]
 
 
 def test_a_checkpoint_keeps_groups_exactly(tmp_path: Any) -> None:
@@ -39,18 +44,27 @@ def test_a_checkpoint_keeps_groups_exactly(tmp_path: Any) -> None:
     [path] = tmp_path.rglob("*.safetensors")
     with TensorFile(path) as file:
         state = join_tensors(json.loads(json.dumps(plain)), file)
-    assert groups_from_state(state["waiting"], 3) == GROUPS
-    assert groups_from_state(state["none"], 3) == []
-    fewer = groups_from_state(state["waiting"], 2)
+    assert groups_from_state(state["waiting"], 3, read) == GROUPS
+    assert groups_from_state(state["none"], 3, read) == []
+    fewer = groups_from_state(state["waiting"], 2, read)
     assert [sorted(group.begun) for group in fewer] == [[0], [], [1]], "responses that are no longer asked for"
     assert fewer[2] == GROUPS[2]
 
 
 def test_groups_without_a_token_are_kept_too() -> None:
-    groups = [Group(prompt(1)), Group(prompt(2))]
+    groups = [GROUPS[1], GROUPS[1]]
     state = groups_state(groups)
     assert state["rows"].dtype == state["token_ids"].dtype == torch.int64
-    assert groups_from_state(state, 1) == groups
+    assert groups_from_state(state, 1, read) == groups
+
+
+def test_a_group_starts_anew_where_its_prompt_is_another_now_and_goes_where_it_is_left_out() -> None:
+    other = dataclasses.replace(GROUPS[0].prompt, token_ids=(7, 8, 9, 10))
+
+    def changed(places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
+        return [{(0, 7): other, (1, 7): DATA[1, 7]}.get(place) for place in places]
+
+    assert groups_from_state(groups_state(GROUPS), 3, changed) == [Group(other), GROUPS[2]]
 
 
 def test_begun_groups_come_first_then_long_prompts() -> None:

@@ -16,9 +16,10 @@ def drawn(generator: np.random.Generator, count: int) -> NDArray[np.int64]:
 
 
 def lengths_of(latest: NDArray[np.int64]) -> ResponseLengths:
-    lengths = ResponseLengths()
-    for tokens in latest:
-        lengths.learn(int(tokens))
+    known, learned = latest[: len(latest) // 2].tolist(), latest[len(latest) // 2 :].tolist()
+    lengths = ResponseLengths(known)
+    for tokens in learned:
+        lengths.learn(tokens)
     return lengths
 
 

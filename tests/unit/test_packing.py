@@ -60,6 +60,19 @@ def test_costs_are_as_near_to_each_other_as_by_largest_differencing(rows: int, d
         assert cost <= largest_differencing(rows_of_rank, len(of_rank)) * 1.05
 
 
+@pytest.mark.parametrize(
+    ("lengths", "budget", "data", "micro_batches"),
+    [([2000] * 4, 500, 1, 4), ([20000] * 4 + [100] * 4, 500, 2, 3), ([16000] * 8 + [3000] * 24, 8192, 4, 5)],
+)
+def test_rows_over_the_budget_take_a_micro_batch_each_and_no_empty_ones(
+    lengths: list[int], budget: int, data: int, micro_batches: int
+) -> None:
+    plan = plan_micro_batches(lengths, budget, data)
+    assert len(plan[0]) == micro_batches
+    for micro in itertools.chain.from_iterable(plan):
+        assert len(micro) <= 1 or sum(lengths[row] for row in micro) <= budget
+
+
 def test_a_token_of_a_long_row_counts_for_more() -> None:
     lengths = [800, 200, 200, 200, 200]
     assert plan_micro_batches(lengths, 1000, 2) == [[[0]], [[1, 2, 3, 4]]]
