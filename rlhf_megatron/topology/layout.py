@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.recipe.errors import RecipeError
@@ -38,6 +38,15 @@ class ExpertCoordinates:
 
 
 _AXES = ("tensor", "context", "data", "pipeline")
+
+
+def _alike(places: Sequence[Coordinates | ExpertCoordinates], axes: Collection[str]) -> Iterable[list[int]]:
+    """The positions of ``places`` that differ only in the coordinates named by ``axes``, together, in rising order."""
+    fixed = [field.name for field in dataclasses.fields(places[0]) if field.name not in axes]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for position, place in enumerate(places):
+        groups.setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(position)
+    return groups.values()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +96,7 @@ class Layout:
 
     def expert_groups_along(self, *axes: str) -> Iterator[list[int]]:
         """As ``groups_along``, in the experts' coordinates."""
-        fixed = [field.name for field in dataclasses.fields(ExpertCoordinates) if field.name not in axes]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for position in range(self.size):
-            place = self.expert_coordinates(position)
-            groups.setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(position)
-        yield from groups.values()
+        yield from _alike([self.expert_coordinates(position) for position in range(self.size)], axes)
 
     def coordinates(self, position: int) -> Coordinates:
         """The coordinates of the rank at ``position`` (0 <= position < size) among the role's ranks."""
@@ -109,14 +113,7 @@ class Layout:
 
     def groups_along(self, *axes: str) -> Iterator[list[int]]:
         """The groups of positions that differ only in the coordinates named by ``axes``, each in rising order."""
-        fixed = [axis for axis in _AXES if axis not in axes]
-        for values in itertools.product(*(range(getattr(self, axis)) for axis in fixed)):
-            chosen = dict(zip(fixed, values, strict=True))
-            yield [
-                p
-                for p in range(self.size)
-                if all(getattr(self.coordinates(p), axis) == value for axis, value in chosen.items())
-            ]
+        yield from _alike([self.coordinates(position) for position in range(self.size)], axes)
 
     def stage_chunks(self, layers: int) -> list[list[range]]:
         """The decoder layers of each pipeline stage; the first and last stage may hold a number of their own.
