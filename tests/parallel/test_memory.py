@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -51,8 +52,8 @@ def test_fifty_cycles_leak_nothing(tmp_path: Path) -> None:
 
 
 def check_cycles(folder: Path, world: int, dtype: str) -> None:
-    """What a process has after 50 cycles is what it had after 10; one that kept a copy of its model in each would have
-    40 times 4 MB more."""
+    """What a process has in its last cycles is what it had in earlier ones, but for what allocators hold back at the
+    moment; one that kept a copy of its model in each would have 30 times 4 MB more."""
     arguments = {
         "model": str(make_model(folder / "model", vocabulary=16000)),
         "rows": list(random_rows(6, 16000)),
@@ -62,5 +63,6 @@ def check_cycles(folder: Path, world: int, dtype: str) -> None:
         "cycles": 50,
     }
     for found in run_ranks(memory_over_cycles, world, arguments):
-        assert found["host"][-1] - found["host"][9] < 32 << 20
+        early, late = (median(found["host"][first : first + 10]) for first in (10, 40))
+        assert late - early < 32 << 20
         assert found["device"][-1] == found["device"][9]

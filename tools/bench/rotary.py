@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reports import spread, write_report
+from gpu_clock import milliseconds
+from reports import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -67,7 +68,7 @@ def measure(model: str, tokens: int) -> dict[str, Any]:
         differences[name] = max((ours[: len(right)] - right).abs().max().item() for ours, right in pairs)
     numbers = torch.empty(query.numel() + key.numel(), dtype=query.dtype, device="cuda")
     copy = torch.empty_like(numbers)
-    floor = milliseconds(lambda: copy.copy_(numbers))
+    floor = milliseconds(lambda: copy.copy_(numbers), WARM_UPS, REPEATS)
     moved = 2 * 2 * numbers.numel()
     return {
         "model": model,
@@ -96,23 +97,7 @@ def times(
     def back() -> None:
         torch.autograd.grad(found, leaves, upstream, retain_graph=True)
 
-    return milliseconds(there), milliseconds(back), found
-
-
-def milliseconds(way: Callable[[], Any]) -> dict[str, float]:
-    """Of the GPU, by its own clock. It has work while kernels are being started, so starting them does not count."""
-    busy = torch.empty(1 << 29, device="cuda")
-    taken = []
-    for repeat in range(WARM_UPS + REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        busy.fill_(1.0)
-        begin.record()
-        way()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= WARM_UPS:
-            taken.append(begin.elapsed_time(end))
-    return spread(taken)
+    return milliseconds(there, WARM_UPS, REPEATS), milliseconds(back, WARM_UPS, REPEATS), found
 
 
 def show(results: list[dict[str, Any]]) -> None:

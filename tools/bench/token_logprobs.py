@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reports import spread, write_report
+from gpu_clock import milliseconds
+from reports import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -57,25 +58,9 @@ def measure(rows: int, vocabulary: int) -> dict[str, Any]:
         TORCH: lambda: token_logprobs_reference(logits, tokens),
         FLOOR: lambda: logits.amax(-1),
     }
-    times = {name: milliseconds(way) for name, way in ways.items()}
+    times = {name: milliseconds(way, WARM_UPS, REPEATS) for name, way in ways.items()}
     difference = (ways[OURS]() - ways[VLLM]()).abs().max().item()
     return {"rows": rows, "vocabulary": vocabulary, "milliseconds": times, "largest_difference": difference}
-
-
-def milliseconds(way: Callable[[], Tensor]) -> dict[str, float]:
-    """Of the GPU, by its own clock. It has work while kernels are being started, so starting them does not count."""
-    busy = torch.empty(1 << 28, device="cuda")
-    taken = []
-    for repeat in range(WARM_UPS + REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        busy.fill_(1.0)
-        begin.record()
-        way()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= WARM_UPS:
-            taken.append(begin.elapsed_time(end))
-    return spread(taken)
 
 
 def show(results: list[dict[str, Any]]) -> None:
