@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+    from rlhf_megatron.models.hf_files import Companions
+
 DTYPES = ("bfloat16", "float32")
 # GGUF's name of a layer's tensor -> Hugging Face's.
 LAYER_NAMES = {
@@ -251,16 +253,16 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
 def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, model: Path | None) -> dict[str, Any]:
     """Write the folder and return what was written: role, step, parameters, dtype.
 
-    `model` is the folder that the config and tokenizer come from; default: model.path of the run that the checkpoint
-    lies in. One tensor is in memory at a time, beside the shard being written. Raises UserError for a checkpoint that
-    is damaged or does not fit, and for an `output` that exists.
+    `model` is the folder that the config and tokenizer come from; default: those of the run that the checkpoint lies
+    in, with its chat template. One tensor is in memory at a time, beside the shard being written. Raises UserError for
+    a checkpoint that is damaged or does not fit, and for an `output` that exists.
     """
     import torch
     from rich.console import Console
     from rich.progress import track
 
     from rlhf_megatron.models.architecture import read_architecture
-    from rlhf_megatron.models.hf_files import write_checkpoint
+    from rlhf_megatron.models.hf_files import Companions, write_checkpoint
     from rlhf_megatron.models.weight_map import whole_blocks
     from rlhf_megatron.regather.plan import elements
     from rlhf_megatron.roles.saved import SavedRole
@@ -274,9 +276,9 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     roles = manifest.state["roles"]
     if role not in roles:
         raise UserError(f"--role: {checkpoint} has no {role}, only {', '.join(sorted(roles))}")
-    companions = model or run_model(checkpoint)
+    companions = Companions(model) if model else companions_of_run(checkpoint)
     state = roles[role]
-    architecture = read_architecture(companions).with_head(state["architecture"]["head"])
+    architecture = read_architecture(companions.model).with_head(state["architecture"]["head"])
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(TensorFile(checkpoint / manifest.files[rank].name)) for rank in state["ranks"]]
         tensors = SavedRole(role, architecture, state, files).tensors(getattr(torch, dtype))
@@ -287,13 +289,17 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     return {"output": str(output), "role": role, "step": step, "parameters": parameters, "dtype": dtype}
 
 
-def run_model(checkpoint: Path) -> Path:
-    """Return model.path of the run that a checkpoint lies in. Raises UserError where its recipe cannot be read."""
+def companions_of_run(checkpoint: Path) -> Companions:
+    """Return what the recipe of the run that a checkpoint lies in names. Raises UserError where that cannot be read."""
+    from rlhf_megatron.models.hf_files import companions_of
+
     recipe = checkpoint.resolve().parents[1] / "recipe.yaml"
     try:
-        return Path(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["path"])
-    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"{recipe}: says nothing about the model ({error}); give --model") from error
+        content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        model = content["model"]
+        return companions_of(model["path"], model.get("tokenizer"), content["data"].get("chat_template"))
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{recipe}: does not lead to the model's files ({error}); give --model") from error
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -40,9 +40,10 @@ from rlhf_megatron.runtime.checkpoint import (
     restore_random_state,
     split_tensors,
     step_of,
+    tidy,
     write_tensors,
 )
-from rlhf_megatron.runtime.recovery import RecoveryLog, launch_of
+from rlhf_megatron.runtime.recovery import RecoveryLog
 from rlhf_megatron.runtime.signals import job_end, stop_signals
 from rlhf_megatron.topology.exchange import from_rank
 
@@ -61,11 +62,11 @@ class Part(Protocol):
 
 
 class RunStopped(Exception):
-    """The run has saved after ``step`` and is to end now, on every rank; it goes on when it is started again."""
+    """The run is to end now, after ``step``, on every rank; when it is started again it goes on from step ``saved``."""
 
-    def __init__(self, step: int, why: str) -> None:
+    def __init__(self, step: int, why: str, saved: int | None) -> None:
         super().__init__(f"stopped after step {step}: {why}")
-        self.step, self.why = step, why
+        self.step, self.why, self.saved = step, why, saved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,8 @@ def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
     path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
     Raises CheckpointError where the given one is damaged, or all are.
     """
+    if dist.get_rank() == 0:
+        tidy(folder)
     saved = from_rank(found(folder) if resume == "auto" else _saved_by_this_launch(folder))
     if resume == "none" and not saved:
         return None
@@ -123,6 +126,8 @@ class Checkpoints:
         self._held: dict[str, torch.Tensor] = {}  # the memory of a save; there is one at a time
         self._rank = dist.get_rank()
         self._recovery = RecoveryLog(folder.parent)
+        self.saved: int | None = None
+        """The step of the newest checkpoint of this run, the same on every rank."""
         self._limit = _TimeLimit(section.save_before_seconds, job_end(os.environ))
         if section.save_before_seconds and self._limit.end is None:
             tell("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
@@ -145,7 +150,7 @@ class Checkpoints:
                 prefix = "random/"
                 own = files[self._rank]
                 restore_random_state({name: own.tensor(prefix + name) for name in own.about["random"]})
-        step = step_of(checkpoint)
+        self.saved = step = step_of(checkpoint)
         if self._rank == 0:
             self._recovery.append("resume", step, f"from {checkpoint}")
         return step
@@ -156,8 +161,8 @@ class Checkpoints:
         A step that was ``skipped`` is not saved while others follow: a rollback goes to where steps still succeeded.
         ``worth``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
 
-        Raises RunStopped, once a checkpoint is published, where a rank has been asked to stop or the job is about to
-        end; not after the last step, which ends the run anyway.
+        Raises RunStopped, once a checkpoint is published or could not be written, where a rank has been asked to stop
+        or the job is about to end; not after the last step, which ends the run anyway.
         """
         unwritten = self._pending is not None and not self._pending.file.done()
         flags = torch.tensor([int(unwritten), 0 if last else self._reason_to_stop()])
@@ -174,8 +179,8 @@ class Checkpoints:
         if reason:
             why = self._limit.text() if reason == _TIME_IS_UP else f"{signal.Signals(reason).name} came"
             if self._rank == 0:
-                self._recovery.stop(step, why)
-            raise RunStopped(step, why)
+                self._recovery.stop(step, why, saved=self.saved == step)
+            raise RunStopped(step, why, self.saved)
 
     def _reason_to_stop(self) -> int:
         """Why this rank would stop now: the number of a signal, _TIME_IS_UP, or 0."""
@@ -183,9 +188,6 @@ class Checkpoints:
 
     def _begin(self, step: int, worth: float | None) -> None:
         folder = self._folder / f"step-{step}"
-        if self._rank == 0:
-            discard(folder)  # what a killed run may have left half-written
-        dist.barrier()
         tensors: dict[str, torch.Tensor] = {}
         pieces = {}
         for name, role in self._roles.items():
@@ -205,7 +207,7 @@ class Checkpoints:
         best = self._section.keep_best
         value = Worth(best.metric, best.mode, worth) if best and worth is not None else None
         faults.at("write", step)
-        state = {"step": step, "launch": launch_of(os.environ), "roles": roles, "parts": plain}
+        state = {"step": step, "launch": self._recovery.launch(), "roles": roles, "parts": plain}
         self._pending = _Save(folder, file, state, value)
 
     def _publish_pending(self) -> None:
@@ -217,20 +219,22 @@ class Checkpoints:
         written: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(written, str(error) if error else save.file.result())
         failures = [f"rank {rank}: {result}" for rank, result in enumerate(written) if isinstance(result, str)]
-        if self._rank == 0:
-            self._publish(save, written, failures)
-        dist.barrier()  # nobody may begin the next one, or end, before the folder has its name
+        failures[1:] = [f"{len(failures) - 1} more ranks failed"] if failures[1:] else []
+        # Nobody may begin the next one, or end, before the folder has its name.
+        if from_rank(self._rank == 0 and self._publish(save, written, failures)):
+            self.saved = step_of(save.folder)
 
-    def _publish(self, save: _Save, files: list[WrittenFile], failures: list[str]) -> None:
-        """A checkpoint that cannot be written costs no run: it is told, and the one before stays the newest."""
+    def _publish(self, save: _Save, files: list[WrittenFile], failures: list[str]) -> bool:
+        """Whether it is visible now: one that cannot be written is told, and the one before stays the newest."""
         try:
             if not failures:
                 publish(save.folder, files, save.state, self._section.keep_last_k, save.worth)
-                return
+                return True
         except OSError as error:
             failures = [str(error)]
         discard(save.folder)
-        self._tell(f"warning: {save.folder.name} was not saved ({'; '.join(failures)}); training goes on without it")
+        self._tell(f"warning: {save.folder.name} was not saved: {'; '.join(failures)}")
+        return False
 
 
 class _TimeLimit:
@@ -257,10 +261,10 @@ def _saved_by_this_launch(folder: Path) -> list[Path]:
     """The checkpoints in ``folder`` of this launch's attempts so far, the newest step first; on rank 0."""
     if dist.get_rank():
         return []
-    own = []
+    own, launch = [], RecoveryLog(folder.parent).launch()
     for checkpoint in found(folder):
         with contextlib.suppress(CheckpointError):
-            if read_manifest(checkpoint).state.get("launch") == launch_of(os.environ):
+            if read_manifest(checkpoint).state.get("launch") == launch:
                 own.append(checkpoint)
     return own
 
@@ -271,7 +275,7 @@ def _agreed_damage(checkpoint: Path) -> str | None:
         step_of(checkpoint)
         manifest: Manifest = read_manifest(checkpoint)
         problem = damage(checkpoint, manifest.files[dist.get_rank() :: dist.get_world_size()])
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:  # the latter: a disk or a file server that fails as it is read
         problem = str(error)
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)

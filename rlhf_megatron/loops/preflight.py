@@ -29,7 +29,7 @@ from rlhf_megatron.data.rows import (
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, RewardSection, RewardSource, UserError
-from rlhf_megatron.recipe.estimate import checkpoint_bytes
+from rlhf_megatron.recipe.estimate import checkpoint_bytes, export_bytes
 from rlhf_megatron.recipe.model_shape import planning_config, shape_of
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, rule_of
 from rlhf_megatron.rewards.score import Scorer
@@ -52,14 +52,15 @@ ROWS = 4  # rows that tokenizer and rewards are tried on
 GRACE_SECONDS = 15.0  # beyond a rank's own time limit, before it counts as silent
 
 
-def preflight(recipe: Recipe, seconds: float, json_file: Path | None = None) -> bool:
+def preflight(recipe: Recipe, seconds: float, json_file: Path | None = None, attempt: str | None = None) -> bool:
     """Checks ``recipe`` on all ranks; rank 0 shows the table and writes ``json_file``. True where no check failed.
 
     Every process of torchrun calls it, before or after the world is joined; it joins the world if that is still to be
     done. Each of its two parts (what a rank sees alone, the links) has ``seconds``; a rank that does not answer in time
-    is named. After a failure a thread may still hang in a collective: end the process by ``os._exit`` then.
+    is named. ``attempt`` as for ``answers_of_torchrun``. After a failure a thread may still hang in a collective: end
+    the process by ``os._exit`` then.
     """
-    answers = answers_of_torchrun()
+    answers = answers_of_torchrun(attempt)
     answers.give("place", {"host": socket.gethostname(), "node": int(os.environ.get("GROUP_RANK", "0"))})
     answers.give("alone", see_alone(recipe, answers.rank, answers.world, seconds))
     lead = _Lead(recipe, answers, seconds) if answers.rank == 0 else None
@@ -103,10 +104,16 @@ def see_alone(recipe: Recipe, rank: int, world: int, seconds: float) -> dict[str
 
 
 def disk_check(recipe: Recipe, share: float) -> Check:
-    """Room and speed for the run's checkpoints; ``share``: the part of each that this node writes."""
-    size = checkpoint_bytes(recipe, shape_of(planning_config(recipe))) if recipe.checkpoint.save_interval else 0.0
-    folder = RunFolder(recipe.run_root, recipe.name).path
-    return machine.disk_check(folder, size, recipe.checkpoint.keep_last_k + 1, share)
+    """Room and speed for the run's checkpoints and exports; ``share``: the part of each that this node writes."""
+    section, shape = recipe.checkpoint, shape_of(planning_config(recipe))
+    kept = section.keep_last_k + 1 + (section.keep_best is not None) if section.save_interval else 0
+    in_between = (recipe.steps - 1) // section.export_interval if section.export_interval else 0
+    return machine.disk_check(
+        RunFolder(recipe.run_root, recipe.name).path,
+        machine.Files(kept, checkpoint_bytes(recipe, shape)),
+        machine.Files(in_between + section.export_at_end, export_bytes(recipe, shape)),
+        share,
+    )
 
 
 def tokenizer_check(recipe: Recipe) -> Check:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from rlhf_megatron.loops.skipped_steps import TooManySkippedSteps
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, check_architecture, check_world
+from rlhf_megatron.recipe import Recipe, UserError, check_architecture, check_world
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
+from rlhf_megatron.runtime.claim import Claim
 from rlhf_megatron.runtime.health import HealthStop
 from rlhf_megatron.runtime.recovery import RecoveryLog, RepeatedFault
 from rlhf_megatron.runtime.signals import stop_signals, stop_status
@@ -18,6 +22,8 @@ from rlhf_megatron.topology.world import first_to_say, join_world, leave_world
 
 # Each part of a preflight that runs before training has so long.
 PREFLIGHT_SECONDS = 120.0
+# The exit status of a run that was asked to stop and could not save: nothing is to start it again by itself.
+NOT_SAVED_STATUS = 1
 
 
 def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
@@ -25,8 +31,8 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
 
     With ``check_first`` a preflight comes before anything is made; where it fails the process ends with status 1.
 
-    Returns the exit status: 0, or ``stop_status`` for a run that was asked to stop and is to go on later. Raises
-    UserError for input that is not right.
+    Returns the exit status: 0, ``stop_status`` for a run that was asked to stop and is to go on later, or
+    ``NOT_SAVED_STATUS``. Raises UserError for input that is not right, and where the result could not be written.
     """
     # Where a hang is noticed, that comes first: it tells more.
     join_world(max(30.0, recipe.retry.hang_seconds / 60 + 5))
@@ -36,40 +42,72 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
 
     folder = RunFolder(recipe.run_root, recipe.name)
     recovery = RecoveryLog(folder.path)
-    if _has_stopped(recovery):
+    stopped = _stopped(recovery)
+    if stopped is not None:
         leave_world()
-        return stop_status(os.environ)
+        return stopped
     if check_first:
         from rlhf_megatron.loops.preflight import preflight
 
-        if not preflight(recipe, PREFLIGHT_SECONDS):
+        if not preflight(recipe, PREFLIGHT_SECONDS, attempt=from_rank(uuid.uuid4().hex)):
             os._exit(1)  # a thread may hang in a collective
     check_world(recipe, dist.get_world_size())
     check_architecture(recipe, read_config(recipe.model.path))
-    recipe, skips = _begin(recipe, folder, recovery)
-    try:
-        status = _train(recipe, resume, recovery, skips)
-    except HealthStop as stop:
-        if dist.get_rank() == 0:
-            recovery.append("health_stop", None, str(stop))
-        raise
-    except Exception as error:
-        if first_to_say("fault"):  # other ranks' errors come of the first one
-            said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".splitlines()[0]
-            recovery.append("fault", None, said[:200], phase=watchdog.phase, **_kind(error))
-        raise
+    with _claimed(folder):
+        recipe, skips = _begin(recipe, recovery)
+        try:
+            status = _train(recipe, resume, recovery, skips)
+        except HealthStop as stop:
+            if dist.get_rank() == 0:
+                recovery.append("health_stop", None, str(stop))
+            raise
+        except Exception as error:
+            if first_to_say("fault"):  # other ranks' errors come of the first one
+                said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".splitlines()[0]
+                recovery.append("fault", None, said[:200], phase=watchdog.phase, **_kind(error))
+            raise
     leave_world()
     return status
 
 
-def _has_stopped(recovery: RecoveryLog) -> bool:
-    """Whether torchrun has started the ranks again after the run has stopped; the same on every rank, collective."""
+def _stopped(recovery: RecoveryLog) -> int | None:
+    """How to end where torchrun has started the ranks again after the run has stopped; collective."""
     import torch.distributed as dist
 
-    return from_rank(dist.get_rank() == 0 and recovery.has_stopped())
+    line = from_rank(recovery.has_stopped() if dist.get_rank() == 0 else None)
+    return _status_of_stop(line.get("saved", True)) if line else None
 
 
-def _begin(recipe: Recipe, folder: RunFolder, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dict[str, Any]]]:
+def _status_of_stop(is_saved: bool) -> int:
+    return stop_status(os.environ) if is_saved else NOT_SAVED_STATUS
+
+
+@contextlib.contextmanager
+def _claimed(folder: RunFolder) -> Iterator[None]:
+    """Makes the run's folder on rank 0, which holds it for this job meanwhile; collective as it begins.
+
+    Raises UserError on all ranks where the folder cannot be written, or another job trains there.
+    """
+    import torch.distributed as dist
+
+    claim, refusal = None, None
+    if dist.get_rank() == 0:
+        try:
+            folder.prepare(resume=True)
+            claim = Claim(folder.path)
+        except UserError as error:
+            refusal = str(error)
+    refusal = from_rank(refusal)
+    if refusal:
+        raise UserError(refusal)
+    try:
+        yield
+    finally:
+        if claim:
+            claim.release()
+
+
+def _begin(recipe: Recipe, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dict[str, Any]]]:
     """Notes the attempt on rank 0; the recipe with the budgets to go on with, and ``Adaptation.skips``.
 
     Raises RepeatedFault on all ranks where the attempt should not be.
@@ -79,14 +117,13 @@ def _begin(recipe: Recipe, folder: RunFolder, recovery: RecoveryLog) -> tuple[Re
     rank = dist.get_rank()
     decided: Any = None
     if rank == 0:
-        folder.prepare(resume=True)
         adaptation, reduced = adapt(recipe, recovery.of_this_launch())
         refusal = recovery.begin(recipe.retry.max_repeats, reduced)
         decided = refusal, adaptation, recovery.starts()
     refusal, adaptation, starts = from_rank(decided)
     if refusal:
         raise RepeatedFault(refusal)
-    watchdog.watch(folder.path, starts, rank, dist.get_world_size(), recipe.retry)
+    watchdog.watch(recovery.path.parent, starts, rank, dist.get_world_size(), recipe.retry)
     return with_budgets(recipe, adaptation.budgets), adaptation.skips
 
 
@@ -105,7 +142,7 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, skips: dict[int, 
     from rlhf_megatron.loops.checkpoints import RunStopped
     from rlhf_megatron.loops.reward_modeling import run_reward_modeling
     from rlhf_megatron.loops.rl import run_rl, told_of
-    from rlhf_megatron.loops.session import Session
+    from rlhf_megatron.loops.session import Session, beginning
     from rlhf_megatron.loops.sft import run_sft
 
     train, what = {
@@ -118,15 +155,16 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, skips: dict[int, 
         result = train(session)
     except RunStopped as stop:
         stop_signals.ignore()
-        session.say(f"{stop}; the same command goes on from there")
-        if session.rank == 0:
+        is_saved = stop.saved == stop.step
+        if is_saved and session.rank == 0:
             recovery.ask_for_requeue(stop.step, stop.why)
+        session.say(f"{stop}; the same command goes on from {'there' if is_saved else beginning(stop.saved)}")
         session.close()
-        return stop_status(os.environ)
+        return _status_of_stop(is_saved)
     except BaseException:
         session.abandon()
         raise
-    folder = session.export(recipe.steps) if recipe.checkpoint.export_at_end else None
+    folder = session.finish()
     session.close()
     if session.rank == 0:
         recovery.append("done", recipe.steps, "all steps are done")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -22,16 +20,21 @@ from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.loops.checkpoints import Checkpoints, Part, choose_checkpoint
 from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.loops.phases import Phases
+from rlhf_megatron.loops.report import Report
 from rlhf_megatron.loops.skipped_steps import SkippedSteps
 from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.flops import peak_flops, training_flops
-from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
-from rlhf_megatron.monitor.console import Console
-from rlhf_megatron.monitor.environment import environment_report, redact
-from rlhf_megatron.monitor.metrics import MetricsLogger
+from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights, companions_of
 from rlhf_megatron.monitor.profiler import Profiler
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, resolved_yaml, role_ranks
+from rlhf_megatron.recipe import (
+    OptimizerSection,
+    Recipe,
+    RewardModelSection,
+    RoleSection,
+    UserError,
+    role_ranks,
+)
 from rlhf_megatron.regather.export import export_weights
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
@@ -40,6 +43,14 @@ from rlhf_megatron.runtime.checkpoint import forget_best
 from rlhf_megatron.runtime.health import Health, memory_metrics
 from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.topology.clocks import host_identity, measure_clocks
+
+# Seconds between attempts to write what nothing else has: half an hour in all.
+_EXPORT_PAUSES = (5, 10, 20, 40, 75, 150, 300, 300, 300, 600)
+
+
+def beginning(saved: int | None) -> str:
+    """Where a run begins that has saved such a step."""
+    return "the beginning" if saved is None else f"step {saved}"
 
 
 class Session:
@@ -73,6 +84,7 @@ class Session:
             data = open_data(
                 recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
             )
+        self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
         self.train, self.validation = data.train, data.validation
         self.updates = recipe.steps * recipe.batch.epochs_per_step * recipe.batch.minibatches_per_step
         head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
@@ -88,6 +100,7 @@ class Session:
         self._endings: list[Callable[[], None]] = []
         self._skips, self._skipped = skips or {}, SkippedSteps(recipe.retry.max_skipped_steps)
         self._worth: dict[int, float] = {}  # on rank 0: what keep_best compares, by step
+        self._saved: Callable[[], int | None] = lambda: None  # the step of the newest checkpoint
 
     def checkpoints(self, roles: Mapping[str, PlacedRole], parts: Mapping[str, Part]) -> Checkpoints:
         """What saves the run; where it resumes, roles and parts are as they were when this returns. Collective."""
@@ -98,6 +111,7 @@ class Session:
             self.say(f"going on from {self._resume_from}, after step {self.first_step - 1}")
         elif self.rank == 0:
             forget_best(self.run.checkpoints)
+        self._saved = lambda: checkpoints.saved
         return checkpoints
 
     def make_role(
@@ -165,7 +179,9 @@ class Session:
                 self._miss_best_metric(step)
             with self.phase("save"):
                 if recipe.checkpoint.export_interval and step % recipe.checkpoint.export_interval == 0 and not last:
-                    self.export(step)
+                    problem = self.export(step)
+                    if problem:
+                        self.say(f"warning: step {step} was not exported: {problem}")
                 checkpoints.after(step, last, self._skipped.are_going_on, self._worth.get(step))
             self._profiler.end()
             self._write_timeline(step)
@@ -291,16 +307,49 @@ class Session:
         if self.report:
             self.report.console.message(text)
 
-    def export(self, step: int) -> Path:
-        """Writes the actor as a Hugging Face folder; collective."""
-        folder = self.run.export(step)
-        sources = self.actor.side()
-        dtype: torch.dtype = getattr(torch, self.recipe.model.dtype)
-        companions = Path(self.recipe.model.path)
-        architecture = self.actor.architecture
+    def export(self, step: int) -> str | None:
+        """Writes the actor as a Hugging Face folder; why that failed, where it did. Collective."""
+        recipe, actor = self.recipe, self.actor
+        dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         with self.phase("export"):
-            export_weights(folder, companions, architecture, sources, self.actor.parameters(), dtype, self.device)
-        return folder
+            try:
+                export_weights(
+                    self.run.export(step),
+                    self._companions,
+                    actor.architecture,
+                    actor.side(),
+                    actor.parameters(),
+                    dtype,
+                    self.device,
+                )
+            except OSError as error:
+                return str(error)
+        return None
+
+    def finish(self) -> Path | None:
+        """Exports the last step where the recipe asks for that, and returns the folder; collective.
+
+        While that fails and no checkpoint has the step, it is tried again, for the disk may get room meanwhile.
+        Raises UserError on all ranks where what was asked for could not be written.
+        """
+        section, last = self.recipe.checkpoint, self.recipe.steps
+        goes_on = f"make room, and the same command goes on from {beginning(self._saved())}"
+        if not section.export_at_end:
+            if section.save_interval and self._saved() != last:
+                raise UserError(f"{self.run.checkpoints}: step {last} could not be saved; {goes_on}")
+            return None
+        for pause in (*(_EXPORT_PAUSES if self._saved() != last else ()), None):
+            problem = self.export(last)
+            if problem is None:
+                return self.run.export(last)
+            if pause:
+                self.say(
+                    f"warning: the last step was not exported: {problem}; make room, it is tried again in {pause} s"
+                )
+                for _ in range(pause):
+                    time.sleep(1.0)
+                    watchdog.beat()
+        raise UserError(f"the last step was not exported: {problem}; {goes_on}")
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Has ``action`` done when the session closes, the latest first."""
@@ -320,30 +369,3 @@ class Session:
         dist.barrier()  # an engine that ends may take torch.distributed with it
         for action in reversed(self._endings):
             action()
-
-
-class Report:
-    """What rank 0 leaves behind and shows: recipe, environment, metrics, the live table and the plot."""
-
-    def __init__(self, run: RunFolder, recipe: Recipe, resume: bool) -> None:
-        self._run, self._recipe = run, recipe
-        run.prepare(resume)
-        run.recipe.write_text(resolved_yaml(recipe, redact))
-        run.environment.write_text(json.dumps(environment_report(), indent=2))
-        self._logger = MetricsLogger(run, recipe.monitor, recipe.model_dump(mode="json"))
-        stream = None if recipe.monitor.console else open(os.devnull, "w")  # noqa: SIM115  (open as long as the run)
-        self.console = Console(recipe.loop, total_steps=recipe.steps, title=recipe.name, stream=stream)
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes and shows one step."""
-        self._logger.log(step, metrics)
-        self.console.row(step, metrics)
-
-    def close(self) -> None:
-        """Draws the plot and gives the terminal back."""
-        self.console.close()
-        self._logger.close()
-        if self._recipe.monitor.plots and self._run.metrics.stat().st_size:
-            from rlhf_megatron.monitor.plots import plot_run  # matplotlib takes a second to import
-
-            plot_run(self._run.metrics, self._run.plot_file("run"))

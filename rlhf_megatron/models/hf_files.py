@@ -7,6 +7,7 @@ Only safetensors files are read, so loading never runs code from a file. Which r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -17,17 +18,59 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
+from rlhf_megatron.runtime.checkpoint import write_safetensors
 from rlhf_megatron.runtime.watchdog import watchdog
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# What a model folder holds beside its weights: configs, the tokenizer, the chat template.
-_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+# What a model folder holds beside its weights: configs, the tokenizer, the chat template, and code for either.
+_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+_OF_THE_MODEL = ("generation_config.json",)
+_CHAT_TEMPLATE, _SENTENCEPIECE = "chat_template.jinja", "tokenizer.model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Companions:
+    """Where the files beside the weights of an exported model come from."""
+
+    model: Path  # a folder: the config
+    tokenizer: Path | None = None  # a folder or a sentencepiece file; None: the model's folder
+    chat_template: str | None = None  # in place of the tokenizer's own
+
+    def copy_to(self, folder: Path) -> None:
+        """Copies all but config.json."""
+        of_model = _small_files(self.model)
+        if self.tokenizer is None:
+            copied = of_model
+        else:
+            copied = [file for file in of_model if file.name in _OF_THE_MODEL or file.suffix == ".py"]
+            if self.tokenizer.is_dir():
+                copied += [file for file in _small_files(self.tokenizer) if file.name not in _OF_THE_MODEL]
+            else:
+                shutil.copy(self.tokenizer, folder / _SENTENCEPIECE)
+        for file in copied:
+            shutil.copy(file, folder / file.name)
+        if self.chat_template is not None:
+            (folder / _CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
+
+
+def companions_of(model: str, tokenizer: str | None, chat_template: str | None) -> Companions:
+    """Those of a run whose recipe has these paths; the template is read now, as for the run itself.
+
+    Raises OSError or UnicodeDecodeError where the template cannot be read.
+    """
+    template = Path(chat_template).read_text(encoding="utf-8") if chat_template else None
+    return Companions(Path(model), Path(tokenizer) if tokenizer else None, template)
+
+
+def _small_files(folder: Path) -> list[Path]:
+    """What a model folder holds beside its weights and its config.json."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _COMPANION_SUFFIXES]
+    return [file for file in files if file.name != "config.json" and not file.name.endswith(".index.json")]
 
 
 class WeightSource(Protocol):
@@ -162,7 +205,7 @@ def window(parameter: Tensor, offset: Sequence[int], region: Region) -> Tensor:
 
 def write_checkpoint(
     folder: Path,
-    companions: Path,
+    companions: Companions,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     shard_bytes: int = 4 << 30,
@@ -171,24 +214,36 @@ def write_checkpoint(
 ) -> None:
     """Writes ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
 
-    ``companions`` is the folder that the config and tokenizer come from; the config's dtype becomes ``dtype``, and with
-    a scalar ``head`` it becomes that of a sequence classification. The folder appears whole: it is written under
-    another name and renamed, and an older one is replaced.
+    The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification. The
+    folder appears whole: it is written under another name and renamed, and an older one is replaced.
+    Raises OSError where the disk fails.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    try:
+        _write_into(partial, companions, tensors, dtype, shard_bytes, head)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what a failure has left takes room
+
+
+def _write_into(
+    folder: Path,
+    companions: Companions,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    shard_bytes: int,
+    head: Head,
+) -> None:
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = 0
 
     def flush() -> None:
         if pending:
-            path = partial / f"shard-{len(shards)}"
-            path.touch()  # as the umask says: safetensors alone would let nobody else read it
-            mode = path.stat().st_mode
-            save_file(pending, path, metadata={"format": "pt"})
-            path.chmod(mode)
+            write_safetensors(folder / f"shard-{len(shards)}", pending, {"format": "pt"})
             shards.append(list(pending))
             pending.clear()
 
@@ -200,22 +255,18 @@ def write_checkpoint(
         total += size
     flush()
     if len(shards) == 1:
-        (partial / "shard-0").rename(partial / _SINGLE)
+        (folder / "shard-0").rename(folder / _SINGLE)
     else:
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards):
             shard = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            (partial / f"shard-{number}").rename(partial / shard)
+            (folder / f"shard-{number}").rename(folder / shard)
             weight_map |= dict.fromkeys(names, shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (partial / _INDEX).write_text(json.dumps(index, indent=2))
-    for file in sorted(companions.iterdir()):
-        if file.suffix in _COMPANION_SUFFIXES and file.name not in (_INDEX, "config.json"):
-            shutil.copy(file, partial / file.name)
-    config = read_config(companions) | {"dtype": str(dtype).removeprefix("torch.")}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2))
+    companions.copy_to(folder)
+    config = read_config(companions.model) | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)  # its name before transformers 5
     if head == "scalar":
         config = classifier_config(config)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

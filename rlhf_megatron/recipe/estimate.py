@@ -147,6 +147,11 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> float:
     return sum(12.0 * role_shape(recipe, name, section, shape).parameters for name, section in learning.items())
 
 
+def export_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Size of one export: the actor's weights in model.dtype."""
+    return float(_ELEMENT_BYTES[recipe.model.dtype] * role_shape(recipe, "actor", recipe.actor, shape).parameters)
+
+
 def longest_row(recipe: Recipe) -> int:
     """Most tokens of one row. Responses that are given have no limit; they are taken to be as long as prompts."""
     response = recipe.rollout.max_response_length if recipe.loop == "rl" and recipe.rollout else None

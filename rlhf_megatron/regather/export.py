@@ -11,17 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.hf_files import write_checkpoint
+from rlhf_megatron.models.hf_files import Companions, write_checkpoint
 from rlhf_megatron.models.weight_map import Block, whole_blocks
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.plan import Shard, Side, elements, plan_regather
+from rlhf_megatron.topology.exchange import from_rank
 
 PORTION_BYTES = 1 << 30
 
 
 def export_weights(
     folder: Path,
-    companions: Path,
+    companions: Companions,
     architecture: Architecture,
     sources: Side,
     parameters: Mapping[str, Tensor],
@@ -30,8 +31,8 @@ def export_weights(
 ) -> None:
     """Writes the model that ``sources`` hold; collective over the world, the first rank that holds some of it writes.
 
-    ``companions`` is the folder whose config and tokenizer files go along. About ``PORTION_BYTES`` of full tensors are
-    in memory at a time, beside the shard being written.
+    About ``PORTION_BYTES`` of full tensors are in memory at a time, beside the shard being written.
+    Raises OSError on all ranks where the writer's disk fails.
     """
     writer = min(sources.shard_of)
     held = {shard: sources.blocks_of(shard) for shard in sources.ranks}
@@ -41,12 +42,17 @@ def export_weights(
         for blocks in portions
         for pair in _gather(blocks, _part(sources.shard_of, held, blocks), parameters, writer, dtype, device)
     )
+    problem = None
     if dist.get_rank() == writer:
-        write_checkpoint(folder, companions, tensors, dtype, head=architecture.head)
-    else:
-        for _ in tensors:
-            pass
-    dist.barrier()
+        try:
+            write_checkpoint(folder, companions, tensors, dtype, head=architecture.head)
+        except OSError as error:
+            problem = str(error)
+    for _ in tensors:  # all of them, or what a failure has left: the others take part to the end
+        pass
+    problem = from_rank(problem, writer)
+    if problem:
+        raise OSError(problem)
 
 
 def _portions(blocks: Sequence[Block], dtype: torch.dtype) -> list[list[Block]]:

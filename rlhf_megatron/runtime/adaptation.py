@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlhf_megatron.recipe import Recipe, make_recipe
+from rlhf_megatron.runtime.recovery import since_last_beginning
 
 # Which roles compute in a phase, and whether with gradients.
 _PASSES: dict[str, tuple[tuple[str, ...], bool]] = {
@@ -85,7 +86,7 @@ def adapt(recipe: Recipe, lines: Sequence[Mapping[str, Any]]) -> tuple[Adaptatio
     """
     reductions = [line["reduced"] for line in lines if "reduced" in line]
     budgets = {key: value for reduced in reductions for key, value in reduced.items()}
-    faults = [line for line in _since_last_beginning(lines) if line["what"] == "fault"]
+    faults = [line for line in since_last_beginning(lines) if line["what"] == "fault"]
     further: dict[str, float] = {}
     lacks_memory = bool(faults) and faults[-1].get("kind") == "out_of_memory"
     if lacks_memory and len(reductions) < recipe.retry.out_of_memory.max_reductions:
@@ -101,8 +102,3 @@ def with_budgets(recipe: Recipe, budgets: Mapping[str, float]) -> Recipe:
         section, name = key.split(".")
         values[section][name] = value
     return make_recipe(values, "retry.out_of_memory") if budgets else recipe
-
-
-def _since_last_beginning(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    begun = max((index for index, line in enumerate(lines) if line["what"] in ("start", "restart")), default=-1)
-    return lines[begun + 1 :]

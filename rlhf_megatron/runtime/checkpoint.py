@@ -76,12 +76,20 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], about:
     """
     path = partial_folder(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        save_file(dict(tensors), path, metadata={"about": json.dumps(about)})
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{path}: {error}") from error
+    write_safetensors(path, tensors, {"about": json.dumps(about)})
     _sync(path)
     return WrittenFile(name, path.stat().st_size, _digest(path))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes CPU tensors as one file, which others may read as the umask says; raises OSError where the disk fails."""
+    path.touch()  # safetensors alone would let nobody else read it
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"{path}: {error}") from error
+    path.chmod(mode)
 
 
 def publish(
@@ -143,6 +151,19 @@ def discard(folder: Path) -> None:
     shutil.rmtree(partial_folder(folder), ignore_errors=True)
 
 
+def tidy(folder: Path) -> None:
+    """Clears up in ``folder`` after a process that was killed; only while nothing else writes there.
+
+    Half-written checkpoints go. One that was just being replaced comes back, unless the new one has its name.
+    """
+    for left in sorted(folder.glob(f"*{_PARTIAL}")) + sorted(folder.glob(f"*{_REPLACED}")):
+        name = left.with_suffix("")
+        if left.suffix == _REPLACED and not name.exists():
+            os.rename(left, name)
+        elif left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def found(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, finished ones only, the newest step first.
 
@@ -152,7 +173,8 @@ def found(folder: Path) -> list[Path]:
         return []
     named = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     pointer = folder / _LATEST
-    match = _NAME.fullmatch(pointer.read_text(encoding="utf-8").strip()) if pointer.exists() else None
+    text = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
+    match = _NAME.fullmatch(text)
     latest = int(match.group(1)) if match else math.inf
     return [path for _, path in sorted(named, key=lambda each: (each[0] > latest, -each[0]))]
 

@@ -5,20 +5,22 @@ Files only; rank 0 writes, except for a fault, which the first rank that sees it
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import json
 import os
-import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.runtime.processes import identity
 
 What = Literal["start", "restart", "resume", "fault", "hang", "stop", "give_up", "health_stop", "done"]
-_BEGINNINGS, _ENDINGS, _FAULTS = ("start", "restart"), ("stop", "done"), ("fault", "hang")
+_BEGINNINGS, _ENDINGS, _FAULTS = ("start", "restart"), ("stop", "done"), ("fault", "hang", "health_stop")
+_KEYS = {"launch", "attempt", "step", "what", "why"}
 _REQUEUE = "requeue"
 
 
@@ -26,51 +28,67 @@ class RepeatedFault(UserError):
     """A run that fails again and again at the same place."""
 
 
-def launch_of(environment: Mapping[str, str]) -> str:
-    """What all starts of a run have in common that follow from one command: Slurm's job, or one call of torchrun.
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What has started an attempt."""
 
-    torchrun's count of restarts will not do: an agent does not count those that came of another node's fault.
-    """
-    if "SLURM_JOB_ID" in environment:
-        return f"job {environment['SLURM_JOB_ID']}"
-    given = environment.get("TORCHELASTIC_RUN_ID", "none")
-    return f"torchrun {os.getppid() if given == 'none' else given}"
+    torchrun: str  # the ``identity`` of rank 0's: it starts the ranks again after a fault
+    job: str | None = None  # Slurm's
+    requeues: int = 0  # how often Slurm has started that job again
 
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Origin:
+        """That of this process, which torchrun has started."""
+        torchrun = identity(os.getppid() or os.getpid())  # 0: a process outside of this container
+        return cls(torchrun, environment.get("SLURM_JOB_ID"), int(environment.get("SLURM_RESTART_COUNT") or 0))
 
-def _torchrun() -> str:
-    """The process that has started this rank, unlike any other; a launch has another one after each requeue."""
-    parent = psutil.Process(os.getppid())
-    return f"{socket.gethostname()} {parent.pid} {parent.create_time()}"
+    def continues(self, beginning: Mapping[str, Any]) -> bool:
+        """Whether no person has started the run since a ``beginning`` of it, but the same torchrun, or a requeue.
+
+        A job alone says nothing: an interactive one may have many starts by hand.
+        """
+        is_requeued = self.job is not None and beginning.get("job") == self.job
+        return beginning.get("torchrun") == self.torchrun or (is_requeued and self.requeues > beginning["requeues"])
 
 
 class RecoveryLog:
     """The decisions of one run, over all of its jobs."""
 
-    def __init__(self, run: Path) -> None:
-        """``run`` is the run's folder."""
+    def __init__(self, run: Path, origin: Origin | None = None) -> None:
+        """``run`` is the run's folder; ``origin``: of this process, if it is not given."""
         self.path = run / "recovery.jsonl"
         self._metrics, self._requeue = run / "metrics.jsonl", run / _REQUEUE
-        self._launch = launch_of(os.environ)
+        self._given_origin = origin
+
+    @functools.cached_property
+    def _origin(self) -> Origin:
+        return self._given_origin or Origin.of(os.environ)
 
     def lines(self) -> list[dict[str, Any]]:
         """What has been written so far; a line that a crash has cut is left out."""
         if not self.path.exists():
             return []
-        return [line for text in self.path.read_text(encoding="utf-8").splitlines() if (line := _object(text))]
+        texts = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for text in texts if (line := _object(text))]
 
     def of_this_launch(self) -> list[dict[str, Any]]:
-        """The lines since a person has started the run."""
+        """The lines since a person has started the run: none, if that was now."""
         return self._of_this_launch(self.lines())
 
-    def stop(self, step: int, why: str) -> None:
-        """Notes that all ranks have saved after ``step`` and end."""
-        self.append("stop", step, why, torchrun=_torchrun())
+    def launch(self) -> str:
+        """What all attempts have in common that follow from one start by a person; call it after ``begin``."""
+        beginning = _last_beginning(self.lines())
+        return str(beginning["launch"]) if beginning else self._origin.torchrun
 
-    def has_stopped(self) -> bool:
-        """Whether the run has stopped under the torchrun that has now started it again: to that, a rank that dies as it
+    def stop(self, step: int, why: str, saved: bool) -> None:
+        """Notes that all ranks end after ``step``, and whether they have saved."""
+        self.append("stop", step, why, torchrun=self._origin.torchrun, saved=saved)
+
+    def has_stopped(self) -> dict[str, Any] | None:
+        """The line of the run's stop under the torchrun that has now started it again, to which a rank that dies as it
         ends is a fault."""
-        torchrun = _torchrun()
-        return any(line["what"] == "stop" and line.get("torchrun") == torchrun for line in self.lines())
+        stops = [line for line in self.lines() if line["what"] == "stop"]
+        return next((line for line in stops if line.get("torchrun") == self._origin.torchrun), None)
 
     def starts(self) -> int:
         """How often the run has been started, by whomever."""
@@ -78,13 +96,18 @@ class RecoveryLog:
 
     def append(self, what: What, step: int | None, why: str, **more: Any) -> None:
         """Adds a line: ``step`` is the last one that was done, None where the writer does not know."""
-        attempt = sum(line["what"] in _BEGINNINGS for line in self._of_this_launch(self.lines()))
-        attempt = max(0, attempt - (what not in _BEGINNINGS))  # the one that is going on
+        lines = self.lines()
+        is_new = what == "start"
+        launch = self._origin.torchrun if is_new else self.launch()
+        begun = sum(line["what"] in _BEGINNINGS and line["launch"] == launch for line in lines)
+        attempt = 0 if is_new else begun if what == "restart" else max(0, begun - 1)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        record = {"time": now, "launch": self._launch, "attempt": attempt, "step": step, "what": what, "why": why}
+        record = {"time": now, "launch": launch, "attempt": attempt, "step": step, "what": what, "why": why}
         record |= more
+        # What a crash has cut stays a line of its own.
+        before = "\n" if _size(self.path) and not self.path.read_bytes().endswith(b"\n") else ""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(before + json.dumps(record) + "\n")
 
     def begin(self, max_repeats: int, reduced: Mapping[str, float] | None = None) -> str | None:
         """Notes that an attempt begins; why it should not, where it would be the same fault again.
@@ -97,10 +120,11 @@ class RecoveryLog:
         self._requeue.unlink(missing_ok=True)
         lines = self.lines()
         step, fault = self._end_of_last(lines)
-        automatic = bool(self._of_this_launch(lines))
-        if automatic and lines[-1]["what"] == "health_stop":
-            return f"{self.path}: {lines[-1]['why']}"
-        if fault and automatic and not reduced:
+        own = self._of_this_launch(lines)
+        stopped = next((line for line in since_last_beginning(own) if line["what"] == "health_stop"), None)
+        if stopped:
+            return f"{self.path}: {stopped['why']}"
+        if fault and own and not reduced:
             repeats = 1 + _restarts_after(step, lines)
             if repeats >= max_repeats:
                 self.append("give_up", step, f"{repeats} attempts in a row ended after step {step}; the last: {fault}")
@@ -108,10 +132,11 @@ class RecoveryLog:
                     f"{self.path}: {repeats} attempts in a row ended after step {step} ({fault}); "
                     "mend the cause and start the run again, or raise retry.max_repeats"
                 )
-        what: What = "restart" if automatic else "start"
+        what: What = "restart" if own else "start"
         why = fault or (f"the attempt before had ended with: {lines[-1]['what']}" if lines else "the first attempt")
         changes = {"reduced": dict(reduced)} if reduced else {}
-        self.append(what, step, why, metrics_bytes=_size(self._metrics), **changes)
+        origin = dataclasses.asdict(self._origin)
+        self.append(what, step, why, metrics_bytes=_size(self._metrics), **origin, **changes)
         return None
 
     def ask_for_requeue(self, step: int, why: str) -> None:
@@ -119,23 +144,34 @@ class RecoveryLog:
         self._requeue.write_text(json.dumps({"step": step, "why": why}) + "\n", encoding="utf-8")
 
     def _of_this_launch(self, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [line for line in lines if line["launch"] == self._launch]
+        beginning = _last_beginning(lines)
+        if beginning is None or not self._origin.continues(beginning):
+            return []
+        return [line for line in lines if line["launch"] == beginning["launch"]]
 
     def _end_of_last(self, lines: list[dict[str, Any]]) -> tuple[int, str | None]:
         """(the last step of the attempt before, what ended it where that was a fault)."""
-        begun = max((index for index, line in enumerate(lines) if line["what"] in _BEGINNINGS), default=None)
-        if begun is None:
+        beginning, since = _last_beginning(lines), since_last_beginning(lines)
+        if beginning is None:
             return 0, None
-        beginning, since = lines[begun], lines[begun + 1 :]
         step = max((line["step"] for line in since if line["what"] == "resume"), default=beginning["step"])
         # A file that has changed since then is of this attempt, at least at its end.
         if _size(self._metrics) != beginning["metrics_bytes"]:
             step = _last_step(self._metrics, step)
         ending = next((line for line in since if line["what"] in _ENDINGS), None)
         if ending is not None:
-            return ending["step"], None
+            return ending["step"], None if ending.get("saved", True) else f"{ending['why']}; the step was not saved"
         said = [line["why"] for line in since if line["what"] in _FAULTS]
         return step, said[-1] if said else "it said nothing: killed, or its machine failed"
+
+
+def _last_beginning(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    return next((line for line in reversed(lines) if line["what"] in _BEGINNINGS), None)
+
+
+def since_last_beginning(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What the latest attempt in ``lines`` has written after its first line."""
+    return list(itertools.takewhile(lambda line: line["what"] not in _BEGINNINGS, reversed(lines)))[::-1]
 
 
 def _restarts_after(step: int, lines: list[dict[str, Any]]) -> int:
@@ -154,7 +190,7 @@ def _object(text: str) -> dict[str, Any] | None:
         value = json.loads(text)
     except ValueError:
         return None
-    return value if isinstance(value, dict) and "what" in value else None
+    return value if isinstance(value, dict) and value.keys() >= _KEYS else None
 
 
 def _size(path: Path) -> int:

@@ -106,6 +106,10 @@ class Command:
         ended = time.time()
         return Finished(status, *self._read(), ended)
 
+    def so_far(self) -> Finished:
+        """What it has written up to now; the status is -1."""
+        return Finished(-1, *self._read(), time.time())
+
     def _read(self) -> tuple[str, str]:
         out, err = (path.read_text(encoding="utf-8", errors="replace") for path in (self._out, self._err))
         return out, err

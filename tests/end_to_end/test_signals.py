@@ -100,7 +100,7 @@ runpy.run_path({train!r}, run_name="__main__")
 def test_what_has_stopped_is_started_again_by_slurm_but_not_by_torchrun(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "1")  # a requeued job keeps its number
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
     run, script = folder / "runs" / "once", folder / "dies_at_the_end.py"
     script.write_text(DIES_AT_THE_END.format(train=str(ROOT / TRAIN)))
     with torchrun(2, str(script), "sft.yaml", "name=once", folder=folder, restarts=1) as command:
@@ -111,6 +111,7 @@ def test_what_has_stopped_is_started_again_by_slurm_but_not_by_torchrun(
     assert [line["what"] for line in decisions(run)] == ["start", "stop"]
     assert logged(run) == decisions(run)[-1]["step"] and (run / "requeue").exists()
 
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # a requeued job keeps its number
     with train(folder, "name=once", restarts=1) as command:
         wait_for(command, lambda: decisions(run)[-1]["what"] == "resume")
     assert [line["what"] for line in decisions(run)] == ["start", "stop", "restart", "resume"]

@@ -19,7 +19,7 @@ from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
-from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402
@@ -67,7 +67,13 @@ def learn(
     updates += [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(1, steps)]
     if exported:
         export_weights(
-            Path(exported), Path(model), architecture, role.side(), role.parameters(), torch.float32, role.device
+            Path(exported),
+            Companions(Path(model)),
+            architecture,
+            role.side(),
+            role.parameters(),
+            torch.float32,
+            role.device,
         )
     return {
         "logprobs": outputs.logprobs[batch.response_mask].tolist(),

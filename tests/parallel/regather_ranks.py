@@ -17,7 +17,7 @@ from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
-from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
@@ -87,7 +87,7 @@ def learn_and_answer(
         sampled = engine.generate(requests, Sampling(1.0, 1.0, -1, 12, [1]))
         own = role.logprobs(batch_from_rows(prompts, [completion.token_ids for completion in sampled]))
         export_weights(
-            Path(exported) / f"update-{number}", Path(model), architecture, role.side(), role.parameters(),
+            Path(exported) / f"update-{number}", Companions(Path(model)), architecture, role.side(), role.parameters(),
             getattr(torch, dtype), role.device,
         )  # fmt: skip
         differing = differ_from_loading(engine, Path(exported) / f"update-{number}")

@@ -20,7 +20,7 @@ from rlhf_megatron.data.tokenizer import load_tokenizer  # noqa: E402
 from rlhf_megatron.loops.reward_modeling import bradley_terry  # noqa: E402
 from rlhf_megatron.models.architecture import Head, read_architecture  # noqa: E402
 from rlhf_megatron.models.heads import ScalarHead  # noqa: E402
-from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.regather.export import export_weights  # noqa: E402
 from rlhf_megatron.roles.outputs import SCORES  # noqa: E402
@@ -144,4 +144,5 @@ def learn_scores(judge: Role, batch: RolloutBatch, margins: list[float]) -> dict
 def export(role: Role, folder: Path, companions: str) -> None:
     """Writes the role as a Hugging Face folder."""
     parameters = role.parameters()
-    export_weights(folder, Path(companions), role.architecture, role.side(), parameters, torch.float32, role.device)
+    files = Companions(Path(companions))
+    export_weights(folder, files, role.architecture, role.side(), parameters, torch.float32, role.device)

@@ -14,7 +14,7 @@ from rlhf_megatron.recipe import Recipe, load_recipe
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, longest_sequence, smaller_budgets, with_budgets
 from rlhf_megatron.runtime.faults import Fault, fault_of
-from rlhf_megatron.runtime.recovery import RecoveryLog
+from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 
 ROOT = Path(__file__).resolve().parents[2]
 START = {"what": "start"}
@@ -73,9 +73,8 @@ def test_another_fault_reduces_nothing() -> None:
     assert (adaptation.budgets, further) == ({"actor.tokens_per_gpu": 300}, {})
 
 
-def test_attempts_with_other_budgets_are_no_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    log = RecoveryLog(tmp_path)
+def test_attempts_with_other_budgets_are_no_repetition(tmp_path: Path) -> None:
+    log = RecoveryLog(tmp_path, Origin("node 1 5"))
     refusals = []
     for _ in range(6):
         _, further = adapt(recipe("retry.out_of_memory.max_reductions=2"), log.of_this_launch())
@@ -83,8 +82,8 @@ def test_attempts_with_other_budgets_are_no_repetition(tmp_path: Path, monkeypat
         if not refusals[-1]:
             log.append("fault", None, "OutOfMemoryError", kind="out_of_memory", phase="update")
     assert refusals == [False, False, False, False, True, True], "two reductions, and then two with the same budgets"
-    monkeypatch.setenv("SLURM_JOB_ID", "2")
-    assert adapt(recipe(), RecoveryLog(tmp_path).of_this_launch())[0].budgets == {}, "a person starts with the recipe"
+    by_hand = RecoveryLog(tmp_path, Origin("node 2 9"))
+    assert adapt(recipe(), by_hand.of_this_launch())[0].budgets == {}, "a person starts with the recipe"
 
 
 def test_a_lack_of_memory_is_known_by_type_word_and_cause() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ import torch.distributed as dist
 
 from rlhf_megatron.loops.checkpoints import choose_checkpoint
 from rlhf_megatron.recipe import RecipeError, load_recipe
+from rlhf_megatron.runtime import checkpoint
 from rlhf_megatron.runtime.checkpoint import Worth, best_of, forget_best, found, publish, write_tensors
+from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def save(
     folder: Path, step: int, value: float | None = None, mode: Any = "max", keep: int = 1, launch: str = ""
 ) -> None:
-    checkpoint = folder / f"step-{step}"
-    file = write_tensors(checkpoint, "rank-00000.safetensors", {"x": torch.ones(2)}, {})
+    made = folder / f"step-{step}"
+    file = write_tensors(made, "rank-00000.safetensors", {"x": torch.ones(2)}, {})
     worth = Worth("eval/x", mode, value) if value is not None else None
-    publish(checkpoint, [file], {"step": step, "launch": launch}, keep, worth)
+    publish(made, [file], {"step": step, "launch": launch}, keep, worth)
 
 
 def names(folder: Path) -> list[str]:
@@ -91,21 +96,58 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_restart_takes_what_its_own_launch_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: None
-) -> None:
+def test_a_restart_takes_what_its_own_launch_has_saved(tmp_path: Path, world: None) -> None:
     told: list[str] = []
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    save(tmp_path, 7, keep=9, launch="job 1")
-    monkeypatch.setenv("SLURM_JOB_ID", "2")
-    assert choose_checkpoint(tmp_path, "auto", told.append) == tmp_path / "step-7"
-    assert choose_checkpoint(tmp_path, "none", told.append) is None
-    save(tmp_path, 2, keep=9, launch="job 2")
-    assert choose_checkpoint(tmp_path, "none", told.append) == tmp_path / "step-2"
-    assert choose_checkpoint(tmp_path, str(tmp_path / "step-7"), told.append) == tmp_path / "step-2"
-    monkeypatch.setenv("SLURM_JOB_ID", "3")
-    assert choose_checkpoint(tmp_path, str(tmp_path / "step-7"), told.append) == tmp_path / "step-7"
+    folder = tmp_path / "checkpoints"
+
+    def start(process: str) -> None:
+        RecoveryLog(tmp_path, Origin(process)).begin(9)
+
+    start("node 1 5")
+    save(folder, 7, keep=9, launch="node 1 5")
+    start("node 2 9")
+    assert choose_checkpoint(folder, "auto", told.append) == folder / "step-7"
+    assert choose_checkpoint(folder, "none", told.append) is None
+    save(folder, 2, keep=9, launch="node 2 9")
+    start("node 2 9")
+    assert choose_checkpoint(folder, "none", told.append) == folder / "step-2"
+    assert choose_checkpoint(folder, str(folder / "step-7"), told.append) == folder / "step-2"
+    start("node 3 9")
+    assert choose_checkpoint(folder, str(folder / "step-7"), told.append) == folder / "step-7"
     assert not told
+
+
+def test_what_a_killed_process_has_left_is_cleared_up(tmp_path: Path, world: None) -> None:
+    folder, told = tmp_path / "checkpoints", []
+    save(folder, 5, keep=9)
+    save(folder, 7, keep=9)
+    shutil.copytree(folder / "step-7", folder / "step-7.replaced")  # killed before it was removed,
+    (folder / "step-5").rename(folder / "step-5.replaced")  # or before the new one had its name
+    (folder / "step-5.partial").mkdir()
+    assert choose_checkpoint(folder, "auto", told.append) == folder / "step-7"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-5", "step-7"]
+    save(folder, 7, keep=9)
+    assert names(folder) == ["step-7", "step-5"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(
+    tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, told = tmp_path / "checkpoints", []
+    save(folder, 5, keep=9)
+    save(folder, 7, keep=9)
+    read = checkpoint._digest
+
+    def with_errors(path: Path) -> str:
+        if path.parent.name == "step-7":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))  # as of a failing disk
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "_digest", with_errors)
+    assert choose_checkpoint(folder, "auto", told.append) == folder / "step-5"
+    assert len(told) == 1 and "Input/output error" in told[0] and "step-7" in told[0]
+    (folder / "latest").write_bytes(b"\xff\xfe")
+    assert names(folder) == ["step-7", "step-5"]
 
 
 def test_keep_best_needs_evaluations() -> None:

@@ -216,13 +216,15 @@ def test_the_disk_must_hold_the_runs_checkpoints(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(machine, "WRITE_BYTES", 1 << 20)
     run = tmp_path / "runs" / "name"
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    assert machine.disk_check(run, 1000.0, 3, 1.0).result == "ok"
+    none = machine.Files(0, free * 9)
+    assert machine.disk_check(run, machine.Files(3, 1000.0), none, 1.0).result == "ok"
     assert list(run.iterdir()) == []
-    assert machine.disk_check(run, free / 2, 3, 1e-6).result == "warn"  # one fits, three do not
-    assert machine.disk_check(run, free * 2, 1, 1e-6).result == "fail"
-    assert "save less often" in machine.disk_check(run, free / 10, 1, 1e9).advice  # hours for each
+    assert machine.disk_check(run, machine.Files(3, free / 2), none, 1e-6).result == "warn"  # one fits, three do not
+    assert machine.disk_check(run, none, machine.Files(9, free / 8), 1e-6).result == "warn"
+    assert machine.disk_check(run, machine.Files(1, free / 1.5), machine.Files(1, free / 2), 1e-6).result == "fail"
+    assert "save less often" in machine.disk_check(run, machine.Files(1, free / 10), none, 1e9).advice  # hours for each
     (tmp_path / "file").write_text("")
-    assert machine.disk_check(tmp_path / "file" / "name", 0.0, 1, 1.0).result == "fail"
+    assert machine.disk_check(tmp_path / "file" / "name", none, none, 1.0).result == "fail"
 
 
 def test_a_checkpoint_holds_three_float32_numbers_for_each_parameter(

@@ -18,21 +18,21 @@ import pytest
 from rlhf_megatron.loops.checkpoints import _TimeLimit
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.runtime.rank_logs import next_log
-from rlhf_megatron.runtime.recovery import RecoveryLog
+from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 from rlhf_megatron.runtime.signals import job_end, stop_status
+
+FIRST, BY_HAND = Origin("node 11 100"), Origin("node 12 200")
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's folder, outside of torchrun and Slurm."""
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
+def run(tmp_path: Path) -> Path:
+    """A run's folder."""
     return tmp_path
 
 
-def attempt(run: Path, steps: list[int], *, ending: str | None = None, job: str = "1") -> str | None:
-    """One attempt of a job that logs ``steps``; returns why it was refused."""
-    os.environ["SLURM_JOB_ID"] = job
-    log = RecoveryLog(run)
+def attempt(run: Path, steps: list[int], *, ending: str | None = None, origin: Origin = FIRST) -> str | None:
+    """One attempt that logs ``steps``; returns why it was refused."""
+    log = RecoveryLog(run, origin)
     refused = log.begin(max_repeats=3)
     if refused is None:
         with (run / "metrics.jsonl").open("a") as file:
@@ -40,7 +40,12 @@ def attempt(run: Path, steps: list[int], *, ending: str | None = None, job: str 
         if ending == "fault":
             log.append("fault", None, "ValueError: bad row")
         elif ending == "stop":
-            log.append("stop", steps[-1], "SIGTERM came")
+            log.stop(steps[-1], "SIGTERM came", saved=True)
+        elif ending == "stop without saving":
+            log.stop(steps[-1], "SIGTERM came", saved=False)
+        elif ending == "health_stop":
+            log.append("health_stop", None, "the loss is too high")
+            log.append("fault", None, "rank 1: RuntimeError: connection closed")  # what others make of its end
     return refused
 
 
@@ -54,8 +59,8 @@ def test_a_fault_at_the_same_step_is_tried_so_often_and_no_more(run: Path) -> No
     lines = RecoveryLog(run).lines()
     assert [line["what"] for line in lines if line["what"] != "fault"] == ["start"] + ["restart"] * 2 + ["give_up"] * 2
     assert [line["attempt"] for line in lines if line["what"] == "restart"] == [1, 2]
-    assert attempt(run, [3], job="2") is None, "a person may try again"
-    assert attempt(run, [3], job="2") is None, "and that counts anew"
+    assert attempt(run, [3], origin=BY_HAND) is None, "a person may try again"
+    assert attempt(run, [3], origin=BY_HAND) is None, "and that counts anew"
 
 
 def test_progress_and_orderly_stops_are_no_repeated_faults(run: Path) -> None:
@@ -78,6 +83,60 @@ def test_a_line_cut_by_a_crash_is_left_out(run: Path) -> None:
     with RecoveryLog(run).path.open("a") as file:
         file.write('{"what": "sto')
     assert [line["what"] for line in RecoveryLog(run).lines()] == ["start", "fault"]
+    assert attempt(run, [2]) is None
+    assert [line["what"] for line in RecoveryLog(run).lines()] == ["start", "fault", "restart"], "nor is more lost"
+    with RecoveryLog(run).path.open("a") as file:
+        file.write('{"what": "fault"}\n[1]\n')
+    assert attempt(run, [3]) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "is_restart"),
+    [
+        (Origin("a 1 5"), Origin("a 1 5"), True),  # torchrun starts ranks again
+        (Origin("a 1 5"), Origin("a 1 9"), False),  # another process of the same number
+        (Origin("a 1 5", "42"), Origin("a 2 9", "42"), False),  # a second torchrun in an interactive job
+        (Origin("a 1 5", "42"), Origin("b 2 9", "42", 1), True),  # a requeue
+        (Origin("a 1 5", "42", 1), Origin("b 2 9", "42", 1), False),
+        (Origin("a 1 5", "42"), Origin("b 2 9", "43", 1), False),
+    ],
+)
+def test_torchrun_and_a_requeue_go_on_and_a_person_begins_anew(
+    run: Path, first: Origin, then: Origin, is_restart: bool
+) -> None:
+    assert attempt(run, [1], ending="health_stop", origin=first) is None
+    assert attempt(run, [2], origin=then) == (f"{run}/recovery.jsonl: the loss is too high" if is_restart else None)
+    other = run / "other"
+    other.mkdir()
+    assert attempt(other, [3], ending="fault", origin=first) is None
+    log = RecoveryLog(other, then)
+    assert bool(log.of_this_launch()) == is_restart
+    assert log.begin(max_repeats=3) is None
+    lines = log.lines()
+    assert (lines[-1]["what"], lines[-1]["attempt"]) == (("restart", 1) if is_restart else ("start", 0))
+    assert log.launch() == lines[-1]["launch"] == (first.torchrun if is_restart else then.torchrun)
+
+
+def test_another_rank_speaks_for_the_same_launch(run: Path) -> None:
+    attempt(run, [1])
+    log = RecoveryLog(run, Origin("another node 7 9"))  # it has a torchrun of its own
+    log.append("fault", None, "ValueError: bad row")
+    assert log.lines()[-1]["launch"] == FIRST.torchrun and log.lines()[-1]["attempt"] == 0
+
+
+def test_why_a_run_has_ended_is_told_at_its_next_start(run: Path) -> None:
+    whys = []
+    for number, ending in enumerate(("health_stop", "stop without saving", "stop", "fault", None)):
+        attempt(run, [number], ending=ending, origin=Origin(f"node {number} 0"))
+        RecoveryLog(run, BY_HAND).begin(9)
+        whys.append(RecoveryLog(run).lines()[-1]["why"])
+    assert whys == [
+        "rank 1: RuntimeError: connection closed",
+        "SIGTERM came; the step was not saved",
+        "the attempt before had ended with: stop",
+        "ValueError: bad row",
+        "it said nothing: killed, or its machine failed",
+    ]
 
 
 def test_a_run_that_starts_again_takes_back_its_request_for_a_requeue(run: Path) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 from rlhf_megatron.models.architecture import Architecture, read_architecture
-from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights, load_blocks, write_checkpoint
+from rlhf_megatron.models.hf_files import CheckpointFiles, Companions, RandomWeights, load_blocks, write_checkpoint
 from rlhf_megatron.models.weight_map import megatron_blocks, whole_blocks
 from rlhf_megatron.regather.plan import elements
 from rlhf_megatron.regather.sides import parameter_shapes
@@ -63,7 +63,7 @@ def write_random(architecture: Architecture, companions: Path, folder: Path) -> 
     weights, blocks = RandomWeights(architecture, 1, torch.device("cpu")), whole_blocks(architecture)
     drawn = ((block.tensor, weights.read(block.tensor, block.region).bfloat16()) for block in blocks)
     told = track(drawn, "random checkpoint", len(blocks), console=Console(stderr=True))
-    write_checkpoint(folder, companions, told, torch.bfloat16)
+    write_checkpoint(folder, Companions(companions), told, torch.bfloat16)
 
 
 def in_own_process(checkpoint: Path, layout: Layout) -> dict[str, Any]:

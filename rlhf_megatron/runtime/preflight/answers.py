@@ -55,8 +55,12 @@ class Answers:
         return json.loads(self._store.get(key))
 
 
-def answers_of_torchrun() -> Answers:
-    """The ranks that torchrun started; needs no process group. Raises UserError where torchrun did not start this."""
+def answers_of_torchrun(attempt: str | None = None) -> Answers:
+    """The ranks that torchrun started; needs no process group. Raises UserError where torchrun did not start this.
+
+    ``attempt``: a word that all ranks have and no earlier attempt had, whose answers may still be there. Without it
+    torchrun's count of restarts is taken, which may differ between nodes.
+    """
     if "RANK" not in os.environ:
         raise UserError("a preflight runs under torchrun: torchrun --nproc-per-node N tools/preflight.py RECIPE")
     store = dist.TCPStore(
@@ -66,5 +70,5 @@ def answers_of_torchrun() -> Answers:
         timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
         wait_for_workers=False,
     )
-    prefix = f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    prefix = f"preflight/{attempt or os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return Answers(dist.PrefixStore(prefix, store), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

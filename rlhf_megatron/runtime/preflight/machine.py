@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import time
@@ -142,13 +143,25 @@ def _read(path: Path) -> str:
 # ---- the disk
 
 
-def disk_check(folder: Path, checkpoint_bytes: float, kept: int, share: float) -> Check:
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Checkpoints or exports of a run: so many, of so many bytes each."""
+
+    number: int
+    bytes_each: float
+
+    def bytes_of(self, most: int) -> float:
+        """Of all of them, or of so many if that is less."""
+        return min(self.number, most) * self.bytes_each
+
+
+def disk_check(folder: Path, checkpoints: Files, exports: Files, share: float) -> Check:
     """Space and write speed of the run's ``folder``, which is made if it is not there.
 
     Args:
-        folder: where checkpoints go.
-        checkpoint_bytes: size of one; 0 where the run saves none.
-        kept: how many lie there at a time, the one that is being written included.
+        folder: where checkpoints and exports go.
+        checkpoints: those that lie there at a time, the one that is being written included.
+        exports: all that the run makes.
         share: of a checkpoint that this machine writes.
     """
     try:
@@ -157,14 +170,16 @@ def disk_check(folder: Path, checkpoint_bytes: float, kept: int, share: float) -
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return Check("disk", "fail", f"{folder}: {error.strerror}", "choose another run_root")
-    seconds = checkpoint_bytes * share / speed
+    seconds = checkpoints.bytes_of(1) * share / speed
     seen = f"{free / GB:.1f} GB free, written at {speed / 1e9:.2f} GB/s"
-    if checkpoint_bytes:
-        seen += f"; {kept} checkpoints of {checkpoint_bytes / GB:.1f} GB, {seconds:.0f} s each"
-    if free < checkpoint_bytes:
+    if checkpoints.number:
+        seen += f"; {checkpoints.number} checkpoints of {checkpoints.bytes_each / GB:.1f} GB, {seconds:.0f} s each"
+    if exports.number:
+        seen += f"; {exports.number} exports of {exports.bytes_each / GB:.1f} GB"
+    if free < checkpoints.bytes_of(1) + exports.bytes_of(1):
         return Check("disk", "fail", seen, f"make room under {folder}, or choose another run_root")
-    if free < checkpoint_bytes * kept:
-        return Check("disk", "warn", seen, "make room, or lower checkpoint.keep_last_k")
+    if free < checkpoints.bytes_of(checkpoints.number) + exports.bytes_of(exports.number):
+        return Check("disk", "warn", seen, "make room, or lower checkpoint.keep_last_k, or export less often")
     if seconds > _LONG_SAVE_SECONDS:
         return Check("disk", "warn", seen, "choose a faster file system for run_root, or save less often")
     return Check("disk", "ok", seen)

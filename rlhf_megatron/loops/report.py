@@ -1,0 +1,40 @@
+"""What a run shows and writes while it goes on, on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from rlhf_megatron.monitor.console import Console
+from rlhf_megatron.monitor.environment import environment_report, redact
+from rlhf_megatron.monitor.metrics import MetricsLogger
+from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.recipe import Recipe, resolved_yaml
+
+
+class Report:
+    """What rank 0 leaves behind and shows: recipe, environment, metrics, the live table and the plot."""
+
+    def __init__(self, run: RunFolder, recipe: Recipe, resume: bool) -> None:
+        self._run, self._recipe = run, recipe
+        run.prepare(resume)
+        run.recipe.write_text(resolved_yaml(recipe, redact))
+        run.environment.write_text(json.dumps(environment_report(), indent=2))
+        self._logger = MetricsLogger(run, recipe.monitor, recipe.model_dump(mode="json"))
+        stream = None if recipe.monitor.console else open(os.devnull, "w")  # noqa: SIM115  (open as long as the run)
+        self.console = Console(recipe.loop, total_steps=recipe.steps, title=recipe.name, stream=stream)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes and shows one step."""
+        self._logger.log(step, metrics)
+        self.console.row(step, metrics)
+
+    def close(self) -> None:
+        """Draws the plot and gives the terminal back."""
+        self.console.close()
+        self._logger.close()
+        if self._recipe.monitor.plots and self._run.metrics.stat().st_size:
+            from rlhf_megatron.monitor.plots import plot_run  # matplotlib takes a second to import
+
+            plot_run(self._run.metrics, self._run.plot_file("run"))
