@@ -9,16 +9,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import jinja2
 
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError, check_world, load_recipe, unsupported
+from rlhf_megatron.recipe.slurm import SlurmSection
 
 LAUNCH = Path(__file__).resolve().parent
 # Between the signal and the end of the job, what is left for requeueing a run that has not ended.
 SECONDS_TO_REQUEUE = 30
+# What the script is made of beside its tasks. It is one for all runs of an array, so none can have values of its own.
+JOB_KEYS = (
+    "run_root",
+    "cluster.gpus_per_node",
+    "retry.launcher",
+    "retry.max_retries",
+    "retry.hang_seconds",
+    *(f"slurm.{name}" for name in SlurmSection.model_fields),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +69,7 @@ def main() -> int:
 
 def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | None) -> list[Task]:
     """The runs of the job, each checked as launch/train.py would; in an array a run without a name of its own gets
-    NAME-K. Raises UserError for what cannot run, or a file that cannot be read."""
+    NAME-K. Raises UserError for what cannot run, a run that asks for another job, or a file that cannot be read."""
     if array is None:
         return [_task(path, list(overrides), recipe, f"{path}")]
     try:
@@ -75,7 +86,9 @@ def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | N
         if own:
             named = [] if any(text.startswith("name=") for text in own) else [f"name={recipe.name}-{len(tasks)}"]
             all_overrides = [*overrides, *own, *named]
-            tasks.append(_task(path, all_overrides, load_recipe(path, all_overrides), where))
+            of_run = load_recipe(path, all_overrides)
+            _check_same_job(recipe, of_run, where)
+            tasks.append(_task(path, all_overrides, of_run, where))
     if not tasks:
         raise UserError(f"--array {array}: has no line with overrides; write one per run")
     runs = [task.run for task in tasks]
@@ -83,6 +96,15 @@ def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | N
     if twice:
         raise UserError(f"--array {array}: two runs would write {twice}; give each a name of its own")
     return tasks
+
+
+def _check_same_job(recipe: Recipe, of_run: Recipe, where: str) -> None:
+    changed = [key for key in JOB_KEYS if attrgetter(key)(of_run) != attrgetter(key)(recipe)]
+    if changed:
+        raise UserError(
+            f"{where}: {', '.join(changed)}: the runs of an array share one job; give it on the command line for all, "
+            "or submit separate jobs"
+        )
 
 
 def _task(path: str, overrides: list[str], recipe: Recipe, where: str) -> Task:

@@ -136,6 +136,48 @@ def test_a_sweep_is_an_array_of_runs_with_names_of_their_own(folder: Path, tmp_p
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "run_root=elsewhere",
+        "cluster.gpus_per_node=8",
+        "retry.max_retries=7",
+        "retry.launcher=ft_launcher",
+        "retry.hang_seconds=60",
+        "slurm.account=lab",
+        "slurm.partition=gpu",
+        "slurm.time_limit_hours=48",
+        "slurm.nodes=2",
+        "slurm.request_gpus=false",
+        "slurm.options=[--qos=high]",
+        "slurm.venv=/opt/venv",
+        "slurm.container=image.sqsh",
+        "slurm.container_mounts=['/data:/data']",
+        "slurm.setup_script=modules.sh",
+        "slurm.network=roce",
+        "slurm.rendezvous_host=first",
+        "slurm.requeue=false",
+        "slurm.signal_seconds=900",
+    ],
+)
+def test_a_run_of_a_sweep_cannot_change_the_job_of_all(folder: Path, override: str) -> None:
+    container = ["slurm.container=other.sqsh"] if "container" in override else []
+    (folder / "plain.txt").write_text("seed=1\nseed=2\n")
+    (folder / "sweep.txt").write_text(f"seed=1\nseed=2 {shlex.quote(override)}\n")
+    with_it, without = (
+        re.sub("^case .*?^esac$", "", script(folder, *container, *more, "--array=plain.txt"), flags=re.M | re.S)
+        for more in ([override], [])
+    )
+    assert with_it != without, "what all runs share is made of it"
+    refused = refusal(folder, *container, "--array=sweep.txt")
+    assert refused.startswith(f"error: sweep.txt, line 2: {override.partition('=')[0]}: the runs of an array share one")
+
+
+def test_a_line_may_repeat_what_the_job_has_and_set_what_each_run_reads_itself(folder: Path) -> None:
+    (folder / "sweep.txt").write_text("slurm.nodes=2 retry.max_repeats=9 cluster.gpu_memory_gb=40\n")
+    assert options(script(folder, "--nodes=2", "--array=sweep.txt"))["nodes"] == "2"
+
+
+@pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["name=a/b"], "error: name: 'a/b' cannot name a run folder; begin with a letter or digit, go on with"),
