@@ -110,7 +110,7 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
             _check_divides(where, tensor, "experts (rollout.layout.expert_parallel)", _experts(config))
         elif _experts(config):
             _check_divides(where, tensor, _EXPERT_COLUMNS, _number(config, "moe_intermediate_size"))
-        longest, limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length, _positions(config)
+        longest, limit = recipe.longest_sequence, _positions(config)
         if limit is not None and longest > limit:
             raise RecipeError(
                 f"rollout.max_response_length={recipe.rollout.max_response_length} + data.max_prompt_length="

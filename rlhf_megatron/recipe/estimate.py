@@ -152,17 +152,11 @@ def export_bytes(recipe: Recipe, shape: ModelShape) -> float:
     return float(_ELEMENT_BYTES[recipe.model.dtype] * role_shape(recipe, "actor", recipe.actor, shape).parameters)
 
 
-def longest_row(recipe: Recipe) -> int:
-    """Most tokens of one row. Responses that are given have no limit; they are taken to be as long as prompts."""
-    response = recipe.rollout.max_response_length if recipe.loop == "rl" and recipe.rollout else None
-    return recipe.data.max_prompt_length + (response or recipe.data.max_prompt_length)
-
-
 def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
     """Tokens of the largest micro-batch of an update or of a pass for logprobs, over the GPUs that context parallelism
     cuts it over: the budget, or a longer row alone."""
     budget = section.tokens_per_gpu if gradients else section.logprob_tokens_per_gpu or section.tokens_per_gpu
-    return max(budget * layout_of(recipe, section).context, longest_row(recipe))
+    return max(budget * layout_of(recipe, section).context, recipe.longest_sequence)
 
 
 def all_logits(recipe: Recipe, section: RoleSection, shape: ModelShape) -> float:
@@ -235,7 +229,7 @@ def _most_micro_batches(recipe: Recipe, tokens: int, data: int) -> int:
     """Micro-batches of one data-parallel rank in one optimizer step, if every row were as long as it may be."""
     prompts = recipe.batch.minibatch_prompts or recipe.batch.prompts_per_step
     rows = -(-prompts * recipe.batch.responses_per_prompt // data)
-    return max(1, -(-rows * rows_per_response(recipe) * longest_row(recipe) // tokens))
+    return max(1, -(-rows * rows_per_response(recipe) * recipe.longest_sequence // tokens))
 
 
 def rows_per_response(recipe: Recipe) -> int:
@@ -318,7 +312,7 @@ def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> Rollo
         cache = max(0.0, share - beside_cache)
     heads = max(1, shape.key_value_heads // tensor)
     tokens = int(cache * GB // (2 * shape.layers * heads * shape.head_dim * size))
-    return RolloutMemory(world_size // tensor, weights, shared, cache, share, tokens, tokens // longest_row(recipe))
+    return RolloutMemory(world_size // tensor, weights, shared, cache, share, tokens, tokens // recipe.longest_sequence)
 
 
 def _shared_parameters(recipe: Recipe, shape: ModelShape, world_size: int) -> int:

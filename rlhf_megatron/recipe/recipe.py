@@ -121,6 +121,19 @@ class Recipe(Section):
         return "recompute" if asked_before or updates > 1 else "update"
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens of one row through the models, of what the recipe does not leave out for its length.
+
+        Given responses without a limit have no longest; they are taken to be as long as prompts.
+        """
+        data, limit = self.data, self.data.max_response_length
+        if self.loop == "rl" and self.rollout is not None:
+            limit = self.rollout.max_response_length
+        if self.loop == "reward_modeling" and limit is not None:
+            return limit  # of the whole conversation
+        return data.max_prompt_length + (limit or data.max_prompt_length)
+
+    @property
     def reward_names(self) -> list[str]:
         """Names of the parts of a reward in the run, the reward model's the last; none where there is one part."""
         if self.reward_model is None:

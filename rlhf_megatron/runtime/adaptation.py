@@ -51,7 +51,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def smaller_budgets(recipe: Recipe, phase: str) -> dict[str, float]:
     """The budgets of a phase that ran out of memory, reduced as retry.out_of_memory says; empty where none can be."""
-    settings, longest = recipe.retry.out_of_memory, longest_sequence(recipe)
+    settings = recipe.retry.out_of_memory
     if phase in _ROLLOUT_PHASES and recipe.rollout:
         key = "kv_cache_gb" if recipe.rollout.kv_cache_gb is not None else "gpu_memory_utilization"
         return {f"rollout.{key}": round(getattr(recipe.rollout, key) * settings.rollout_factor, 4)}
@@ -63,20 +63,11 @@ def smaller_budgets(recipe: Recipe, phase: str) -> dict[str, float]:
             continue
         key = "tokens_per_gpu" if with_gradients else "logprob_tokens_per_gpu"
         now = getattr(section, key) or section.tokens_per_gpu
-        value = max(int(now * settings.token_factor), longest)
+        # A sequence that is longer than the budget goes alone, so less than the longest would change nothing.
+        value = max(int(now * settings.token_factor), recipe.longest_sequence)
         if value < now:
             smaller[f"{name}.{key}"] = value
     return smaller
-
-
-def longest_sequence(recipe: Recipe) -> int:
-    """Tokens of the longest sequence that the recipe allows, which a smaller budget would not make shorter.
-
-    Given responses without a limit are taken to be as long as prompts.
-    """
-    data, rollout = recipe.data, recipe.rollout
-    response = rollout.max_response_length if rollout else data.max_response_length or data.max_prompt_length
-    return data.max_prompt_length + response
 
 
 def adapt(recipe: Recipe, lines: Sequence[Mapping[str, Any]]) -> tuple[Adaptation, dict[str, float]]:

@@ -12,7 +12,7 @@ import torch
 from rlhf_megatron.loops.skipped_steps import SkippedSteps, TooManySkippedSteps
 from rlhf_megatron.recipe import Recipe, load_recipe
 from rlhf_megatron.recipe.errors import UserError
-from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, longest_sequence, smaller_budgets, with_budgets
+from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, smaller_budgets, with_budgets
 from rlhf_megatron.runtime.faults import Fault, fault_of
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 
@@ -31,7 +31,6 @@ def out_of_memory(phase: str) -> dict[str, Any]:
 
 
 def test_the_budget_of_the_pass_that_failed_becomes_smaller() -> None:
-    assert longest_sequence(recipe()) == 100
     assert smaller_budgets(recipe(), "update") == {"actor.tokens_per_gpu": 300}
     assert smaller_budgets(recipe(), "update_critic") == {"critic.tokens_per_gpu": 225}
     assert smaller_budgets(recipe("critic.logprob_tokens_per_gpu=800"), "values") == {
@@ -50,6 +49,11 @@ def test_the_budget_of_the_pass_that_failed_becomes_smaller() -> None:
 def test_no_budget_is_below_the_longest_sequence() -> None:
     assert smaller_budgets(recipe("actor.tokens_per_gpu=120"), "update") == {"actor.tokens_per_gpu": 100}
     assert smaller_budgets(recipe("actor.tokens_per_gpu=90"), "update") == {}
+
+
+def test_where_responses_are_given_their_limit_counts_and_not_the_rollouts() -> None:
+    given = ["loop=sft", "batch={prompts_per_step: 4}", "data.max_response_length=200"]
+    assert smaller_budgets(recipe("actor.tokens_per_gpu=300", *given), "update") == {"actor.tokens_per_gpu": 240}
 
 
 def test_each_lack_of_memory_reduces_further_and_then_no_more() -> None:

@@ -242,6 +242,15 @@ def test_memory_as_it_was_measured(name: str, model: str) -> None:
     assert expected * GB / 1e9 == pytest.approx(measured["role"]["peak_memory_gb"], rel=0.1)
 
 
+def test_the_longest_response_that_is_given_goes_through_an_update_whole() -> None:
+    given = ("loop=sft", "batch={prompts_per_step: 64}", "data.max_prompt_length=512")
+    [budget], [longer] = (
+        estimate(recipe_of("qwen7b_grpo", *given, *more), shape("qwen2.5-7b"), 4).roles["actor"]
+        for more in ([], ["data.max_response_length=32256"])
+    )
+    assert longer.activations / budget.activations == pytest.approx(32768 / 16384)
+
+
 def test_the_optimizer_is_cut_over_data_parallel_ranks() -> None:
     sizes = shape("qwen2.5-7b")
     [one] = estimate(recipe_of("qwen7b_grpo"), sizes, 4).roles["actor"]

@@ -13,7 +13,7 @@ import pytest
 from rlhf_megatron.data import rows
 from rlhf_megatron.data.prompts import DataError, LeftOut, Prompt, PromptDataset
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.recipe import DataSection
+from rlhf_megatron.recipe import DataSection, make_recipe
 from tiny_tokenizer import write_bpe_tokenizer
 
 Row = dict[str, Any]
@@ -245,6 +245,34 @@ def test_supervised_rows_carry_response_and_eos(tokenizer: Tokenizer, tmp_path: 
         assert sum(isinstance(item, Prompt) for item in found) == kept
     with pytest.raises(DataError, match=r"column reward_model\.ground_truth: 2 tokens, over data\.max_response_length"):
         everything(opened(overlong_prompts="stop", max_response_length=1))
+
+
+@pytest.mark.parametrize("loop", ["sft", "reward_modeling"])
+def test_the_longest_row_that_is_kept_is_as_long_as_the_recipe_says(
+    tokenizer: Tokenizer, tmp_path: Path, loop: str
+) -> None:
+    answers = {"chosen": "It is 1.", "rejected": "No, it is 2, or is it 3?"}
+    row = verl_row(0) | answers | {"reward_model": {"ground_truth": answers["rejected"]}}
+    file = write(tmp_path / "a.parquet", [row])
+    of_pairs = loop == "reward_modeling"
+
+    def opened(section: DataSection) -> PromptDataset:
+        return PromptDataset([file], tokenizer, section, responses="pair" if of_pairs else "one")
+
+    prompt = only(opened(section()))
+    longest = max(map(len, prompt.pair or [prompt.response_token_ids or ()]))
+    values: dict[str, Any] = {
+        "name": "longest",
+        "loop": loop,
+        "steps": 1,
+        "model": {"path": "model", "dtype": "float32"},
+        "data": section(len(prompt.token_ids), max_response_length=longest).model_dump(),
+        "batch": {"prompts_per_step": 1},
+        "actor": {"tokens_per_gpu": 1, "optimizer": {"learning_rate": 1e-4}},
+    }
+    recipe = make_recipe(values, "test")
+    kept = only(opened(recipe.data))
+    assert recipe.longest_sequence == (longest if of_pairs else len(kept.token_ids) + longest)
 
 
 def test_a_system_prompt_is_put_before_conversations_that_have_none(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -346,6 +346,24 @@ def test_what_this_version_can_do_is_not_listed(small: Path) -> None:
     assert unsupported(load_recipe(small, supported)) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "longest"),
+    [
+        ([], 150),
+        (["loop=sft"], 200),
+        (["loop=sft", "data.max_response_length=700"], 800),
+        (["loop=reward_modeling"], 200),
+        (["loop=reward_modeling", "data.max_response_length=700"], 700),
+    ],
+)
+def test_the_longest_sequence_is_that_of_the_loop_and_its_limits(
+    small: Path, overrides: list[str], longest: int
+) -> None:
+    """Also where a recipe of given responses has a rollout, which an evaluation of its answers needs."""
+    given = ["batch.responses_per_prompt=1"] if overrides else []
+    assert load_recipe(small, [*given, *overrides]).longest_sequence == longest
+
+
 def test_make_recipe_needs_no_file(small: Path) -> None:
     values: dict[str, Any] = yaml.safe_load(SMALL)
     assert make_recipe(values, "here") == load_recipe(small)
