@@ -28,7 +28,7 @@ from rlhf_megatron.data.rows import (
 )
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, RewardSection, RewardSource, UserError
+from rlhf_megatron.recipe import Recipe, RewardSource, UserError
 from rlhf_megatron.recipe.estimate import checkpoint_bytes, export_bytes
 from rlhf_megatron.recipe.model_shape import planning_config, shape_of
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, rule_of
@@ -141,8 +141,9 @@ def reward_check(recipe: Recipe) -> Check:
 
     A rule must also find them better than an empty response; how an answer to a function looks, nobody knows here.
     """
-    if recipe.loop != "rl" or (recipe.reward_model is not None and recipe.reward == RewardSection()):
-        return Check("rewards", "skipped", "a reward model gives them" if recipe.loop == "rl" else "this loop has none")
+    if recipe.loop != "rl" or recipe.reward.rule == "none":
+        seen = "the reward model alone gives them" if recipe.loop == "rl" else "this loop has none"
+        return Check("rewards", "skipped", seen)
     items = _right_answers(recipe)
     empty = [dataclasses.replace(item, solution="", tokens=0) for item in items]
     with Scorer(recipe.reward) as scorer:

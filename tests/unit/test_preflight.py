@@ -327,6 +327,16 @@ def test_right_answers_are_scored_by_rules_and_functions(recipe_of: Callable[...
     assert bad.result == "fail" and "'str' object has no attribute 'length'" in bad.seen
 
 
+def test_beside_a_reward_model_rewards_are_tried_where_there_are_any(
+    recipe_of: Callable[..., Recipe], folder: Path
+) -> None:
+    judge = {"path": str(folder / "model"), "tokens_per_gpu": 256}
+    scored = Check("rewards", "ok", "4 right answers: 1; empty ones: 0")
+    assert reward_check(recipe_of(reward_model=judge)) == scored
+    alone = reward_check(recipe_of(reward_model=judge, reward={"rule": "none"}))
+    assert alone == Check("rewards", "skipped", "the reward model alone gives them")
+
+
 def test_a_right_answer_without_reward_is_told(recipe_of: Callable[..., Recipe], tmp_path: Path) -> None:
     row = {
         "data_source": "math",
