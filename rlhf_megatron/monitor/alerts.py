@@ -120,6 +120,10 @@ class AlertSender:
                 if not error.again or number == self._settings.retries:
                     self._tell(f"warning: alert not delivered by {channel} after {number + 1} attempts: {error}")
                     return
+            except Exception as error:  # of any kind: the thread has later alerts to deliver
+                # Its text may hold the webhook's URL.
+                self._tell(f"warning: alert not delivered by {channel}: {type(error).__name__}")
+                return
             time.sleep(self._pause * 2**number)
 
 
@@ -168,7 +172,13 @@ def run_command(command: Sequence[str], alert: Mapping[str, Any]) -> None:
     body = json.dumps(alert, default=str)
     try:
         finished = subprocess.run(
-            arguments, input=body, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+            arguments,
+            input=body,
+            capture_output=True,
+            text=True,
+            errors="replace",  # it may print any bytes
+            timeout=COMMAND_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise DeliveryError(f"{command[0]} ran past {COMMAND_SECONDS:g} s", True) from None

@@ -257,6 +257,32 @@ def test_a_command_that_fails_is_tried_again_and_told(tmp_path: Path) -> None:
     assert line.endswith("after 1 attempts: /nowhere/notify: No such file or directory")
 
 
+def test_a_command_may_print_any_bytes(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    code = (
+        f"import sys; open({str(count)!r}, 'a').write('x')\n"
+        "for stream in (sys.stdout, sys.stderr): stream.buffer.write(b'caf\\xe9')\n"
+        "sys.exit(int(sys.argv[1] == 'two'))"
+    )
+    settings = AlertSection(command=[sys.executable, "-c", code, "{message}"], retries=0)
+    [line] = send(settings, "one", "two", "three")
+    assert count.read_text() == "xxx" and line.endswith("ended with status 1: caf\ufffd")
+
+
+def test_an_alert_that_no_command_can_be_given_costs_none_of_the_later_ones(tmp_path: Path) -> None:
+    code = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+    settings = AlertSection(command=[sys.executable, "-c", code, str(tmp_path / "told"), "{message}"])
+    [line] = send(settings, "a null byte: \0", "later")
+    assert line == "warning: alert not delivered by command: ValueError"
+    assert (tmp_path / "told").read_text() == "later"
+
+
+def test_an_address_that_nothing_can_be_sent_to_is_told_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_WEBHOOK", "http://127.0.0.1:9/secret-\u00fctoken")
+    lines = send(section(retries=0), "one", "two")
+    assert lines == ["warning: alert not delivered by webhook: UnicodeEncodeError"] * 2
+
+
 @pytest.mark.parametrize("value", [None, "", "file:///etc/secret-token", "secret-token"])
 def test_an_address_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     if value is None:
