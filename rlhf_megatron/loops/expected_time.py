@@ -17,7 +17,7 @@ from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
 from rlhf_megatron.recipe import Recipe, RoleSection, role_ranks
 from rlhf_megatron.recipe.checks import layout_of, roles_of, stage_layers
-from rlhf_megatron.recipe.estimate import GB, RolloutMemory, estimate, keeps_logits, role_shape
+from rlhf_megatron.recipe.estimate import GB, RolloutMemory, estimate, keeps_logits, recomputed_layers, role_shape
 from rlhf_megatron.recipe.model_shape import role_config, shape_of
 
 # Bytes per second of a GPU's memory, from the vendor's data sheets.
@@ -169,14 +169,18 @@ def _update(
     """Forward and backward passes with what is recomputed (``twice``: logits too), at the slowest stage's pace and with
     the bubble, and what the optimizer streams: ``streamed`` bytes on each GPU in each step of its own."""
     batch = recipe.batch
-    layout = make_layout(layout_of(recipe, section), gpus)
     forward = forward_flops(model, whole, outputs)
-    again = {"full": (section.recompute.layers or model.layers) / model.layers}.get(section.recompute.granularity, 0.0)
     logits = forward - forward_flops(model, whole, 0) if twice else 0.0
-    seconds = (training_flops(model, whole, outputs) + forward * again + logits) / speed
-    head = _head_in_layers(model, whole, outputs, twice)
-    work = stage_work(stage_layers(layout_of(recipe, section), model.layers), head)
-    seconds *= max(work) / fmean(work)
+    once = training_flops(model, whole, outputs) + logits
+    given = layout_of(recipe, section)
+    stages = stage_layers(given, model.layers)
+    work = stage_work(stages, _head_in_layers(model, whole, outputs, twice))
+    slowest = max(
+        (once + forward * recomputed_layers(section, given, layers) / layers) * part
+        for layers, part in zip(stages, work, strict=True)
+    )
+    seconds = slowest / fmean(work) / speed
+    layout = make_layout(given, gpus)
     micro_batches = sum(whole) / batch.minibatches_per_step / layout.data / (section.tokens_per_gpu * layout.context)
     seconds *= 1 + (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline
     streaming = batch.minibatches_per_step * streamed / _STREAMED_BYTES_PER_SECOND

@@ -321,7 +321,7 @@ def transformer_config(
 
 
 def _recompute_config(granularity: str, layers: int | None) -> dict[str, Any]:
-    """Megatron's settings of ``granularity`` "none", "selective" or "full", of all ``layers`` or of so many a stage."""
+    """Megatron's settings of ``granularity`` "none", "selective" or "full", of all layers or of ``layers`` a chunk."""
     if granularity == "none":
         return {}
     if granularity == "selective":

@@ -213,6 +213,14 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
     return per_stage
 
 
+def recomputed_layers(section: RoleSection, layout: LayoutSection, layers: int) -> int:
+    """How many of a pipeline stage's ``layers`` an update computes again; Megatron counts them chunk by chunk."""
+    if section.recompute.granularity != "full":
+        return 0
+    chunks = layout.virtual_pipeline or 1
+    return chunks * min(layers // chunks, section.recompute.layers or layers)
+
+
 def _micro_batches_in_flight(layout: LayoutSection, stage: int) -> float:
     """How many micro-batches' activations a stage holds at most, by the one-forward-one-backward schedule.
 
@@ -274,7 +282,7 @@ def _stage_activations(
     whole = _layer_activations(section, shape, layout, size)
     if section.recompute.granularity != "full":  # selective: fused attention has nothing large to give up
         return tokens * layers * whole * in_flight
-    recomputed = min(layers, section.recompute.layers or layers)
+    recomputed = recomputed_layers(section, layout, layers)
     layer_input = size * shape.hidden / _sequence_parts(section, shape, layout)
     kept = (layers - recomputed) * whole + recomputed * layer_input
     return tokens * (kept * in_flight + whole)

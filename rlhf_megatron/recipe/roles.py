@@ -57,7 +57,7 @@ class RecomputeSection(Section):
     granularity: Literal["none", "selective", "full"] = "none"
     """none; selective: attention only; full: whole layers."""
     layers: int | None = Field(default=None, gt=0)
-    """With full: how many layers per stage; default: all."""
+    """With full: how many layers per stage, or per chunk of one with layout.virtual_pipeline; default: all."""
 
     @model_validator(mode="after")
     def _layers_need_full(self) -> RecomputeSection:

@@ -267,6 +267,12 @@ def test_recomputing_needs_less_and_a_pipeline_holds_more_micro_batches() -> Non
         for text in ("none", "full, layers: 14", "full")
     )
     assert none.activations > some.activations > full.activations > 0
+    few, all_of_chunks, all_of_stage = (
+        estimate(recipe_of("qwen7b_grpo", f"actor.recompute={text}", layout), sizes, 8).roles["actor"][0].activations
+        for layout in ["actor.layout={tensor: 2, pipeline: 2, virtual_pipeline: 2}"]
+        for text in ("{granularity: full, layers: 6}", "{granularity: full, layers: 7}", "{granularity: full}")
+    )
+    assert few > all_of_chunks == all_of_stage
     stages = estimate(recipe_of("qwen7b_grpo", "actor.layout={tensor: 2, pipeline: 4}"), sizes, 8).roles["actor"]
     assert [stage.activations / stages[3].activations for stage in stages] == pytest.approx([4, 3, 2, 1])
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]

@@ -74,6 +74,35 @@ def test_a_reference_takes_a_forward_pass_and_full_recomputation_another_one(tmp
     assert both.phases["update"] == pytest.approx(plain.phases["update"] * 4 / 3)
 
 
+@pytest.mark.parametrize(
+    ("layout", "layers", "share"),
+    [
+        ("{pipeline: 1}", 7, 1 / 4),
+        ("{pipeline: 2}", 7, 1 / 2),
+        ("{pipeline: 2}", 14, 1.0),
+        ("{pipeline: 2}", 99, 1.0),
+        ("{pipeline: 2, virtual_pipeline: 2}", 7, 1.0),
+    ],
+)
+def test_recomputed_layers_are_counted_on_each_chunk_of_each_stage(
+    tmp_path: Path, layout: str, layers: int, share: float
+) -> None:
+    plain, some = (
+        time_of(recipe_of(tmp_path, KEPT, f"actor.layout={layout}", *more)).phases["update"]
+        for more in ([], [f"actor.recompute={{granularity: full, layers: {layers}}}"])
+    )
+    assert some / plain == pytest.approx(1 + share / 3)
+
+
+def test_of_uneven_stages_the_one_that_is_slowest_with_what_it_recomputes_counts(tmp_path: Path) -> None:
+    layout = "actor.layout={pipeline: 2, first_stage_layers: 18, last_stage_layers: 10}"
+    plain, some = (
+        time_of(recipe_of(tmp_path, KEPT, layout, *more)).phases["update"]
+        for more in ([], ["actor.recompute={granularity: full, layers: 9}"])
+    )
+    assert some / plain == pytest.approx(1 + 9 / 18 / 3)
+
+
 def test_logits_that_are_kept_are_not_made_again(tmp_path: Path) -> None:
     twice, kept = time_of(recipe_of(tmp_path)), time_of(recipe_of(tmp_path, KEPT))
     config = config_of("7B")
