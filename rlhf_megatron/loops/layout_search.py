@@ -2,7 +2,8 @@
 
 Tried are the actor's tensor and pipeline parallelism, with as many layers on each stage and with fewer on the one that
 has the vocabulary, what it recomputes and streams, and the rollout's tensor parallelism; roles without a layout of
-their own follow the actor. All else is as the recipe has it.
+their own follow the actor. All else is as the recipe has it, but for virtual stages and a number of recomputed layers
+where the layout cannot have them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, has_figures, layers_and_head, stage_work
-from rlhf_megatron.recipe import Recipe, RecipeError, check_architecture, check_world, unsupported
+from rlhf_megatron.recipe import LayoutSection, Recipe, RecipeError, check_architecture, check_world, unsupported
+from rlhf_megatron.recipe.checks import stage_layers
 from rlhf_megatron.recipe.estimate import TIGHT, estimate
 from rlhf_megatron.recipe.load import apply_override
 from rlhf_megatron.recipe.model_shape import planning_config, shape_of
@@ -70,19 +72,26 @@ def _choices(recipe: Recipe, config: dict[str, Any], world: int) -> Iterator[dic
     degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= min(world, recipe.cluster.gpus_per_node)]
     streams = _STREAMED if recipe.actor.optimizer and recipe.actor.optimizer.distributed else (0.0,)
     layers, head = layers_and_head(recipe, config)
-    stages = [edges for pipeline in _PIPELINES for edges in _edges(layers, head, pipeline)]
-    for tensor, (pipeline, first, last), streamed, recompute, rollout in itertools.product(
-        degrees, stages, streams, ("none", "full"), degrees
+    stages = [
+        (*edges, _virtual_pipeline(recipe, layers, *edges))
+        for pipeline in _PIPELINES
+        for edges in _edges(layers, head, pipeline)
+    ]
+    recomputed = (("none", None), ("full", recipe.actor.recompute.layers))
+    for tensor, (pipeline, first, last, chunks), streamed, (granularity, of_each), rollout in itertools.product(
+        degrees, stages, streams, recomputed, degrees
     ):
         yield {
             "actor.layout.tensor": tensor,
             "actor.layout.pipeline": pipeline,
             "actor.layout.first_stage_layers": first,
             "actor.layout.last_stage_layers": last,
+            "actor.layout.virtual_pipeline": chunks,
             "actor.layout.data": None,
             "actor.sequence_parallel": tensor > 1,
             "actor.offload.streamed_optimizer": streamed,
-            "actor.recompute.granularity": recompute,
+            "actor.recompute.granularity": granularity,
+            "actor.recompute.layers": of_each,
             "rollout.layout.tensor": rollout,
         }
 
@@ -101,6 +110,19 @@ def _edges(layers: int, head: float, pipeline: int) -> list[tuple[int, int | Non
     # Of equals the one with the fewest layers on the first, which holds the most activations.
     best = min(possible, key=lambda counts: (max(stage_work(counts, head)), counts[0]))
     return [even, (pipeline, best[0], best[-1])]
+
+
+def _virtual_pipeline(recipe: Recipe, layers: int, pipeline: int, first: int | None, last: int | None) -> int | None:
+    """The recipe's virtual stages where these stages can have them, else none."""
+    chunks = recipe.actor.layout.virtual_pipeline
+    try:
+        layout = LayoutSection(
+            pipeline=pipeline, virtual_pipeline=chunks, first_stage_layers=first, last_stage_layers=last
+        )
+        stage_layers(layout, layers)
+    except (ValidationError, RecipeError):
+        return None
+    return chunks
 
 
 def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:

@@ -11,7 +11,7 @@ import yaml
 
 from end_to_end.commands import ROOT, python
 from rlhf_megatron.loops.expected_time import expected_time
-from rlhf_megatron.loops.layout_search import find_layouts
+from rlhf_megatron.loops.layout_search import Candidate, find_layouts
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.estimate import estimate
 from rlhf_megatron.recipe.model_shape import planning_config, shape_of
@@ -31,6 +31,25 @@ def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: 
         assert expected_time(again, config, world) == each.time
         assert max(estimate(again, shape_of(config), world).phases.values()) == each.memory <= 0.95 * 80
     assert all(later.memory < earlier.memory for earlier, later in pairwise(found))
+
+
+def found_with(own: str) -> list[Candidate]:
+    """Layouts of a 7B model on 8 GPUs whose recipe has ``own``, which their overrides make of it."""
+    path = ROOT / "recipes" / "qwen7b_grpo.yaml"
+    found = find_layouts(load_recipe(path, [*GPUS, own]), 8)
+    for each in found:
+        assert load_recipe(path, [*GPUS, own, *each.overrides]) == each.recipe
+    return found
+
+
+def test_a_number_of_recomputed_layers_does_not_hide_layouts_that_recompute_none() -> None:
+    plain, some = (found_with(f"actor.recompute={text}") for text in ("{}", "{granularity: full, layers: 4}"))
+    assert [(each.time, each.memory) for each in some] == [(each.time, each.memory) for each in plain]
+
+
+def test_virtual_stages_are_kept_where_they_fit_and_hide_no_other_layout() -> None:
+    layouts = [each.recipe.actor.layout for each in found_with("actor.layout={pipeline: 2, virtual_pipeline: 7}")]
+    assert {(layout.pipeline, layout.virtual_pipeline) for layout in layouts} >= {(1, None), (2, 7)}
 
 
 def test_the_first_is_no_slower_than_the_recipe_itself() -> None:
