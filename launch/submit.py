@@ -23,7 +23,6 @@ LAUNCH = Path(__file__).resolve().parent
 SECONDS_TO_REQUEUE = 30
 # What the script is made of beside its tasks. It is one for all runs of an array, so none can have values of its own.
 JOB_KEYS = (
-    "run_root",
     "cluster.gpus_per_node",
     "retry.launcher",
     "retry.max_retries",

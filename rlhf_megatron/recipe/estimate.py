@@ -154,9 +154,10 @@ def export_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
     """Tokens of the largest micro-batch of an update or of a pass for logprobs, over the GPUs that context parallelism
-    cuts it over: the budget, or a longer row alone."""
+    cuts it over: the budget, or a longer row (of preferences: a pair) alone."""
     budget = section.tokens_per_gpu if gradients else section.logprob_tokens_per_gpu or section.tokens_per_gpu
-    return max(budget * layout_of(recipe, section).context, recipe.longest_sequence)
+    alone = rows_per_response(recipe) * recipe.longest_sequence
+    return max(budget * layout_of(recipe, section).context, alone)
 
 
 def all_logits(recipe: Recipe, section: RoleSection, shape: ModelShape) -> float:

@@ -138,7 +138,6 @@ def test_a_sweep_is_an_array_of_runs_with_names_of_their_own(folder: Path, tmp_p
 @pytest.mark.parametrize(
     "override",
     [
-        "run_root=elsewhere",
         "cluster.gpus_per_node=8",
         "retry.max_retries=7",
         "retry.launcher=ft_launcher",
