@@ -99,7 +99,9 @@ def folder_with_model(folder: Path) -> Path:
 def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> Recipe:
     """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe."""
     if "config" in shape:
-        shutil.copy(HERE.parent.parent / shape["config"] / "config.json", folder / "model")
+        config = json.loads((HERE.parent.parent / shape["config"] / "config.json").read_text(encoding="utf-8"))
+        config["num_hidden_layers"] = shape.get("layers", config["num_hidden_layers"])
+        (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     values = {
         "defaults": [str(HERE / "step_recipe.yaml")],
         **shape["recipe"],
