@@ -19,7 +19,7 @@ _GB = 2**30
 def plan_text(recipe: Recipe, world_size: int) -> str:
     """All that is known of a run on ``world_size`` GPUs before it starts; raises RecipeError where it cannot run."""
     dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
-    if recipe.rollout is None:
+    if recipe.loop != "rl" or recipe.rollout is None:
         return dry_run(recipe, world_size)
     config = planning_config(recipe)
     architecture = parse_architecture(config, recipe.model.path)

@@ -30,9 +30,32 @@ COMPARING_ADVANTAGES = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "
 SELECTING_LOSSES = ("clip_cov", "kl_cov")
 _CAN_CLIP_TWICE = ("clip", "gspo", "clip_cov")
 _MAY_DIVIDE_BY_STD = ("grpo", "gpg", "pass_at_k")
+# Keys that only some choices of another key read.
+_READ_BY = (
+    ("pass_k", "advantage", ("pass_at_k",)),
+    ("gamma", "advantage", ("gae", "reinforce_plus_plus")),
+    ("gae_lambda", "advantage", ("gae",)),
+    ("whiten_advantages", "advantage", ("gae",)),
+    ("loss_constant", "loss_aggregation", ("sequence_sum_constant",)),
+)
 
 
-class FilterGroupsSection(Section):
+class _SwitchedSection(Section):
+    """A section whose keys count where its key ``enable`` is true."""
+
+    enable: bool = False
+
+    @model_validator(mode="after")
+    def _switch_is_given(self) -> _SwitchedSection:
+        changed = self.changed(*type(self).model_fields)
+        # Switched off by hand the keys may stay, for the day that they are wanted again.
+        if changed and "enable" not in self.model_fields_set:
+            key = changed[0]
+            raise ValueError(f"{key}={getattr(self, key)} counts where enable is true; set enable, or leave {key} out")
+        return self
+
+
+class FilterGroupsSection(_SwitchedSection):
     """DAPO's dynamic sampling: groups whose rewards are all equal teach nothing and are replaced."""
 
     enable: bool = False
@@ -49,7 +72,7 @@ class FilterGroupsSection(Section):
     """Keep groups beyond the step's for the next step; they are of weights that are one step old."""
 
 
-class OverlongBufferSection(Section):
+class OverlongBufferSection(_SwitchedSection):
     """DAPO's soft penalty for responses that come near the length limit."""
 
     enable: bool = False
@@ -87,6 +110,10 @@ class RolloutCorrectionSection(Section):
             raise ValueError(
                 f"threshold_low={self.threshold_low} is for type mis; the type is {self.type}, leave it out"
             )
+        unused = self.changed("threshold", "level") if self.type == "none" else []
+        if unused:
+            key = unused[0]
+            raise ValueError(f"{key}={getattr(self, key)} is for types tis and mis; the type is none, leave it out")
         if self.threshold_low >= self.threshold:
             raise ValueError(f"threshold_low={self.threshold_low} must be below threshold={self.threshold}")
         return self
@@ -106,6 +133,8 @@ class KLControllerSection(Section):
     def _target_is_given(self) -> KLControllerSection:
         if (self.type == "adaptive") != (self.target is not None):
             raise ValueError(f"target={self.target}: type adaptive needs one, and type fixed has none")
+        if self.type == "fixed" and self.changed("horizon"):
+            raise ValueError(f"horizon={self.horizon} is for type adaptive; it is fixed, leave it out")
         return self
 
 
@@ -204,13 +233,10 @@ class AlgorithmSection(Section):
     def _keys_agree(self) -> AlgorithmSection:
         if self.divides_by_std and self.advantage not in _MAY_DIVIDE_BY_STD:
             raise ValueError(f"normalize_by_std must be false: advantage {self.advantage} does not divide by it")
-        if self.pass_k is not None and self.advantage != "pass_at_k":
-            raise ValueError(f"pass_k={self.pass_k} is for advantage pass_at_k; it is {self.advantage}, leave it out")
-        if self.loss_constant is not None and self.loss_aggregation != "sequence_sum_constant":
-            raise ValueError(
-                f"loss_constant={self.loss_constant} is for loss_aggregation sequence_sum_constant; it is "
-                f"{self.loss_aggregation}, leave it out"
-            )
+        for key, choice, readers in _READ_BY:
+            chosen, value = getattr(self, choice), getattr(self, key)
+            if chosen not in readers and self.changed(key):
+                raise ValueError(f"{key}={value} is for {choice} {' and '.join(readers)}; it is {chosen}, leave it out")
         if self.clip_ratio_dual is not None and self.policy_loss not in _CAN_CLIP_TWICE:
             raise ValueError(
                 f"clip_ratio_dual={self.clip_ratio_dual}: policy_loss {self.policy_loss} has no such bound"

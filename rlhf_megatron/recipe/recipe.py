@@ -103,6 +103,8 @@ class Recipe(Section):
             )
         if self.loop == "rl":
             self._check_rl()
+        else:
+            self._check_supervised()
         return self
 
     @property
@@ -151,6 +153,12 @@ class Recipe(Section):
         if self.rollout.dtype not in (None, self.model.dtype):
             return f"rollout.dtype is {self.rollout.dtype} and model.dtype {self.model.dtype}"
         return None
+
+    def _check_supervised(self) -> None:
+        read = ("loss_aggregation",) if self.loop == "sft" else ()
+        unread = [key for key in self.algorithm.changed(*AlgorithmSection.model_fields) if key not in read]
+        if unread:
+            raise ValueError(f"algorithm.{unread[0]}: loop {self.loop} does not read it; leave it out")
 
     def _check_rl(self) -> None:
         algorithm, group = self.algorithm, self.batch.responses_per_prompt

@@ -82,6 +82,8 @@ class RewardSource(Section):
                 raise ValueError(f"pattern is not a regular expression: {error}") from None
         if (self.rule == "length") != (self.length_high is not None):
             raise ValueError("rule: length and length_high go together; give both or neither")
+        if self.length_low and self.rule != "length":
+            raise ValueError(f"length_low={self.length_low} is for rule length; it is {self.rule}, leave it out")
         if self.length_high is not None and self.length_low >= self.length_high:
             raise ValueError(f"length_low={self.length_low} must be below length_high={self.length_high}")
         return self

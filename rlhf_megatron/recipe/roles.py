@@ -114,6 +114,10 @@ class OptimizerSection(Section):
             raise ValueError(f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"decay_steps={self.decay_steps} must be above warmup_steps={self.warmup_steps}")
+        falling = self.changed("min_learning_rate", "decay_steps") if self.schedule == "constant" else []
+        if falling:
+            key = falling[0]
+            raise ValueError(f"{key}={getattr(self, key)} is for schedules that fall; it is constant, leave it out")
         return self
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.reward import RewardSection
 from rlhf_megatron.recipe.roles import RoleSection
 
 
@@ -31,6 +32,9 @@ def _each_role(key: str, asked: Callable[[RoleSection], bool], advice: str) -> I
         yield Limit(f"{name}.{key}", asked_of(name), advice)
 
 
+# launch/evaluate.py takes recipes of all loops.
+_FOR_EVALUATIONS = "leave it out, or give it to launch/evaluate.py as an override"
+
 _ALWAYS: tuple[Limit, ...] = (
     Limit("model.dtype", lambda r: r.model.dtype == "float16", "there is no loss scaling yet; use bfloat16 or float32"),
 )
@@ -44,6 +48,8 @@ _RL: tuple[Limit, ...] = (
 )
 
 _SUPERVISED: tuple[Limit, ...] = (
+    Limit("rollout", lambda r: r.rollout is not None, f"this loop generates nothing; {_FOR_EVALUATIONS}"),
+    Limit("reward", lambda r: r.reward != RewardSection(), f"this loop has no rewards; {_FOR_EVALUATIONS}"),
     Limit(
         "algorithm.loss_aggregation",
         lambda r: r.algorithm.loss_aggregation == "sequence_sum_constant",

@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from pydantic import ValidationError
 
 from rlhf_megatron.algorithms.advantage import ADVANTAGES
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss, Tokens
 from rlhf_megatron.algorithms.selection import SELECTIONS
-from rlhf_megatron.recipe import AlgorithmSection, Recipe, RecipeError, load_recipe, unsupported
+from rlhf_megatron.recipe import (
+    AlgorithmSection,
+    Recipe,
+    RecipeError,
+    load_recipe,
+    make_recipe,
+    resolved_yaml,
+    unsupported,
+)
 from rlhf_megatron.recipe.algorithm import ADVANTAGE_NAMES, COMPARING_ADVANTAGES, POLICY_LOSS_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +47,7 @@ def test_the_recipe_knows_the_names_that_exist() -> None:
 def test_every_overlay_makes_a_recipe_that_runs(overlay: str, tmp_path: Path) -> None:
     recipe = laid_over(overlay, tmp_path)
     assert unsupported(recipe) == []
+    assert make_recipe(yaml.safe_load(resolved_yaml(recipe)), overlay) == recipe
     assert overlay in (recipe.algorithm.policy_loss, recipe.algorithm.advantage) or overlay in (
         "dr_grpo",
         "dppo",
@@ -64,14 +74,21 @@ def test_every_policy_loss_and_advantage_has_an_overlay_or_a_reason(tmp_path: Pa
         (["algorithm.advantage=pass_at_k", "algorithm.pass_k=9"], "pass_k=9 is above batch.responses_per_prompt=8"),
         (["algorithm.advantage=gae"], "algorithm.advantage=gae needs the section critic"),
         (["algorithm.advantage=gpg", "batch.responses_per_prompt=1"], "must be at least 2: gpg compares"),
+        (["algorithm.gamma=0.9"], "gamma=0.9 is for advantage gae and reinforce_plus_plus; it is grpo, leave it out"),
+        (["algorithm.gae_lambda=0.9"], "gae_lambda=0.9 is for advantage gae; it is grpo"),
         (["algorithm.loss_constant=9"], "for loss_aggregation sequence_sum_constant; it is token_mean"),
         (["algorithm.policy_loss=cispo", "algorithm.clip_ratio_dual=3"], "policy_loss cispo has no such bound"),
         (["algorithm.kl_placement=reward", "algorithm.kl_gradient=k2"], "kl_gradient=k2: a KL in the reward"),
         (["algorithm.kl_controller.type=adaptive"], "target=None: type adaptive needs one"),
         (["algorithm.kl_controller.target=0.1"], "target=0.1: type adaptive needs one, and type fixed has none"),
+        (["algorithm.kl_controller.horizon=9"], "horizon=9 is for type adaptive; it is fixed"),
         (["algorithm.kl_coef=0", "algorithm.kl_controller={type: adaptive, target: 1}"], "needs a kl_coef above 0"),
         (["algorithm.covariance.low=9"], "low=9.0 must be below high=5.0"),
         (["algorithm.rollout_correction.threshold_low=0.5"], "threshold_low=0.5 is for type mis; the type is none"),
+        (["algorithm.rollout_correction.threshold=3"], "threshold=3.0 is for types tis and mis; the type is none"),
+        (["algorithm.rollout_correction.level=sequence"], "level=sequence is for types tis and mis; the type is none"),
+        (["algorithm.overlong_buffer.len=5"], "overlong_buffer: len=5 counts where enable is true; set enable, or"),
+        (["algorithm.filter_groups.metric=reward"], "filter_groups: metric=reward counts where enable is true"),
         (["algorithm.rollout_correction={type: mis, threshold_low: 2}"], "threshold_low=2.0 must be below"),
         (["algorithm.old_logprobs=rollout", "algorithm.rollout_correction.type=tis"], "set old_logprobs to recompute"),
         (["algorithm.old_logprobs=rollout", "algorithm.rollout_correction.veto_threshold=0.1"], "set old_logprobs to"),
@@ -81,6 +98,15 @@ def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], 
     with pytest.raises(RecipeError) as caught:
         load_recipe(ROOT / "recipes" / "tiny_grpo.yaml", overrides)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_switched_off_by_hand_may_keep_its_keys() -> None:
+    kept = [
+        "algorithm.overlong_buffer={enable: false, len: 5}",
+        "algorithm.filter_groups={enable: false, metric: reward}",
+    ]
+    recipe = load_recipe(ROOT / "recipes" / "tiny_grpo.yaml", kept)
+    assert make_recipe(yaml.safe_load(resolved_yaml(recipe)), "recipe.yaml") == recipe
 
 
 def test_only_grpo_divides_by_the_deviation_unless_asked() -> None:

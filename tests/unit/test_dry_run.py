@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhf_megatron.loops.planning import plan_text
 from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks
-from rlhf_megatron.recipe import Recipe, RecipeError, check_world, dry_run, load_recipe
+from rlhf_megatron.recipe import Recipe, RecipeError, check_world, dry_run, load_recipe, make_recipe, resolved_yaml
 from rlhf_megatron.recipe.checks import stage_layers
 from rlhf_megatron.recipe.estimate import GB, estimate
 from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_of
@@ -63,6 +64,7 @@ def test_every_shipped_recipe_is_listed_here() -> None:
 def test_shipped_recipes_load_and_fill_their_world(name: str) -> None:
     recipe = recipe_of(name)
     assert recipe.name == name
+    assert make_recipe(yaml.safe_load(resolved_yaml(recipe)), name) == recipe
     check_world(recipe, RECIPES[name])
 
 

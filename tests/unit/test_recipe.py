@@ -145,6 +145,13 @@ def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: 
         (["actor.layout.first_stage_layers=2"], "first_stage_layers needs pipeline of 2 or more"),
         (["actor.optimizer.min_learning_rate=1"], "min_learning_rate=1.0 is above learning_rate=0.0001"),
         (["actor.optimizer={learning_rate: 1, warmup_steps: 9, decay_steps: 9}"], "decay_steps=9 must be above warmup"),
+        (
+            ["actor.optimizer.min_learning_rate=1e-5"],
+            "min_learning_rate=1e-05 is for schedules that fall; it is constant",
+        ),
+        (["actor.optimizer.decay_steps=3"], "decay_steps=3 is for schedules that fall; it is constant, leave it out"),
+        (["loop=sft", "batch.responses_per_prompt=1", "algorithm.kl_coef=0.1"], "algorithm.kl_coef: loop sft does not"),
+        (["reward.length_low=9"], "reward: length_low=9 is for rule length; it is data_source, leave it out"),
         (["actor.optimizer={}"], "actor.optimizer.learning_rate: missing; add it"),
         (["steps.x=1"], "override 'steps.x=1': steps is 3 and has no keys below it"),
         (["steps"], "override 'steps': must have the form key.path=value"),
@@ -309,23 +316,25 @@ def test_layouts_that_fit_the_model(small: Path) -> None:
         check_architecture(load_recipe(small), {k: v for k, v in CONFIG.items() if k != "num_hidden_layers"})
 
 
-REFERENCE = "reference.tokens_per_gpu=100"
+SFT = ("loop=sft", "batch.responses_per_prompt=1", "rollout=null")
 
 
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
+        ("rollout", ["loop=sft", "batch.responses_per_prompt=1"]),
+        ("reward", [*SFT, "reward.rule=math"]),
         ("rollout.ranks", ["rollout.ranks=node0:0-3"]),
         ("model.dtype", ["model.dtype=float16"]),
         (
             "algorithm.loss_aggregation",
-            ["loop=sft", "batch.responses_per_prompt=1", "algorithm.loss_aggregation=sequence_sum_constant"],
+            [*SFT, "algorithm.loss_aggregation=sequence_sum_constant"],
         ),
-        ("batch.epochs_per_step", ["loop=sft", "batch.responses_per_prompt=1", "batch.epochs_per_step=2"]),
-        ("batch.minibatch_prompts", ["loop=sft", "batch.responses_per_prompt=1", "batch.minibatch_prompts=4"]),
+        ("batch.epochs_per_step", [*SFT, "batch.epochs_per_step=2"]),
+        ("batch.minibatch_prompts", [*SFT, "batch.minibatch_prompts=4"]),
         (
             "batch.epochs_per_step",
-            ["loop=reward_modeling", "batch.responses_per_prompt=1", "batch.epochs_per_step=2"],
+            [*SFT, "loop=reward_modeling", "batch.epochs_per_step=2"],
         ),
     ],
 )
