@@ -36,7 +36,7 @@ def main() -> int:
         if arguments.dry_run:
             from rlhf_megatron.loops.planning import plan_text
 
-            print(plan_text(recipe, arguments.world or int(os.environ.get("WORLD_SIZE", "1"))))
+            print(plan_text(recipe, planned_world(arguments.world)))
             return 0
         refuse_unsupported(recipe)
     except UserError as error:
@@ -49,6 +49,14 @@ def main() -> int:
 
     # torchrun shows the traceback of the rank that failed first
     return record(on_this_rank)(functools.partial(train, recipe, arguments.resume, arguments.preflight)) or 0
+
+
+def planned_world(asked: int | None) -> int:
+    """The GPUs to plan for: those of ``--world``, or torchrun's; raises UserError where that is no number above 0."""
+    where, text = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) if asked is None else ("--world", str(asked))
+    if not text.isdecimal() or int(text) == 0:
+        raise UserError(f"{where}={text}: must be a number of GPUs, 1 or more")
+    return int(text)
 
 
 def refuse_unsupported(recipe: Recipe) -> None:

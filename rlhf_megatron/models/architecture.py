@@ -162,9 +162,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{path}: no such file; model.path must be a folder in Hugging Face format")
     try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from error
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error}); download the model again") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: must hold a JSON object")
     return config
@@ -173,26 +173,50 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def _rope(path: Path, config: dict[str, Any]) -> tuple[float, float | None]:
     """(theta, factor of Llama 3's scaling or None), from either spelling that transformers has used."""
     parameters = config.get("rope_parameters") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     scaling = config.get("rope_scaling") or parameters
+    for field, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(value, dict):
+            raise ModelError(f"{path}: {field} must be an object; it is {value!r}")
+    theta = _number(path, "rope_theta", parameters if "rope_theta" in parameters else config, 10000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default")) if scaling else "default"
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind != "llama3":
         raise _unsupported(path, "rope_scaling.rope_type", kind, "default, llama3")
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     for field, value in fixed.items():  # Megatron-core has these as constants
         if scaling.get(field, value) != value:
             raise _unsupported(path, f"rope_scaling.{field}", scaling[field], str(value))
-    return float(theta), float(scaling["factor"])
+    return theta, _number(path, "factor", scaling)
 
 
-def _experts(config: dict[str, Any]) -> Experts:
-    count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+def _number(path: Path, field: str, values: dict[str, Any], default: float | None = None) -> float:
+    """A number above 0 in the config at ``path``, or in an object of it; ``default`` is for an absent field."""
+    value = values.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ModelError(f"{path}: {field} {_not_a('number', field, values)}")
+    return float(value)
+
+
+def _size(path: Path, field: str, config: dict[str, Any], default: int | None = None) -> int:
+    """A whole number above 0 in the config at ``path``; ``default`` is for a field that is absent or null."""
+    value = config.get(field)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{path}: {field} {_not_a('whole number', field, config)}")
+    return value
+
+
+def _not_a(what: str, field: str, values: dict[str, Any]) -> str:
+    return f"is {values[field]!r}; it must be a {what} above 0" if field in values else "is missing"
+
+
+def _experts(path: Path, config: dict[str, Any]) -> Experts:
     return Experts(
-        count=int(count),
-        chosen=int(config["num_experts_per_tok"]),
-        feed_forward=int(config["moe_intermediate_size"]),
+        count=_size(path, "num_local_experts" if "num_local_experts" in config else "num_experts", config),
+        chosen=_size(path, "num_experts_per_tok", config),
+        feed_forward=_size(path, "moe_intermediate_size", config),
         normalized=bool(config.get("norm_topk_prob", False)),
     )
 
@@ -217,32 +241,29 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
     layer_types = set(config.get("layer_types") or [])
     if layer_types - {"full_attention"}:
         raise _unsupported(path, "layer_types", sorted(layer_types), "full_attention in every layer")
-    try:
-        theta, factor = _rope(path, config)
-        heads = int(config["num_attention_heads"])
-        end = config.get("eos_token_id")
-        return Architecture(
-            family=kind,
-            layers=int(config["num_hidden_layers"]),
-            hidden=int(config["hidden_size"]),
-            feed_forward=int(config["intermediate_size"]),
-            heads=heads,
-            key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            vocabulary=int(config["vocab_size"]),
-            max_positions=int(config.get("max_position_embeddings", 4096)),
-            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling_factor=factor,
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            query_key_norm=family.query_key_norm,
-            qkv_bias=family.qkv_bias,
-            pad_token_id=config.get("pad_token_id"),
-            end_token_ids=tuple(end) if isinstance(end, list) else () if end is None else (end,),
-            experts=_experts(config) if family.experts else None,
-        )
-    except KeyError as error:
-        raise ModelError(f"{path}: {error.args[0]} is missing") from error
+    theta, factor = _rope(path, config)
+    heads, hidden = _size(path, "num_attention_heads", config), _size(path, "hidden_size", config)
+    end = config.get("eos_token_id")
+    return Architecture(
+        family=kind,
+        layers=_size(path, "num_hidden_layers", config),
+        hidden=hidden,
+        feed_forward=_size(path, "intermediate_size", config),
+        heads=heads,
+        key_value_heads=_size(path, "num_key_value_heads", config, heads),
+        head_dim=_size(path, "head_dim", config, hidden // heads),
+        vocabulary=_size(path, "vocab_size", config),
+        max_positions=_size(path, "max_position_embeddings", config, 4096),
+        norm_epsilon=_number(path, "rms_norm_eps", config, 1e-6),
+        rope_theta=theta,
+        rope_scaling_factor=factor,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        query_key_norm=family.query_key_norm,
+        qkv_bias=family.qkv_bias,
+        pad_token_id=config.get("pad_token_id"),
+        end_token_ids=tuple(end) if isinstance(end, list) else () if end is None else (end,),
+        experts=_experts(path, config) if family.experts else None,
+    )
 
 
 def transformer_config(

@@ -107,7 +107,13 @@ class CheckpointFiles:
     def _locate(self) -> dict[str, Path]:
         index = self.folder / _INDEX
         if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
+            try:
+                content = json.loads(index.read_text(encoding="utf-8"))
+            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise ModelError(f"{index}: not valid JSON ({error}); download the model again") from error
+            names = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+                raise ModelError(f"{index}: has no weight_map of tensors and their files; download the model again")
             for file in names.values():
                 if Path(file).name != file:
                     raise ModelError(f"{index}: names the file {file!r}, which does not lie in this folder")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_megatron.recipe.errors import RecipeError
-from rlhf_megatron.recipe.model_shape import role_config
+from rlhf_megatron.recipe.model_shape import experts_of, role_config, size
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
@@ -98,8 +98,9 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
         _check_tensor(f"{name}.layout.tensor={layout.tensor}", layout.tensor, own)
         _check_experts(f"{name}.layout", layout, own)
         _check_exchange_of_heads(name, section, layout, _key_value_heads(own))
+        layers = size(own, "num_hidden_layers")
         try:
-            stage_layers(layout, _number(own, "num_hidden_layers"))
+            stage_layers(layout, layers)
         except RecipeError as error:
             raise RecipeError(f"{name}.{error}") from None
     if recipe.loop == "rl" and recipe.rollout is not None:
@@ -107,9 +108,9 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
         where = f"rollout.layout.tensor={tensor}"
         _check_tensor(where, tensor, config)
         if recipe.rollout.layout.expert_parallel:
-            _check_divides(where, tensor, "experts (rollout.layout.expert_parallel)", _experts(config))
-        elif _experts(config):
-            _check_divides(where, tensor, _EXPERT_COLUMNS, _number(config, "moe_intermediate_size"))
+            _check_divides(where, tensor, "experts (rollout.layout.expert_parallel)", experts_of(config))
+        elif experts_of(config):
+            _check_divides(where, tensor, _EXPERT_COLUMNS, size(config, "moe_intermediate_size"))
         longest, limit = recipe.longest_sequence, _positions(config)
         if limit is not None and longest > limit:
             raise RecipeError(
@@ -130,36 +131,31 @@ def _check_exchange_of_heads(name: str, section: RoleSection, layout: LayoutSect
 
 def _check_tensor(where: str, tensor: int, config: dict[str, Any]) -> None:
     """What tensor parallelism divides beside experts. Key-value heads that are too few are shared."""
-    _check_divides(where, tensor, "attention heads (num_attention_heads)", _number(config, "num_attention_heads"))
+    _check_divides(where, tensor, "attention heads (num_attention_heads)", size(config, "num_attention_heads"))
     key_value_heads = _key_value_heads(config)
     if key_value_heads % tensor and tensor % key_value_heads:
         raise RecipeError(
             f"{where} neither divides the model's {key_value_heads} key-value heads (num_key_value_heads) nor is a "
             "multiple; change it"
         )
-    if not _experts(config):
+    if not experts_of(config):
         what = "columns of the feed-forward layers (intermediate_size)"
-        _check_divides(where, tensor, what, _number(config, "intermediate_size"))
+        _check_divides(where, tensor, what, size(config, "intermediate_size"))
 
 
 def _check_experts(where: str, layout: LayoutSection, config: dict[str, Any]) -> None:
-    experts = _experts(config)
+    experts = experts_of(config)
     if not experts:
         if layout.expert > 1 or layout.expert_tensor not in (None, layout.tensor):
             raise RecipeError(f"{where}.expert and expert_tensor are for models with experts; leave them out")
         return
     _check_divides(f"{where}.expert={layout.expert}", layout.expert, "experts (num_experts)", experts)
     parts = layout.expert_gpus // layout.expert
-    _check_divides(f"{where}.expert_tensor={parts}", parts, _EXPERT_COLUMNS, _number(config, "moe_intermediate_size"))
+    _check_divides(f"{where}.expert_tensor={parts}", parts, _EXPERT_COLUMNS, size(config, "moe_intermediate_size"))
 
 
 def _key_value_heads(config: dict[str, Any]) -> int:
-    return int(config.get("num_key_value_heads") or _number(config, "num_attention_heads"))
-
-
-def _experts(config: dict[str, Any]) -> int:
-    """The number of experts of a layer, 0 in a dense model; transformers has two names for it."""
-    return int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    return size(config, "num_key_value_heads", size(config, "num_attention_heads"))
 
 
 def _check_divides(where: str, tensor: int, what: str, count: int) -> None:
@@ -168,13 +164,5 @@ def _check_divides(where: str, tensor: int, what: str, count: int) -> None:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    value = config.get("max_position_embeddings")
-    return None if value is None else int(value)
-
-
-def _number(config: dict[str, Any], field: str) -> int:
-    """An integer field; raises RecipeError where the config does not have it."""
-    try:
-        return int(config[field])
-    except (KeyError, TypeError, ValueError):
-        raise RecipeError(f"config.json: {field} must be a number; it is {config.get(field, 'missing')!r}") from None
+    field = "max_position_embeddings"
+    return None if config.get(field) is None else size(config, field)

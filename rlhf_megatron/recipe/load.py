@@ -92,7 +92,17 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would take the last of two equal keys without a word."""
+    """PyYAML's safe loader, which would take the last of two equal keys without a word, and which lets errors of Python
+    through where a value only looks like a date or a number."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Raises ConstructorError for a value such as 2024-13-45."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            reason = f"{node.value!r} cannot be read as {kind}; quote it if it is text"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Raises ConstructorError at the second of two equal keys."""

@@ -146,29 +146,41 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    """The sizes in a Hugging Face config; raises RecipeError naming the field that is missing."""
-
-    def number(field: str) -> int:
-        try:
-            return int(config[field])
-        except (KeyError, TypeError, ValueError):
-            shown = repr(config[field]) if field in config else "missing"
-            raise RecipeError(f"config.json: {field} must be a number; it is {shown}") from None
-
-    heads, kind = number("num_attention_heads"), config.get("model_type")
-    experts = next((number(field) for field in ("num_local_experts", "num_experts") if field in config), 0)
+    """The sizes in a Hugging Face config; raises RecipeError naming the field that is missing or no size."""
+    heads, hidden, kind = size(config, "num_attention_heads"), size(config, "hidden_size"), config.get("model_type")
+    experts = experts_of(config)
     return ModelShape(
-        layers=number("num_hidden_layers"),
-        hidden=number("hidden_size"),
-        feed_forward=number("intermediate_size"),
+        layers=size(config, "num_hidden_layers"),
+        hidden=hidden,
+        feed_forward=size(config, "intermediate_size"),
         heads=heads,
-        key_value_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or number("hidden_size") // heads),
-        vocabulary=number("vocab_size"),
+        key_value_heads=size(config, "num_key_value_heads", heads),
+        head_dim=size(config, "head_dim", hidden // heads),
+        vocabulary=size(config, "vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
         query_key_norm=kind in ("qwen3", "qwen3_moe"),
         experts=experts,
-        experts_per_token=number("num_experts_per_tok") if experts else 0,
-        expert_feed_forward=number("moe_intermediate_size") if experts else 0,
+        experts_per_token=size(config, "num_experts_per_tok") if experts else 0,
+        expert_feed_forward=size(config, "moe_intermediate_size") if experts else 0,
     )
+
+
+def size(config: dict[str, Any], field: str, default: int | None = None) -> int:
+    """A size in a Hugging Face config; ``default`` is what it means that the field is absent or null.
+
+    Raises RecipeError where it is no whole number above 0.
+    """
+    value = config.get(field)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        shown = repr(value) if field in config else "missing"
+        raise RecipeError(f"config.json: {field} must be a whole number above 0; it is {shown}")
+    return value
+
+
+def experts_of(config: dict[str, Any]) -> int:
+    """The number of experts of a layer, 0 in a dense model; transformers has two names for it."""
+    field = next((field for field in ("num_local_experts", "num_experts") if config.get(field)), None)
+    return size(config, field) if field else 0

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import re
+import runpy
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import yaml
 
 from rlhf_megatron.loops.planning import plan_text
-from rlhf_megatron.models.architecture import Head, read_architecture
+from rlhf_megatron.models.architecture import Head, ModelError, read_architecture
 from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks
 from rlhf_megatron.recipe import Recipe, RecipeError, check_world, dry_run, load_recipe, make_recipe, resolved_yaml
 from rlhf_megatron.recipe.checks import stage_layers
@@ -419,10 +421,41 @@ def test_a_plan_without_a_config_says_what_to_do() -> None:
         dry_run(recipe_of("smollm_grpo", "model.path=nowhere", "model.config=null"), 1)
 
 
-def test_a_damaged_config_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe"])
+def test_a_damaged_config_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(RecipeError, match="cannot be read as JSON"):
         dry_run(recipe_of("smollm_grpo", f"model.path={tmp_path}"), 1)
+    with pytest.raises(ModelError, match="not valid JSON"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("head_dim", "x"), ("num_attention_heads", 0), ("vocab_size", 1.5)])
+def test_sizes_that_are_none_are_refused(field: str, value: object) -> None:
+    config = planning_config(recipe_of("qwen7b_grpo")) | {field: value}
+    with pytest.raises(RecipeError, match=f"{field} must be a whole number above 0; it is {value!r}"):
+        shape_of(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "told"),
+    [
+        (["--world=-8"], "1", "--world=-8: must be a number of GPUs"),
+        (["--world=0"], "1", "--world=0: must be a number of GPUs"),
+        ([], "abc", "WORLD_SIZE=abc: must be a number of GPUs"),
+    ],
+)
+def test_a_world_of_no_gpus_cannot_be_planned(
+    arguments: list[str],
+    world_size: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr(sys, "argv", ["train.py", "recipes/smollm_grpo.yaml", "--dry-run", *arguments])
+    assert runpy.run_path(str(ROOT / "launch" / "train.py"))["main"]() == 2
+    assert capsys.readouterr().err == f"error: {told}, 1 or more\n"
 
 
 def test_a_world_that_does_not_fit_is_refused() -> None:

@@ -156,6 +156,7 @@ def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: 
         (["steps.x=1"], "override 'steps.x=1': steps is 3 and has no keys below it"),
         (["steps"], "override 'steps': must have the form key.path=value"),
         (["=1"], "override '=1': must have the form key.path=value"),
+        (["name=2024-13-45"], "override 'name=2024-13-45': the value is not valid YAML; quote it"),
         (["steps=[1"], "override 'steps=[1': the value is not valid YAML"),
     ],
 )
@@ -189,6 +190,7 @@ def test_unreadable_files_say_where(tmp_path: Path) -> None:
         "list.yaml": (b"- 1\n", "must be a mapping of sections"),
         "binary.yaml": (b"\xff\xfe\x00", "not a text file"),
         "text.yaml": (b"defaults: a.yaml\n", "defaults must be a list of files"),
+        "date.yaml": (b"name: 2024-13-45\n", "line 1, column 7: '2024-13-45' cannot be read as timestamp; quote it"),
         "tag.yaml": (b"name: !!python/object/apply:os.getcwd []\n", "line 1"),
     }
     for name, (content, expected) in cases.items():
@@ -312,8 +314,23 @@ def test_layouts_that_fit_the_model(small: Path) -> None:
     check_architecture(load_recipe(small, ["actor.layout={tensor: 4, pipeline: 3, first_stage_layers: 8}"]), CONFIG)
     check_architecture(load_recipe(small, ["rollout.layout.tensor=4"]), CONFIG)
     check_architecture(load_recipe(small, ["actor.layout={tensor: 2, context: 2}", "actor.cp_comm_type=a2a"]), CONFIG)
-    with pytest.raises(RecipeError, match="num_hidden_layers must be a number; it is 'missing'"):
+    with pytest.raises(RecipeError, match="num_hidden_layers must be a whole number above 0; it is missing"):
         check_architecture(load_recipe(small), {k: v for k, v in CONFIG.items() if k != "num_hidden_layers"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("num_hidden_layers", None, "None"),
+        ("num_attention_heads", 0, "0"),
+        ("num_key_value_heads", "four", "'four'"),
+        ("num_experts", "x", "'x'"),
+        ("max_position_embeddings", "1k", "'1k'"),
+    ],
+)
+def test_a_config_with_a_size_that_is_none_is_refused(small: Path, field: str, value: object, shown: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^config\.json: {field} must be a whole number above 0; it is {shown}$"):
+        check_architecture(load_recipe(small), CONFIG | {field: value})
 
 
 SFT = ("loop=sft", "batch.responses_per_prompt=1", "rollout=null")

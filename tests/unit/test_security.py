@@ -69,6 +69,16 @@ def test_a_model_names_no_file_outside_its_folder(tmp_path: Path, file: str) -> 
         CheckpointFiles(tmp_path, read_architecture(tmp_path))
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"{}", b'{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_of_a_model_is_told_in_one_line(tmp_path: Path, content: bytes) -> None:
+    make_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(
+        ModelError, match=r"index\.json: (not valid JSON|has no weight_map).*; download the model again$"
+    ):
+        CheckpointFiles(tmp_path, read_architecture(tmp_path))
+
+
 def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
     write_bpe_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -178,6 +178,22 @@ def test_what_is_not_supported_is_named(field: str, value: object) -> None:
         parse_architecture({key: value for key, value in CONFIG.items() if key != "num_experts"}, "here")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("num_attention_heads", 0, "num_attention_heads is 0; it must be a whole number above 0"),
+        ("num_key_value_heads", "two", "num_key_value_heads is 'two'; it must be a whole number above 0"),
+        ("num_experts_per_tok", None, "num_experts_per_tok is None; it must be a whole number above 0"),
+        ("rope_theta", None, "rope_theta is None; it must be a number above 0"),
+        ("rope_parameters", {"rope_type": "llama3", "factor": "x"}, "factor is 'x'; it must be a number above 0"),
+        ("rope_parameters", [1], r"rope_parameters must be an object; it is \[1\]"),
+    ],
+)
+def test_what_is_no_number_is_named(field: str, value: object, told: str) -> None:
+    with pytest.raises(ModelError, match=f"^here/config.json: {told}$"):
+        parse_architecture(CONFIG | {field: value}, "here")
+
+
 def test_layouts_that_do_not_fit_are_refused_in_one_line() -> None:
     with pytest.raises(ModelError, match="layout.tensor=3 does not divide the model's 8 attention heads"):
         architecture().check_layout(Layout(3))
