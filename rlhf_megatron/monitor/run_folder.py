@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 
 from rlhf_megatron.monitor.errors import MonitorError
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+from rlhf_megatron.recipe.recipe import check_run_name
 
 
 class RunFolder:
@@ -21,10 +20,10 @@ class RunFolder:
     """
 
     def __init__(self, root: str | Path, name: str) -> None:
-        if not _NAME.fullmatch(name):
-            raise MonitorError(
-                f"name: {name!r} cannot name a run folder; begin with a letter or digit, go on with those and . _ + = -"
-            )
+        try:
+            check_run_name(name)
+        except ValueError as error:
+            raise MonitorError(f"name: {error}") from None
         self.name = name
         self.path = Path(root) / name
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, SELECTING_LOSSES, AlgorithmSection
 from rlhf_megatron.recipe.batch import BatchSection
@@ -23,6 +24,16 @@ from rlhf_megatron.recipe.roles import ActorSection, CriticSection, FrozenRoleSe
 from rlhf_megatron.recipe.rollout import RolloutSection
 from rlhf_megatron.recipe.section import Section
 from rlhf_megatron.recipe.slurm import RetrySection, SlurmSection
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+
+
+def check_run_name(name: str) -> None:
+    """Raises ValueError where ``name`` cannot be that of a folder beside those of other runs."""
+    if not _RUN_NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} cannot name a run folder; begin with a letter or digit, go on with those and . _ + = -"
+        )
 
 
 class Recipe(Section):
@@ -77,6 +88,12 @@ class Recipe(Section):
     """What happens after a fault."""
     slurm: SlurmSection = SlurmSection()
     """The job."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_of_a_folder(cls, name: str) -> str:
+        check_run_name(name)
+        return name
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:

@@ -119,6 +119,7 @@ def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: 
     ("overrides", "expected"),
     [
         (["steps=0"], "steps: Input should be greater than 0; it is 0"),
+        (["name=../x"], "name: '../x' cannot name a run folder; begin with a letter or digit"),
         (["loop=ppo"], "loop: Input should be 'rl', 'sft' or 'reward_modeling'; it is 'ppo'"),
         (["monitor.trackers=[jsonl, comet]"], "monitor.trackers.1: Input should be 'jsonl'"),
         (["data.train_files=a.parquet"], "data.train_files: Input should be a valid list; it is 'a.parquet'"),

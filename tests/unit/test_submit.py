@@ -179,9 +179,12 @@ def test_a_line_may_repeat_what_the_job_has_and_set_what_each_run_reads_itself(f
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["name=a/b"], "error: name: 'a/b' cannot name a run folder; begin with a letter or digit, go on with"),
-        (["name=../up"], "error: name: '../up' cannot name a run folder"),
-        (["name=$(id)"], "error: name: '$(id)' cannot name a run folder"),
+        (
+            ["name=a/b"],
+            "error: sft.yaml: name: 'a/b' cannot name a run folder; begin with a letter or digit, go on with",
+        ),
+        (["name=../up"], "error: sft.yaml: name: '../up' cannot name a run folder"),
+        (["name=$(id)"], "error: sft.yaml: name: '$(id)' cannot name a run folder"),
         (['slurm.account="a\\nb"'], "error: '--account=a\\nb': a job's script cannot carry line breaks"),
         (["slurm.options=[qos]"], "error: sft.yaml: slurm: options: 'qos' is none of sbatch's; write each as --name"),
         (["slurm.venv=a", "slurm.container=b"], "error: sft.yaml: slurm: venv and container exclude each other"),
