@@ -111,13 +111,26 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
             _check_divides(where, tensor, "experts (rollout.layout.expert_parallel)", experts_of(config))
         elif experts_of(config):
             _check_divides(where, tensor, _EXPERT_COLUMNS, size(config, "moe_intermediate_size"))
-        longest, limit = recipe.longest_sequence, _positions(config)
-        if limit is not None and longest > limit:
-            raise RecipeError(
-                f"rollout.max_response_length={recipe.rollout.max_response_length} + data.max_prompt_length="
-                f"{recipe.data.max_prompt_length} = {longest} is beyond the model's {limit} positions "
-                "(max_position_embeddings); lower one"
-            )
+    _check_positions(recipe, config)
+
+
+def _check_positions(recipe: Recipe, config: dict[str, Any]) -> None:
+    """The longest row that the recipe's limits let through; without one for given responses only data can tell."""
+    limits = {"data.max_prompt_length": recipe.data.max_prompt_length}
+    given = recipe.data.max_response_length
+    if recipe.loop == "rl" and recipe.rollout is not None:
+        limits = {"rollout.max_response_length": recipe.rollout.max_response_length} | limits
+    elif given is not None and recipe.loop == "reward_modeling":  # which limits a conversation, prompt included
+        limits = {"data.max_response_length": given}
+    elif given is not None:
+        limits = {"data.max_response_length": given} | limits
+    longest, positions = sum(limits.values()), _positions(config)
+    if positions is not None and longest > positions:
+        shown = " + ".join(f"{key}={tokens}" for key, tokens in limits.items())
+        total, lower = (f" = {longest}", "one") if len(limits) > 1 else ("", "it")
+        raise RecipeError(
+            f"{shown}{total} is beyond the model's {positions} positions (max_position_embeddings); lower {lower}"
+        )
 
 
 def _check_exchange_of_heads(name: str, section: RoleSection, layout: LayoutSection, key_value_heads: int) -> None:

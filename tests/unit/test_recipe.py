@@ -45,6 +45,10 @@ actor:
 rollout: {max_response_length: 50}
 """
 
+# What turns it into a recipe of another loop.
+SFT = ("loop=sft", "batch.responses_per_prompt=1", "rollout=null")
+PAIRS = (*SFT, "loop=reward_modeling")
+
 CONFIG = {
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
@@ -278,6 +282,9 @@ def test_layouts_that_fill_the_world_pass(small: Path) -> None:
         (["rollout.layout.tensor=8"], "rollout.layout.tensor=8 does not divide the model's 28 attention heads"),
         (["rollout.layout.tensor=7"], "rollout.layout.tensor=7 neither divides the model's 4 key-value heads"),
         (["rollout.max_response_length=1000"], "= 1100 is beyond the model's 1024 positions"),
+        ([*SFT, "data.max_response_length=925"], "= 1025 is beyond the model's 1024 positions"),
+        ([*SFT, "data.max_prompt_length=1025"], "data.max_prompt_length=1025 is beyond the model's 1024 positions"),
+        ([*PAIRS, "data.max_response_length=1025"], "data.max_response_length=1025 is beyond the model's 1024 pos"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model(small: Path, overrides: list[str], expected: str) -> None:
@@ -315,6 +322,8 @@ def test_layouts_that_fit_the_model(small: Path) -> None:
     check_architecture(load_recipe(small, ["actor.layout={tensor: 4, pipeline: 3, first_stage_layers: 8}"]), CONFIG)
     check_architecture(load_recipe(small, ["rollout.layout.tensor=4"]), CONFIG)
     check_architecture(load_recipe(small, ["actor.layout={tensor: 2, context: 2}", "actor.cp_comm_type=a2a"]), CONFIG)
+    check_architecture(load_recipe(small, [*SFT, "data.max_response_length=924"]), CONFIG)
+    check_architecture(load_recipe(small, [*PAIRS, "data.max_response_length=1024"]), CONFIG)
     with pytest.raises(RecipeError, match="num_hidden_layers must be a whole number above 0; it is missing"):
         check_architecture(load_recipe(small), {k: v for k, v in CONFIG.items() if k != "num_hidden_layers"})
 
@@ -334,9 +343,6 @@ def test_a_config_with_a_size_that_is_none_is_refused(small: Path, field: str, v
         check_architecture(load_recipe(small), CONFIG | {field: value})
 
 
-SFT = ("loop=sft", "batch.responses_per_prompt=1", "rollout=null")
-
-
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
@@ -352,7 +358,7 @@ SFT = ("loop=sft", "batch.responses_per_prompt=1", "rollout=null")
         ("batch.minibatch_prompts", [*SFT, "batch.minibatch_prompts=4"]),
         (
             "batch.epochs_per_step",
-            [*SFT, "loop=reward_modeling", "batch.epochs_per_step=2"],
+            [*PAIRS, "batch.epochs_per_step=2"],
         ),
     ],
 )
