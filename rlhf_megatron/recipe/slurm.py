@@ -81,4 +81,9 @@ class SlurmSection(Section):
             raise ValueError(f"options: {wrong!r} is none of sbatch's; write each as --name=value")
         if self.venv and self.container:
             raise ValueError("venv and container exclude each other; leave one out")
+        if self.signal_seconds >= self.time_limit_hours * 3600:
+            raise ValueError(
+                f"signal_seconds={self.signal_seconds} must be below the {self.time_limit_hours * 3600:.0f} s of "
+                f"time_limit_hours={self.time_limit_hours:g}: the job would be told to save before it begins"
+            )
         return self

@@ -188,6 +188,10 @@ def test_a_line_may_repeat_what_the_job_has_and_set_what_each_run_reads_itself(f
         (['slurm.account="a\\nb"'], "error: '--account=a\\nb': a job's script cannot carry line breaks"),
         (["slurm.options=[qos]"], "error: sft.yaml: slurm: options: 'qos' is none of sbatch's; write each as --name"),
         (["slurm.venv=a", "slurm.container=b"], "error: sft.yaml: slurm: venv and container exclude each other"),
+        (
+            ["slurm.time_limit_hours=0.1"],
+            "error: sft.yaml: slurm: signal_seconds=600 must be below the 360 s of time_lim",
+        ),
         (["--nodes=0"], "error: sft.yaml: slurm.nodes: Input should be greater than 0"),
         (["actor.layout.tensor=3"], "error: actor.layout: tensor 3 does not divide 4 GPUs"),
         (["--array=nowhere.txt"], "error: --array nowhere.txt: cannot be read ("),
