@@ -177,6 +177,8 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, float | None]:
     for field, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if not isinstance(value, dict):
             raise ModelError(f"{path}: {field} must be an object; it is {value!r}")
+        if value.get("partial_rotary_factor") not in (None, 1.0):
+            raise _unsupported(path, f"{field}.partial_rotary_factor", value["partial_rotary_factor"], "1.0")
     theta = _number(path, "rope_theta", parameters if "rope_theta" in parameters else config, 10000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default")) if scaling else "default"
     if kind == "default":
