@@ -247,7 +247,7 @@ def test_memory_as_it_was_measured(name: str, model: str) -> None:
 
 
 def test_the_longest_response_that_is_given_goes_through_an_update_whole() -> None:
-    given = ("loop=sft", "batch={prompts_per_step: 64}", "data.max_prompt_length=512")
+    given = ("loop=sft", "algorithm={}", "batch={prompts_per_step: 64}", "data.max_prompt_length=512")
     [budget], [longer] = (
         estimate(recipe_of("qwen7b_grpo", *given, *more), shape("qwen2.5-7b"), 4).roles["actor"]
         for more in ([], ["data.max_response_length=32256"])
