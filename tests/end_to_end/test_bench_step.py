@@ -105,6 +105,7 @@ def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
         assert recipe.reward.length_high == recipe.rollout.max_response_length
         if "config" in shape:
             config = json.loads((ROOT / shape["config"] / "config.json").read_text())
+            config["num_hidden_layers"] = shape.get("layers", config["num_hidden_layers"])
             check_architecture(recipe, config)
             needed = estimate(recipe, shape_of(config), shape["gpus"])
             assert max(needed.phases.values()) < 0.95 * GPU_GB, shape

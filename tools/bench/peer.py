@@ -81,11 +81,9 @@ def main() -> int:
 
 
 def shapes_of_one_gpu() -> list[dict[str, Any]]:
-    """Those of ``step_shapes.yaml`` that TRL can have too: its rollout is of the model's type."""
+    """Those of ``step_shapes.yaml`` that TRL can have too: models without experts, whose rollout is of their type."""
     shapes = yaml.safe_load((HERE / "step_shapes.yaml").read_text(encoding="utf-8"))
-    return [
-        shape for shape in shapes if shape["gpus"] == 1 and "quantization" not in shape["recipe"].get("rollout", {})
-    ]
+    return [shape for shape in shapes if shape["gpus"] == 1 and shape["model"] in ("toy", *ENGINE_MEMORY)]
 
 
 def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
