@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -30,6 +31,7 @@ from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
+from rlhf_megatron.monitor.environment import redact
 from rlhf_megatron.monitor.evaluation import Answered, Estimate, evaluation_metrics
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, RecipeError
@@ -45,6 +47,8 @@ Metrics = dict[str, dict[str, Estimate]]
 
 # In place of a training step, so that an evaluation's sampling seeds are the same every time and no step's.
 NO_STEP = -1
+# Replicas that have answered wait for the slowest one.
+_LONGEST_MINUTES = 24 * 60.0
 
 
 def evaluate(recipe: Recipe) -> None:
@@ -53,8 +57,10 @@ def evaluate(recipe: Recipe) -> None:
     Raises UserError for input that is not right.
     """
     check(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    join_world()
+    join_world(_LONGEST_MINUTES)
     rank = dist.get_rank()
+    if rank == 0:
+        RunFolder(recipe.run_root, recipe.name).prepare(resume=True)  # answers that cannot be kept need not be found
     tokenizer = load_tokenizer(
         recipe.model.tokenizer or recipe.model.path,
         recipe.model.trust_remote_code,
@@ -168,7 +174,9 @@ def sample_table(
         "prompt": [tokenizer.decode(prompt.token_ids, skip_special_tokens=False) for prompt in prompts],
         "response": responses,
         "ground_truth": [prompt.ground_truth for prompt in prompts],
-        "answer": [answer_of(prompt.data_source, text) for prompt, text in zip(prompts, responses, strict=True)],
+        "answer": [
+            answer_of(recipe.reward, prompt.data_source, text) for prompt, text in zip(prompts, responses, strict=True)
+        ],
         "score": [score.value for score in scores],
         **{f"score_{name}": [score.parts[place] for score in scores] for place, name in enumerate(part_names)},
         "correct": [score.parts[0] >= recipe.evaluation.correct_from for score in scores],
@@ -231,7 +239,7 @@ def report(recipe: Recipe, samples: pa.Table, seconds: float, dropped: int) -> N
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **facts,
         "metrics": {source: {name: asdict(of) for name, of in named.items()} for source, named in metrics.items()},
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": redact(recipe.model_dump(mode="json")),
     }
     replace_file(folder / "evaluation.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
     stream = io.BytesIO()
@@ -250,7 +258,7 @@ def results_table(metrics: Metrics, questions: dict[str, int]) -> Table:
     table = Table()
     table.add_column("")
     for source in metrics:
-        table.add_column(f"{source}\n{questions[source]} questions", justify="right")
+        table.add_column(f"{escape(source)}\n{questions[source]} questions", justify="right")
     for name in dict.fromkeys(name for named in metrics.values() for name in named):
         estimates = [named.get(name) for named in metrics.values()]
         table.add_row(name, *(f"{of.value:.4f} ({of.low:.4f} .. {of.high:.4f})" if of else "" for of in estimates))

@@ -28,10 +28,10 @@ from rlhf_megatron.data.rows import (
 )
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, RewardSource, UserError
+from rlhf_megatron.recipe import Recipe, UserError
 from rlhf_megatron.recipe.estimate import checkpoint_bytes, export_bytes
 from rlhf_megatron.recipe.model_shape import planning_config, shape_of
-from rlhf_megatron.rewards.rules import RULES, ScoreItem, rule_of
+from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
 from rlhf_megatron.rewards.score import Scorer
 from rlhf_megatron.runtime.preflight import agreement, links, machine
 from rlhf_megatron.runtime.preflight.answers import Answers, answers_of_torchrun
@@ -171,12 +171,9 @@ def _right_answers(recipe: Recipe) -> list[ScoreItem]:
 
 
 def _form(recipe: Recipe, item: ScoreItem) -> str | None:
-    """How the rule that judges an item, the first of several, wants its answer; None where no rule does."""
-    source: RewardSource = recipe.reward.parts[0] if recipe.reward.parts else recipe.reward
-    if source.function is not None or source.service is not None:
-        return None
-    rule = rule_of(item.data_source) if source.rule == "data_source" else source.rule
-    return RULES[rule].response if rule in RULES else None
+    """How the rule that judges an item wants its answer; None where no rule does."""
+    rule = judging_rule(recipe.reward, item.data_source)
+    return RULES[rule].response if rule else None
 
 
 def _span(scores: Sequence[float]) -> str:

@@ -37,4 +37,8 @@ class Report:
         if self._recipe.monitor.plots and self._run.metrics.stat().st_size:
             from rlhf_megatron.monitor.plots import plot_run  # matplotlib takes a second to import
 
-            plot_run(self._run.metrics, self._run.plot_file("run"))
+            try:
+                plot_run(self._run.metrics, self._run.plot_file("run"))
+            except Exception as error:  # whatever ails a picture, it is no fault of a run whose steps are all done
+                said = str(error).strip().partition("\n")[0]
+                print(f"warning: no picture was drawn ({type(error).__name__}: {said})", flush=True)

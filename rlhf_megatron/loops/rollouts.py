@@ -45,7 +45,8 @@ class Rollouts:
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._scorer = Scorer(recipe.reward) if self._leads else None
         if self._scorer:
-            self._scorer.check_sources(session.train.data_sources())
+            held_out = (prompt.data_source for prompt in session.validation or [])
+            self._scorer.check_sources(dict.fromkeys([*session.train.data_sources(), *held_out]))
         judge = recipe.reward_model
         self._reward_model = session.make_reward_model(judge) if judge else None
         self.version = 0

@@ -16,7 +16,7 @@ from rlhf_megatron.runtime.claim import Claim
 from rlhf_megatron.runtime.health import HealthStop
 from rlhf_megatron.runtime.recovery import RecoveryLog, RepeatedFault
 from rlhf_megatron.runtime.signals import stop_signals, stop_status
-from rlhf_megatron.runtime.watchdog import watchdog
+from rlhf_megatron.runtime.watchdog import forget_hang, watchdog
 from rlhf_megatron.topology.exchange import from_rank
 from rlhf_megatron.topology.world import first_to_say, join_world, leave_world
 
@@ -63,7 +63,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
             raise
         except Exception as error:
             if first_to_say("fault"):  # other ranks' errors come of the first one
-                said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".splitlines()[0]
+                said = f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).strip()}".splitlines()[0]
                 recovery.append("fault", None, said[:200], phase=watchdog.phase, **_kind(error))
             raise
     leave_world()
@@ -120,6 +120,7 @@ def _begin(recipe: Recipe, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dic
         adaptation, reduced = adapt(recipe, recovery.of_this_launch())
         refusal = recovery.begin(recipe.retry.max_repeats, reduced)
         decided = refusal, adaptation, recovery.starts()
+        forget_hang(recovery.path.parent, recovery.starts())
     refusal, adaptation, starts = from_rank(decided)
     if refusal:
         raise RepeatedFault(refusal)

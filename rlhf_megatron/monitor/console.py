@@ -6,6 +6,7 @@ Used on one rank only. It prints what it is given and never computes or stores a
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections import deque
@@ -71,7 +72,7 @@ class Console:
         earlier = self._rows.pop()[1] if more else {}
         self._rows.append((step, {**earlier, **metrics}))
         value = self._headline(metrics)
-        if value is not None and value == value:
+        if value is not None and math.isfinite(value):
             self._curve.append(value)
         if self._live is not None:
             self._live.refresh()

@@ -171,7 +171,8 @@ def _draw(panels: list[tuple[Panel, Series]], phases: list[str], series: Series,
 def _draw_panel(axes: Axes, panel: Panel, curves: Series, extent: tuple[int, int]) -> None:
     _dress(axes, panel.title, panel.unit)
     several = len(curves) > 1
-    for index, (label, (steps, values)) in enumerate(sorted(curves.items())):
+    for index, (name, (steps, values)) in enumerate(sorted(curves.items())):
+        label = name.replace("$", r"\$")  # two of them would begin and end a formula
         colour = PALETTE[index % len(PALETTE)] if several else panel.colour
         if len(values) < POINTS_THAT_NEED_SMOOTHING:
             axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4.5, label=label)

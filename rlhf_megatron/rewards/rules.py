@@ -5,11 +5,11 @@ Not here: the rules themselves (gsm8k.py, math.py, ...), and what a sample is wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_megatron.recipe import RewardSource
+from rlhf_megatron.recipe import RewardSection, RewardSource
 from rlhf_megatron.rewards import form, gsm8k, math, multiple_choice, reasoning_gym
 
 GSM8K_SOURCES = ("openai/gsm8k", "gsm8k")
@@ -59,12 +59,13 @@ class Rule:
     Attributes:
         quick: returns the score where no worker process is needed for it, else None; raises ValueError for a ground
             truth that it cannot read. None: always in a worker.
-        answer: the final answer of a response in a form that can be compared, or None where there is none.
+        answer: the final answer of a response in a form that can be compared, or None where there is none. None: the
+            rule looks at something else.
         response: what a right response looks like, with {} for the ground truth; None where none can be made of it.
     """
 
     quick: Callable[[ScoreItem, RewardSource], float | None] | None
-    answer: Callable[[str], str | None]
+    answer: Callable[[str], str | None] | None
     response: str | None
 
 
@@ -97,8 +98,8 @@ RULES = {
         "Answer: {}",
     ),
     "reasoning_gym": Rule(None, lambda text: reasoning_gym.extract_answer(text) or None, "<answer>{}</answer>"),
-    "format": Rule(None, _math_answer, None),
-    "length": Rule(_length, _math_answer, None),
+    "format": Rule(None, None, None),
+    "length": Rule(_length, None, None),
 }
 
 
@@ -119,12 +120,28 @@ def rule_of(data_source: str) -> str | None:
     return None
 
 
-def answer_of(data_source: str, solution: str) -> str | None:
+def judging_rule(reward: RewardSection, data_source: str) -> str | None:
+    """Return the name of the rule that judges answers, the first of several that does; None where none of them does.
+
+    A rule of form or length judges no answer, and what a function or a service looks at, nobody knows here.
+    """
+    sources: Sequence[RewardSource] = reward.parts or [reward]
+    for source in sources:
+        rule = rule_of(data_source) if source.rule == "data_source" else source.rule
+        if source.function is None and source.service is None and rule in RULES and RULES[rule].answer is not None:
+            return rule
+    return None
+
+
+def answer_of(reward: RewardSection, data_source: str, solution: str) -> str | None:
     r"""Return a response's final answer as a vote of its prompt's samples counts it, or None where it has none.
 
-    It is read as the rule of the data source reads it; without such a rule, as mathematics does (\boxed{}, "Answer:").
+    It is read as the rule that judges it does; without one as that of the data source does, or as mathematics does
+    (\boxed{}, "Answer:").
     """
-    return RULES[rule_of(data_source) or "math"].answer(solution)
+    answer = RULES[judging_rule(reward, data_source) or rule_of(data_source) or "math"].answer
+    assert answer is not None, "the rules of data sources read answers"
+    return answer(solution)
 
 
 def unknown_source(data_source: str) -> str:

@@ -64,7 +64,7 @@ class _Watch:
 
     def __init__(self, dog: Watchdog, run: Path, start: int, rank: int, world: int, retry: RetrySection) -> None:
         self._dog, self._recovery = dog, RecoveryLog(run)
-        self._logs, self._link = run / "logs", run / "logs" / f"hang-of-start-{start}"
+        self._logs, self._link = run / "logs", _link(run, start)
         self._rank, self._world, self._retry = rank, world, retry
         self._interval = min(_LONGEST_INTERVAL, retry.hang_seconds / 10)
         self._patience = 2 * self._interval + _SECONDS_TO_WRITE
@@ -146,6 +146,15 @@ class _Watch:
         dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
         if dump is not None and torch.cuda.is_available():
             (self._link / f"rank-{self._rank}.nccl.json").write_bytes(dump())
+
+
+def forget_hang(run: Path, start: int) -> None:
+    """Takes back the signal of another start that had the same number, as after recovery.jsonl was deleted."""
+    _link(run, start).unlink(missing_ok=True)
+
+
+def _link(run: Path, start: int) -> Path:
+    return run / "logs" / f"hang-of-start-{start}"
 
 
 def kill_stopped_neighbours() -> None:

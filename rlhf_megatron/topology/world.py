@@ -48,17 +48,29 @@ def _store_of_this_attempt(timeout: datetime.timedelta) -> dict[str, Any]:
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: dist.Store | None = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = serve_store(address, port, nodes) if rank == 0 else None
-        store = store or dist.TCPStore(
-            address, port, is_master=rank == 0, timeout=timeout, multi_tenant=True, wait_for_workers=False
-        )
+    if not agents_keep_a_store():
+        store = store_of_ranks(timeout)
     elif attempt != "0" and nodes == 1:
         store = dist.PrefixStore(f"attempt-{attempt}", dist.TCPStore(address, port, is_master=False))
     if store is None:
         return {}
     store.set_timeout(timeout)
     return {"store": store, "rank": rank, "world_size": world}
+
+
+def agents_keep_a_store() -> bool:
+    """Whether torchrun's agents serve a store beside their ranks, which outlives an attempt."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_ranks(timeout: datetime.timedelta) -> dist.Store:
+    """The store that rank 0 of an attempt serves where the agents keep none; asked for again, it is the same one."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (serve_store(address, port, nodes) if rank == 0 else None) or dist.TCPStore(
+        address, port, is_master=rank == 0, timeout=timeout, multi_tenant=True, wait_for_workers=False
+    )
 
 
 def first_to_say(text: str) -> bool:

@@ -232,15 +232,22 @@ def test_one_ranks_rule_stops_all(results: list[Result]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "status", "rewards"),
+    ("overrides", "status", "rewards", "own_store"),
     [
-        ([], 0, "4 right answers: 1; empty ones: 0"),
-        (["reward.function=rewards.py:raises", "slurm.network=infiniband"], 1, "KeyError: 'unit'"),
+        ([], 0, "4 right answers: 1; empty ones: 0", "1"),  # as on several nodes
+        (["reward.function=rewards.py:raises", "slurm.network=infiniband"], 1, "KeyError: 'unit'", "0"),
     ],
 )
 def test_the_command_shows_a_table_and_its_exit_status_tells(
-    folder: Path, tmp_path: Path, overrides: list[str], status: int, rewards: str
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    status: int,
+    rewards: str,
+    own_store: str,
 ) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", own_store)
     report = tmp_path / "report.json"
     arguments = ["recipe.yaml", f"run_root={tmp_path}", *overrides, f"--json={report}"]
     with torchrun(2, "tools/preflight.py", *arguments, folder=folder) as command:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rlhf_megatron.loops.report import Report
 from rlhf_megatron.monitor import environment, metrics, trackers
 from rlhf_megatron.monitor.columns import COLUMNS, RL_COLUMNS, seconds, short, small
 from rlhf_megatron.monitor.console import Console, clock, fitting_columns, sparkline
@@ -26,6 +27,9 @@ from rlhf_megatron.monitor.errors import MonitorError
 from rlhf_megatron.monitor.metrics import MetricsLogger, read_metrics
 from rlhf_megatron.monitor.plots import plot_run, smooth
 from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -262,13 +266,14 @@ def test_a_terminal_gets_a_live_table_and_is_given_back() -> None:
             for step in range(1, 4):
                 console.phase("generate", 1, 2)
                 console.row(step, rl_metrics(step))
+            console.row(4, rl_metrics(4) | {"reward/mean": math.inf})
             console.message("saved a checkpoint")
         # A terminal keeps at most 4 KiB for a reader at a time.
         shown = ""
         while select.select([controller], [], [], 0.2)[0]:
             shown += os.read(controller, 1 << 16).decode(errors="replace")
     os.close(controller)
-    for text in ("a run", "reward", "step 3/5", "saved a checkpoint", "0.300"):
+    for text in ("a run", "reward", "step 4/5", "saved a checkpoint", "0.300"):
         assert text in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
 
@@ -310,7 +315,7 @@ def write_metrics(path: Path, rows: list[dict[str, float | None]]) -> Path:
 
 @pytest.mark.parametrize("steps", [1, 30])
 def test_a_run_is_drawn(tmp_path: Path, steps: int) -> None:
-    rows: list[dict[str, float | None]] = [{"step": 0, "eval/a/accuracy": 0.1, "eval/b/accuracy": 0.2}]
+    rows: list[dict[str, float | None]] = [{"step": 0, "eval/$5_to_$/accuracy": 0.1, "eval/b/accuracy": 0.2}]
     rows += [{"step": step, **rl_metrics(step)} for step in range(1, steps + 1)]
     out = tmp_path / "plots" / "run.png"
     plot_run(write_metrics(tmp_path / "metrics.jsonl", rows), out)
@@ -334,6 +339,16 @@ def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
         plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png")
     with pytest.raises(MonitorError, match="no metric that can be drawn"):
         plot_run(write_metrics(tmp_path / "metrics.jsonl", [{"step": 1}]), tmp_path / "run.png")
+
+
+def test_a_run_whose_picture_cannot_be_drawn_ends_as_it_should(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(ROOT / "recipes" / "tiny_sft.yaml", [f"run_root={tmp_path}", "monitor.console=false"])
+    report = Report(RunFolder(tmp_path, recipe.name), recipe, resume=False)
+    report.step(1, {"train/loss": math.nan})
+    report.close()
+    assert "warning: no picture was drawn (MonitorError: " in capsys.readouterr().out
 
 
 def test_smoothing_keeps_a_constant_and_a_line() -> None:

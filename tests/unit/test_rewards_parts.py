@@ -103,11 +103,21 @@ def test_hostile_text_is_read_in_linear_time() -> None:
 def test_sources_and_answers_of_the_new_rules() -> None:
     assert rule_of("math_dapo") == rule_of("BytedTsinghua-SIA/DAPO-Math-17k") == "dapo_math"
     assert rule_of("cais/mmlu") == rule_of("TIGER-Lab/MMLU-Pro") == rule_of("gpqa_diamond") == "multiple_choice"
-    assert answer_of("gsm8k", "#### 1,200.0") == answer_of("gsm8k", "#### 1200") == "1200"
-    assert answer_of("math", r"\boxed{ \dfrac{1}{2} }") == answer_of("math", r"Answer: \frac{1}{2}") == r"\frac{1}{2}"
-    assert answer_of("math_dapo", "Answer: 042") == "42"
-    assert answer_of("reasoning_gym/chain_sum", "<think>4</think><answer>5</answer>") == "5"
-    assert answer_of("my/own", "nothing") is answer_of("gsm8k", "7") is answer_of("reasoning_gym/x", " ") is None
+    own = RewardSection()
+    assert answer_of(own, "gsm8k", "#### 1,200.0") == answer_of(own, "gsm8k", "#### 1200") == "1200"
+    assert (
+        answer_of(own, "math", r"\boxed{ \dfrac{1}{2} }")
+        == answer_of(own, "math", r"Answer: \frac{1}{2}")
+        == r"\frac{1}{2}"
+    )
+    assert answer_of(own, "math_dapo", "Answer: 042") == "42"
+    assert answer_of(own, "reasoning_gym/chain_sum", "<think>4</think><answer>5</answer>") == "5"
+    assert (
+        answer_of(own, "my/own", "nothing")
+        is answer_of(own, "gsm8k", "7")
+        is answer_of(own, "reasoning_gym/x", " ")
+        is None
+    )
     with (
         scorer(rule="multiple_choice") as scoring,
         pytest.raises(
@@ -115,6 +125,10 @@ def test_sources_and_answers_of_the_new_rules() -> None:
         ),
     ):
         scoring.score([item("Answer: B", "Paris")])
+    # As the rule that judges reads it, whatever the data are called.
+    assert answer_of(RewardSection(rule="gsm8k"), "my/own", "#### 42") == "42"
+    assert answer_of(RewardSection(rule="math"), "gsm8k", r"\boxed{42}") == "42"
+    assert answer_of(RewardSection(rule="length", length_high=9), "gsm8k", "#### 42") == "42"
 
 
 def test_parts_are_weighted_and_added(tmp_path: Path) -> None:

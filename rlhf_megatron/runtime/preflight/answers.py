@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.topology.world import agents_keep_a_store, store_of_ranks
 
 _CONNECT_SECONDS = 30.0
 
@@ -63,12 +64,16 @@ def answers_of_torchrun(attempt: str | None = None) -> Answers:
     """
     if "RANK" not in os.environ:
         raise UserError("a preflight runs under torchrun: torchrun --nproc-per-node N tools/preflight.py RECIPE")
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
-        wait_for_workers=False,
-    )
+    timeout = datetime.timedelta(seconds=_CONNECT_SECONDS)
+    if agents_keep_a_store() or dist.is_initialized():
+        store: dist.Store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    else:
+        store = store_of_ranks(timeout)
     prefix = f"preflight/{attempt or os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return Answers(dist.PrefixStore(prefix, store), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
