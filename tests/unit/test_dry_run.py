@@ -191,8 +191,11 @@ def test_a_plan_says_why_weights_are_copies(overrides: list[str], why: str) -> N
     assert f"rollout: all weights are copies, since {why}\n" in text and "in the actor's memory" not in text
 
 
-def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
-    shown = re.search(r"```text\n(Model\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_recipe_in_the_readme_and_its_plan_are_those_of_the_file() -> None:
+    readme = (ROOT / "README.md").read_text()
+    recipe = re.search(r"```yaml\n(name: qwen7b_grpo\n.*?)```", readme, re.DOTALL)
+    assert recipe and yaml.safe_load(recipe[1]) == yaml.safe_load((ROOT / "recipes/qwen7b_grpo.yaml").read_text())
+    shown = re.search(r"```text\n(Model\n.*?)```", readme, re.DOTALL)
     assert shown and shown[1] in plan_text(recipe_of("qwen7b_grpo", "cluster.gpu=H100"), 8)
 
 
