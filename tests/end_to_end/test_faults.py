@@ -53,6 +53,10 @@ def test_each_fault_is_followed_by_what_helps(run: Path) -> None:
     # Whoever loses its connection to a rank that is killed may say so.
     lines = [line for line in decisions(run) if line["what"] != "fault" or "kind" in line]
     told = [(line["what"], line.get("kind"), line["step"]) for line in lines]
+    # Checkpoints are written while steps go on: on a busy machine the newest may not be there yet as a fault comes.
+    for line, steps in ((6, (3, 6)), (9, (6, 9))):
+        assert told[line][2] in steps
+        told[line] = (*told[line][:2], steps[-1])
     assert told == [
         ("start", None, 0),
         ("hang", None, None),
@@ -86,10 +90,10 @@ def test_steps_that_are_done_again_say_the_same(run: Path) -> None:
     for record in records_of(run):
         if "train/loss" in record:
             by_step.setdefault(record["step"], []).append(record)
-    assert [len(by_step[step]) for step in (3, 4, 7, 10)] == [1, 2, 2, 2]
+    assert len(by_step[3]) == 1
     for step in (4, 7, 10):  # a smaller budget changes rounding only
-        first, again = by_step[step]
-        assert first["train/loss"] == pytest.approx(again["train/loss"], rel=1e-5)
+        first, *others = (record["train/loss"] for record in by_step[step])
+        assert others and others == pytest.approx([first] * len(others), rel=1e-5)
     for step in (14, 15, 16):
         first, again = by_step[step]
         assert first["train/loss"] == again["train/loss"]
