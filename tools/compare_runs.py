@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--title", default="", help="default: the labels")
     options = parser.parse_args(arguments)
     try:
-        plot_comparison(dict(map(labelled, options.runs)), options.output, options.title)
+        plot_comparison(by_label(options.runs), options.output, options.title)
     except MonitorError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -32,10 +32,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def labelled(text: str) -> tuple[str, Path]:
-    """(label, metrics file) of an argument."""
-    label, _, path = text.rpartition("=")
-    place = Path(path)
-    return label or place.stem, place / "metrics.jsonl" if place.is_dir() else place
+    """(label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is taken."""
+    parts = text.split("=")
+    splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
+    label, place = next((split for split in splits if split[1].exists()), splits[-1])
+    file = place / "metrics.jsonl" if place.is_dir() else place
+    return label or (file.resolve().parent.name if file.name == "metrics.jsonl" else file.stem), file
+
+
+def by_label(arguments: list[str]) -> dict[str, Path]:
+    """label -> metrics file; raises MonitorError where two have the same label."""
+    runs: dict[str, Path] = {}
+    for label, file in map(labelled, arguments):
+        if label in runs:
+            raise MonitorError(f"{runs[label]} and {file} are both labelled {label}; give NAME=PATH for one of them")
+        runs[label] = file
+    return runs
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from rlhf_megatron.recipe import Recipe, resolved_yaml
 class Report:
     """What rank 0 leaves behind and shows: recipe, environment, metrics, the live table and the plot."""
 
-    def __init__(self, run: RunFolder, recipe: Recipe, resume: bool) -> None:
+    def __init__(self, run: RunFolder, recipe: Recipe, first_step: int = 1) -> None:
+        """``first_step`` is beyond 1 where the run resumes."""
         self._run, self._recipe = run, recipe
-        run.prepare(resume)
+        run.prepare(resume=first_step > 1)
         run.recipe.write_text(resolved_yaml(recipe, redact))
         run.environment.write_text(json.dumps(environment_report(), indent=2))
-        self._logger = MetricsLogger(run, recipe.monitor, recipe.model_dump(mode="json"))
+        self._logger = MetricsLogger(run, recipe.monitor, recipe.model_dump(mode="json"), first_step)
         stream = None if recipe.monitor.console else open(os.devnull, "w")  # noqa: SIM115  (open as long as the run)
         self.console = Console(recipe.loop, total_steps=recipe.steps, title=recipe.name, stream=stream)
 

@@ -47,7 +47,8 @@ def run_rl(session: Session, rollouts: Rollouts | None = None) -> dict[str, floa
         session.make_role("reference", recipe.reference) if recipe.reference and recipe.algorithm.kl_coef else None
     )
     section = recipe.critic
-    critic = session.make_role("critic", section, section.optimizer, session.updates, "scalar") if section else None
+    updates = recipe.steps * recipe.batch.updates_per_step
+    critic = session.make_role("critic", section, section.optimizer, updates, "scalar") if section else None
     rollouts = rollouts or Rollouts(session)
     collector = Collector(session, rollouts)
     history = History()
@@ -209,21 +210,23 @@ def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) 
         )
     )
     metrics: dict[str, float] = {}
+    told = told_of(recipe)
     if table is not None:  # rank 0
-        accuracy = f"mean@{settings.samples_per_prompt}"
         for source, named in metrics_of(table, recipe.seed).items():
-            metrics |= {f"eval/{source}/{name}": estimate.value for name, estimate in named.items() if name != accuracy}
+            mean = named.pop("score" if told == "score" else f"mean@{settings.samples_per_prompt}")
             metrics |= {
-                f"eval/{source}/accuracy": named[accuracy].value,
-                f"eval/{source}/accuracy_low": named[accuracy].low,
-                f"eval/{source}/accuracy_high": named[accuracy].high,
+                f"eval/{source}/{told}": mean.value,
+                f"eval/{source}/{told}_low": mean.low,
+                f"eval/{source}/{told}_high": mean.high,
             }
+            if told == "accuracy":
+                metrics |= {f"eval/{source}/{name}": estimate.value for name, estimate in named.items()}
         pq.write_table(table.slice(0, recipe.monitor.sample_rows), session.run.sample_file(step))
     session.log(step, metrics)
-    told = [value for name, value in metrics.items() if name.endswith(f"/{told_of(recipe)}")]
-    mean = torch.tensor([fmean(told) if told else 0.0], dtype=torch.float64)
-    dist.broadcast(mean, 0)
-    history.add(step, float(mean))
+    means = [value for name, value in metrics.items() if name.endswith(f"/{told}")]
+    overall = torch.tensor([fmean(means) if means else 0.0], dtype=torch.float64)
+    dist.broadcast(overall, 0)
+    history.add(step, float(overall))
 
 
 def told_of(recipe: Recipe) -> str:

@@ -39,7 +39,7 @@ from rlhf_megatron.regather.export import export_weights
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime import faults
-from rlhf_megatron.runtime.checkpoint import forget_best
+from rlhf_megatron.runtime.checkpoint import forget_best, step_of
 from rlhf_megatron.runtime.health import Health, memory_metrics
 from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.topology.clocks import host_identity, measure_clocks
@@ -86,16 +86,17 @@ class Session:
             )
         self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
         self.train, self.validation = data.train, data.validation
-        self.updates = recipe.steps * recipe.batch.epochs_per_step * recipe.batch.minibatches_per_step
+        learning_steps = recipe.steps - (recipe.critic.warmup_steps if recipe.critic else 0)
+        updates = learning_steps * recipe.batch.updates_per_step
         head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
-        self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, self.updates, head)
+        self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, updates, head)
         found_out: list[str] = []
         self._resume_from = choose_checkpoint(self.run.checkpoints, resume, found_out.append)
-        self.report = Report(self.run, recipe, self._resume_from is not None) if self.rank == 0 else None
+        self.first_step = 1 if self._resume_from is None else step_of(self._resume_from) + 1
+        self.report = Report(self.run, recipe, self.first_step) if self.rank == 0 else None
         for line in (*found_out, *data.notes):
             self.say(line)
         self.health = Health(recipe.health, recipe.name, self.say)
-        self.first_step = 1
         self._start: dict[str, float] = {}  # seconds before the first step, for its record
         self._endings: list[Callable[[], None]] = []
         self._skips, self._skipped = skips or {}, SkippedSteps(recipe.retry.max_skipped_steps)
@@ -107,7 +108,7 @@ class Session:
         checkpoints = Checkpoints(self.run.checkpoints, self.recipe.checkpoint, roles, parts, self.say)
         if self._resume_from is not None:
             with self.phase("resume"):
-                self.first_step = checkpoints.restore(self._resume_from) + 1
+                checkpoints.restore(self._resume_from)
             self.say(f"going on from {self._resume_from}, after step {self.first_step - 1}")
         elif self.rank == 0:
             forget_best(self.run.checkpoints)

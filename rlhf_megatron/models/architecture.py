@@ -240,9 +240,10 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
             raise _unsupported(path, field, config[field], repr(wanted))
     if config.get("attention_bias", False) and not family.qkv_bias:
         raise _unsupported(path, "attention_bias", True, f"False for {kind}")
-    layer_types = set(config.get("layer_types") or [])
-    if layer_types - {"full_attention"}:
-        raise _unsupported(path, "layer_types", sorted(layer_types), "full_attention in every layer")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        found = sorted(set(map(str, layer_types))) if isinstance(layer_types, list) else layer_types
+        raise _unsupported(path, "layer_types", found, "full_attention in every layer")
     theta, factor = _rope(path, config)
     heads, hidden = _size(path, "num_attention_heads", config), _size(path, "hidden_size", config)
     end = config.get("eos_token_id")

@@ -23,12 +23,14 @@ class Column:
     write: Callable[[float], str]
     style: str = ""
     essential: bool = True
+    otherwise: Column | None = None
 
     def text(self, metrics: Metrics) -> str:
-        """Return the cell of a step: "" where the step lacks the metric, and `nan` or `inf` in words."""
+        """Return the cell of a step, and `nan` or `inf` in words; where the step lacks the metric, that of the column
+        `otherwise`, or ""."""
         value = self.read(metrics)
         if value is None:
-            return ""
+            return self.otherwise.text(metrics) if self.otherwise else ""
         return self.write(value) if math.isfinite(value) else str(float(value))
 
 
@@ -41,10 +43,14 @@ def metric(*names: str) -> Callable[[Metrics], float | None]:
     return read
 
 
-def evaluation_accuracy(metrics: Metrics) -> float | None:
-    """Return the mean of eval/SOURCE/accuracy over the sources, each counting once, or None."""
-    values = [value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/accuracy")]
-    return fmean(values) if values else None
+def mean_over_sources(name: str) -> Callable[[Metrics], float | None]:
+    """Return a reader of the mean of eval/SOURCE/`name` over the sources, each counting once."""
+
+    def read(metrics: Metrics) -> float | None:
+        values = [value for key, value in metrics.items() if key.startswith("eval/") and key.endswith(f"/{name}")]
+        return fmean(values) if values else None
+
+    return read
 
 
 def step_seconds(metrics: Metrics) -> float | None:
@@ -97,9 +103,12 @@ def seconds(value: float) -> str:
 _TIME_STYLE = "dim"
 PHASES = ("generate", "score", "logprobs", "update", "regather")
 
+# A run whose rewards are a reward model's alone has no right and wrong.
+_EVALUATION_SCORE = Column("eval", 6, mean_over_sources("score"), fixed(3))
+
 RL_COLUMNS = (
     Column("reward", 7, metric("reward/mean"), fixed(3), "bold green"),
-    Column("eval", 6, evaluation_accuracy, percent, "bold cyan"),
+    Column("eval", 6, mean_over_sources("accuracy"), percent, "bold cyan", otherwise=_EVALUATION_SCORE),
     Column("length", 6, metric("rollout/response_length_mean"), short),
     Column("entropy", 7, metric("train/entropy"), fixed(3)),
     Column("KL", 7, metric("train/kl"), small),

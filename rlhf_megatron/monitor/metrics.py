@@ -42,16 +42,22 @@ class MetricsLogger:
     """
 
     def __init__(
-        self, run_folder: RunFolder, settings: MonitorSettings, run_settings: Mapping[str, Any] | None = None
+        self,
+        run_folder: RunFolder,
+        settings: MonitorSettings,
+        run_settings: Mapping[str, Any] | None = None,
+        first_step: int = 1,
     ) -> None:
         """Open every tracker; `run_settings` is the resolved recipe as a plain mapping, shown by trackers that can.
+
+        `first_step`: the first that will be logged, beyond 1 where a run resumes.
 
         Raises MonitorError (one line) for an unknown tracker, a missing package, or a tracker that cannot start.
         """
         names = list(dict.fromkeys(["jsonl", *settings.trackers]))
         self._trackers: dict[str, Tracker] = {}
         for name in names:
-            self._trackers[name] = make_tracker(name, run_folder, run_settings or {})
+            self._trackers[name] = make_tracker(name, run_folder, run_settings or {}, first_step)
         self._failures = dict.fromkeys(names, 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -27,6 +27,7 @@ PHASE_COLOURS = {
 }  # fmt: skip
 COLUMNS_OF_PANELS = 3
 POINTS_THAT_NEED_SMOOTHING = 24
+SINGLE_BARS = 60
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ RL_PANELS = (
         may_be_logarithmic=True,
     ),
 )  # fmt: skip
+ACCURACY = RL_PANELS[1]
+# Where the rewards are a reward model's alone, there is no right and wrong.
+SCORE = Panel("Held-out score", "mean over responses", "eval/*/score", "#2563eb")
 SFT_PANELS = (
     Panel("Loss", "nats per token", "train/loss", "#059669"),
     Panel("Held-out loss", "nats per token", "eval/loss", "#2563eb"),
@@ -113,7 +117,8 @@ def _read(path: Path) -> Series:
 
 def _panels_for(series: Series) -> tuple[Panel, ...]:
     if "reward/mean" in series:
-        return RL_PANELS
+        judged = bool(_curves_of(ACCURACY, series))
+        return tuple(SCORE if panel is ACCURACY and not judged else panel for panel in RL_PANELS)
     return PAIR_PANELS if "train/margin" in series else SFT_PANELS
 
 
@@ -164,7 +169,7 @@ def _draw(panels: list[tuple[Panel, Series]], phases: list[str], series: Series,
         _draw_panel(axes, panel, curves, (steps[0], steps[-1]))
     if phases:
         axes = figure.add_subplot(grid[rows - 1, COLUMNS_OF_PANELS - span :])
-        _draw_phases(axes, phases, series)
+        _draw_phases(axes, phases, series, legend_columns=2 * span)
     return figure
 
 
@@ -200,7 +205,7 @@ def _annotate_ends(axes: Axes, panel: Panel, points: tuple[list[int], list[float
     """Write "first -> last" into the panel's upper right corner, above the axes."""
 
     def write(value: float) -> str:
-        return f"{100 * value:.1f}%" if panel.as_percent else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return f"{100 * value:.1f}%" if panel.as_percent else _three_digits(value)
 
     smoothed = panel.smoothed and len(points[1]) >= POINTS_THAT_NEED_SMOOTHING
     values = smooth(points[1]) if smoothed else points[1]
@@ -211,7 +216,7 @@ def _annotate_ends(axes: Axes, panel: Panel, points: tuple[list[int], list[float
     )  # fmt: skip
 
 
-def _draw_phases(axes: Axes, phases: list[str], series: Series) -> None:
+def _draw_phases(axes: Axes, phases: list[str], series: Series, legend_columns: int) -> None:
     """Stack the seconds of the phases, one bar per step, most of the time below; shares in the legend."""
     steps = sorted({step for phase in phases for step in series[f"time/{phase}"][0]})
     seconds = np.zeros((len(phases), len(steps)))
@@ -222,32 +227,40 @@ def _draw_phases(axes: Axes, phases: list[str], series: Series) -> None:
     total = max(seconds.sum(), 1e-12)
     base = np.zeros(len(steps))
     spare = iter(PALETTE[::-1])
-    # Bars that touch read as an area for long runs and stay honest for short ones.
-    width = 0.82 if len(steps) <= 60 else 1.0
+    # An area of steps takes no longer for a long run, where single bars could not be told apart anyway.
+    single = len(steps) <= SINGLE_BARS
+    edges = [step - 0.5 for step in (*steps, steps[-1] + 1)]
     for row, phase in enumerate(phases):
         colour = PHASE_COLOURS.get(phase) or next(spare, MUTED)
         ran = seconds[row][seconds[row] > 0]
         median = float(np.median(ran)) if ran.size else 0.0
-        label = f"{phase} {median:.3g} s, {100 * seconds[row].sum() / total:.0f}%"
-        axes.bar(steps, seconds[row], bottom=base, width=width, color=colour, linewidth=0, label=label)
-        base += seconds[row]
+        label = f"{phase} {_three_digits(median)} s, {100 * seconds[row].sum() / total:.0f}%"
+        top = base + seconds[row]
+        if single:
+            axes.bar(steps, seconds[row], bottom=base, width=0.82, color=colour, linewidth=0, label=label)
+        else:
+            axes.stairs(top, edges, baseline=base, fill=True, color=colour, linewidth=0, label=label)
+        base = top
     # One slow step (a first compilation) must not flatten the others.
     ordinary, highest = float(np.percentile(base, 95, method="lower")), float(base.max())
     cut = highest > 3 * ordinary > 0
     if cut:
         axes.set_ylim(0, 1.25 * ordinary)
-    _dress(axes, "Seconds per phase", f"stacked; the highest, {highest:.3g} s, is cut" if cut else "stacked, per step")
+    cut_text = f"; the highest, {_three_digits(highest)} s, is cut" if cut else ""
+    legend_rows = math.ceil(len(phases) / legend_columns)
+    _dress(axes, "Seconds per phase", "", pad=20 + 14 * (legend_rows - 1))  # the legend has its unit's place
     axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
     axes.legend(
         frameon=False, fontsize=9, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.005, 1.0),
-        ncols=len(phases) if len(phases) <= 6 else math.ceil(len(phases) / 2),
+        ncols=math.ceil(len(phases) / legend_rows),
         borderaxespad=0.2, handlelength=0.9, handletextpad=0.5, columnspacing=1.6,
-        title="median per step, share of the time", title_fontproperties={"size": 8.5}, alignment="right",
+        title=f"stacked; median of a step, share of all{cut_text}", title_fontproperties={"size": 8.5},
+        alignment="right",
     )  # fmt: skip
 
 
-def _dress(axes: Axes, title: str, unit: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=20)
+def _dress(axes: Axes, title: str, unit: str, pad: float = 20) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=pad)
     axes.annotate(
         unit, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9, color=MUTED
     )
@@ -258,6 +271,10 @@ def _dress(axes: Axes, title: str, unit: str) -> None:
     axes.tick_params(colors=MUTED, labelsize=9, length=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _tick(value: float, position: Any) -> str:

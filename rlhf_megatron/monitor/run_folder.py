@@ -43,6 +43,16 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        """tensorboard/: the folder of event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def trackers(self) -> Path:
+        """trackers.json: what services of trackers call this run."""
+        return self.path / "trackers.json"
+
+    @property
     def samples(self) -> Path:
         """samples/: the folder of step-N.parquet."""
         return self.path / "samples"
@@ -83,11 +93,12 @@ class RunFolder:
         return self.path / "export" / f"step-{step}"
 
     def prepare(self, resume: bool = False) -> list[Path]:
-        """Make the folder and its subfolders; return the files that an earlier run's metrics were moved to.
+        """Make the folder and its subfolders; return what an earlier run's metrics were moved to.
 
         With `resume` the metrics go on in the same file (a reader takes the last value of a step that was run twice).
-        Without it metrics.jsonl and metrics.csv of an earlier run are moved aside as metrics.previous-K.*, so that two
-        runs are never mixed in one file and no number is lost. Raises MonitorError if the folder cannot be written.
+        Without it those of an earlier run (metrics.jsonl, metrics.csv, tensorboard/, trackers.json) are moved aside, as
+        metrics.previous-K.jsonl and so on: two runs are never mixed and no number is lost.
+        Raises MonitorError if the folder cannot be written.
         """
         try:
             for folder in (self.path, self.samples, self.plots):
@@ -99,18 +110,17 @@ class RunFolder:
             ) from error
 
     def _move_metrics_aside(self) -> list[Path]:
-        present = [path for path in (self.metrics, self.metrics.with_suffix(".csv")) if path.exists()]
-        if not present:
-            return []
-        used = [
-            int(match.group(1))
-            for path in self.path.iterdir()
-            if (match := re.fullmatch(r"metrics\.previous-(\d+)\.(?:jsonl|csv)", path.name))
-        ]
-        number = max(used, default=0) + 1
+        written = (self.metrics, self.metrics.with_suffix(".csv"), self.tensorboard, self.trackers)
         moved = []
-        for path in present:
-            target = self.path / f"metrics.previous-{number}{path.suffix}"
-            os.rename(path, target)
-            moved.append(target)
+        number = 1 + max((_number_of(path) for path in self.path.iterdir()), default=0)
+        for path in written:
+            if path.exists():
+                moved.append(path.with_name(f"{path.stem}.previous-{number}{path.suffix}"))
+                os.rename(path, moved[-1])
         return moved
+
+
+def _number_of(path: Path) -> int:
+    """K of NAME.previous-K, 0 for other names."""
+    match = re.fullmatch(r"\w+\.previous-(\d+)(\.\w+)?", path.name)
+    return int(match.group(1)) if match else 0

@@ -2,6 +2,7 @@
 
 The third-party packages are imported when a tracker is opened, never with this module. What a tracker is given to log
 is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through environment.redact first.
+A run that resumes goes on as the same run in each of them: services name it, and trackers.json remembers the names.
 """
 
 from __future__ import annotations
@@ -96,14 +97,15 @@ class CsvTracker:
 
 
 class TensorboardTracker:
-    """Event files in the run folder's tensorboard/."""
+    """Event files in the run folder's tensorboard/, one more for each attempt."""
 
     is_local: ClassVar[bool] = False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
         _import("tensorboard", "tensorboard")
         writer = _import("torch.utils.tensorboard", "tensorboard")
-        self._writer = writer.SummaryWriter(log_dir=str(folder))
+        # TensorBoard drops what earlier files hold from that step on: an attempt that was killed had gone further.
+        self._writer = writer.SummaryWriter(log_dir=str(folder), purge_step=first_step if first_step > 1 else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one scalar per metric."""
@@ -126,12 +128,18 @@ class WandbTracker:
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "rlhf_megatron"),
+                id=_known_run(run_folder, "wandb"),
+                resume="allow",
                 name=run_folder.name,
                 dir=str(run_folder.path),
                 config=dict(run_settings),
                 # The console's live table would be uploaded redraw by redraw.
                 settings=wandb.Settings(console="off"),
             )
+            _remember_run(run_folder, "wandb", self._run.id)
+            # wandb's own steps only grow, and a run that resumes repeats some; so the step is a metric, and the axis.
+            self._run.define_metric("step", hidden=True)
+            self._run.define_metric("*", step_metric="step")
         except Exception as error:
             raise MonitorError(
                 f"monitor.trackers: wandb cannot start: {_first_line(error)}; "
@@ -140,7 +148,7 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue the numbers of one step; wandb sends them in the background."""
-        self._run.log(dict(metrics), step=step)
+        self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
         """Wait until everything is sent or, offline, written."""
@@ -159,12 +167,24 @@ class MlflowTracker:
             if not os.environ.get("MLFLOW_TRACKING_URI"):
                 mlflow.set_tracking_uri(f"sqlite:///{(run_folder.path / 'mlflow.db').resolve()}")
             mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rlhf_megatron"))
-            mlflow.start_run(run_name=run_folder.name)
-            mlflow.log_params({name: str(value)[:500] for name, value in _flatten(run_settings).items()})
+            if not self._goes_on(_known_run(run_folder, "mlflow")):
+                run = mlflow.start_run(run_name=run_folder.name)
+                _remember_run(run_folder, "mlflow", run.info.run_id)
+                mlflow.log_params({name: str(value)[:500] for name, value in _flatten(run_settings).items()})
         except Exception as error:
             raise MonitorError(
                 f"monitor.trackers: mlflow cannot start: {_first_line(error)}; check MLFLOW_TRACKING_URI"
             ) from error
+
+    def _goes_on(self, known: str | None) -> bool:
+        """Whether the run of that name is open again; it is not where the server has none, as another one would."""
+        if known is None:
+            return False
+        try:
+            self._mlflow.start_run(run_id=known)
+        except self._mlflow.exceptions.MlflowException:
+            return False
+        return True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the numbers of one step; the server takes no @ in a name, as in pass@8."""
@@ -175,23 +195,40 @@ class MlflowTracker:
         self._mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[RunFolder, Mapping[str, Any]], Tracker]] = {
-    "jsonl": lambda folder, settings: JsonlTracker(folder.metrics),
-    "csv": lambda folder, settings: CsvTracker(folder.metrics.with_suffix(".csv")),
-    "tensorboard": lambda folder, settings: TensorboardTracker(folder.path / "tensorboard"),
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
+TRACKERS: dict[str, Callable[[RunFolder, Mapping[str, Any], int], Tracker]] = {
+    "jsonl": lambda folder, settings, first_step: JsonlTracker(folder.metrics),
+    "csv": lambda folder, settings, first_step: CsvTracker(folder.metrics.with_suffix(".csv")),
+    "tensorboard": lambda folder, settings, first_step: TensorboardTracker(folder.tensorboard, first_step),
+    "wandb": lambda folder, settings, first_step: WandbTracker(folder, settings),
+    "mlflow": lambda folder, settings, first_step: MlflowTracker(folder, settings),
 }
 
 
-def make_tracker(name: str, run_folder: RunFolder, run_settings: Mapping[str, Any]) -> Tracker:
+def make_tracker(name: str, run_folder: RunFolder, run_settings: Mapping[str, Any], first_step: int = 1) -> Tracker:
     """Open the tracker of that name; secrets in `run_settings` are hidden before it sees them.
 
+    `first_step` is the first that will be logged: what an earlier attempt has logged from there on is to be replaced.
     Raises MonitorError for an unknown name, a package that is not installed, or a tracker that cannot start.
     """
     if name not in TRACKERS:
         raise MonitorError(f"monitor.trackers: {name!r} is unknown; choose from {', '.join(TRACKERS)}")
-    return TRACKERS[name](run_folder, redact(dict(run_settings)))
+    return TRACKERS[name](run_folder, redact(dict(run_settings)), first_step)
+
+
+def _known_run(run_folder: RunFolder, tracker: str) -> str | None:
+    """What the service calls this run, if an attempt before has begun one there."""
+    try:
+        known = json.loads(run_folder.trackers.read_text(encoding="utf-8"))[tracker]
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, or a file that was torn as its machine died
+        return None
+    return known if isinstance(known, str) else None
+
+
+def _remember_run(run_folder: RunFolder, tracker: str, run: str) -> None:
+    known = {name: found for name in TRACKERS if (found := _known_run(run_folder, name)) is not None}
+    beside = run_folder.trackers.with_suffix(".json.partial")
+    beside.write_text(json.dumps({**known, tracker: run}) + "\n", encoding="utf-8")
+    os.replace(beside, run_folder.trackers)
 
 
 def _import(module: str, package: str) -> ModuleType:

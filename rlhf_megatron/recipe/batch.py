@@ -31,3 +31,8 @@ class BatchSection(Section):
     def minibatches_per_step(self) -> int:
         """Optimizer steps in one pass over a step's batch."""
         return self.prompts_per_step // (self.minibatch_prompts or self.prompts_per_step)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a role in one step of the run."""
+        return self.minibatches_per_step * self.epochs_per_step

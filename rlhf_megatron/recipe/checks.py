@@ -124,13 +124,17 @@ def _check_positions(recipe: Recipe, config: dict[str, Any]) -> None:
         limits = {"data.max_response_length": given}
     elif given is not None:
         limits = {"data.max_response_length": given} | limits
-    longest, positions = sum(limits.values()), _positions(config)
-    if positions is not None and longest > positions:
-        shown = " + ".join(f"{key}={tokens}" for key, tokens in limits.items())
-        total, lower = (f" = {longest}", "one") if len(limits) > 1 else ("", "it")
-        raise RecipeError(
-            f"{shown}{total} is beyond the model's {positions} positions (max_position_embeddings); lower {lower}"
-        )
+    longest = sum(limits.values())
+    for name, section in roles_of(recipe).items():
+        positions = _positions(role_config(recipe, section, config))
+        # A reward model reads the same text in tokens of its own.
+        if positions is not None and longest > positions and name != "reward_model":
+            shown = " + ".join(f"{key}={tokens}" for key, tokens in limits.items())
+            total, lower = (f" = {longest}", "one") if len(limits) > 1 else ("", "it")
+            model = "model" if name == "actor" else name
+            raise RecipeError(
+                f"{shown}{total} is beyond the {model}'s {positions} positions (max_position_embeddings); lower {lower}"
+            )
 
 
 def _check_exchange_of_heads(name: str, section: RoleSection, layout: LayoutSection, key_value_heads: int) -> None:

@@ -138,7 +138,7 @@ def _batch_lines(recipe: Recipe, world_size: int, memory: Estimate) -> Iterator[
     batch = recipe.batch
     data = len(role_ranks(recipe, "actor", world_size)) // recipe.actor.layout.model_gpus
     rows = batch.prompts_per_step * batch.responses_per_prompt
-    updates = batch.minibatches_per_step * batch.epochs_per_step
+    updates = batch.updates_per_step
     if recipe.loop == "rl":
         yield f"{batch.prompts_per_step} prompts x {batch.responses_per_prompt} responses = {rows} rows"
         if memory.rollout is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -107,6 +108,7 @@ class Recipe(Section):
                 "checkpoint.keep_best compares checkpoints by their evaluations; give checkpoint.save_interval, and "
                 "data.validation_files or data.validation_fraction, or leave it out"
             )
+        self._check_keep_best()
         if self.loop == "rl" and self.data.max_response_length is not None:
             raise ValueError(
                 f"data.max_response_length={self.data.max_response_length}: rl learns no given responses; set "
@@ -136,8 +138,7 @@ class Recipe(Section):
         asked_before = algorithm.policy_loss in SELECTING_LOSSES or (
             algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
         )
-        updates = self.batch.minibatches_per_step * self.batch.epochs_per_step
-        return "recompute" if asked_before or updates > 1 else "update"
+        return "recompute" if asked_before or self.batch.updates_per_step > 1 else "update"
 
     @property
     def longest_sequence(self) -> int:
@@ -170,6 +171,23 @@ class Recipe(Section):
         if self.rollout.dtype not in (None, self.model.dtype):
             return f"rollout.dtype is {self.rollout.dtype} and model.dtype {self.model.dtype}"
         return None
+
+    def _check_keep_best(self) -> None:
+        """Refuses a metric that no evaluation of this recipe has; what those of rewards have is known at run time."""
+        best = self.checkpoint.keep_best
+        if best is None or (self.loop == "rl" and self.reward.rule != "none"):
+            return
+        names = {
+            "rl": ["eval/SOURCE/score"],  # to a reward model alone, no answer is right or wrong
+            "sft": ["eval/loss"],
+            "reward_modeling": ["eval/accuracy", "eval/margin", "eval/loss"],
+        }[self.loop]
+        of_sources = self.loop == "rl" and best.metric.startswith("eval/") and best.metric.endswith("/score")
+        if not of_sources and not any(fnmatchcase(name, best.metric) for name in names):
+            raise ValueError(
+                f"checkpoint.keep_best.metric={best.metric}: evaluations of this recipe have {', '.join(names)}; name "
+                "one of them, and mode: min for a loss"
+            )
 
     def _check_supervised(self) -> None:
         read = ("loss_aggregation",) if self.loop == "sft" else ()
@@ -206,6 +224,11 @@ class Recipe(Section):
         if algorithm.advantage != "gae" and self.critic is not None:
             raise ValueError(
                 f"critic: algorithm.advantage={algorithm.advantage} reads no values; leave it out, or use gae"
+            )
+        if self.critic is not None and self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps}: the actor would learn in none of {self.steps} steps; "
+                "lower it"
             )
         if self.reward.rule == "none" and self.reward_model is None:
             raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")

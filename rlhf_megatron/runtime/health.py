@@ -144,7 +144,7 @@ class Health:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._run, self._tell = run, tell
         self._watch = RuleWatch(section.all_rules(), self._rank)
-        self._own_rules, self._steps = {rule.metric for rule in section.rules}, 0
+        self._own_rules, self._steps, self._evaluations = {rule.metric for rule in section.rules}, 0, 0
         wanted = section.alert.webhook_environment is not None or section.alert.command
         self._alerts = AlertSender(section.alert, tell) if wanted and self._rank == 0 else None
 
@@ -155,7 +155,7 @@ class Health:
         """
         own = metrics if self._rank == 0 else {name: metrics[name] for name in metrics if name.startswith(OWN_METRICS)}
         found = _from_all_ranks(self._watch.findings(step, own))
-        self._miss_metrics()
+        self._miss_metrics(any(name.startswith("eval/") for name in metrics))
         for finding in found:
             self._act(finding)
         ends = [finding for finding in found if finding.rule.action == "stop"]
@@ -187,11 +187,18 @@ class Health:
             stops = finding.rule.action == "stop"
             self._alerts.send(f"{self._run}: {finding.text()}{'; the run stops' * stops}", details, urgent=stops)
 
-    def _miss_metrics(self) -> None:
-        self._steps += 1
-        if self._rank == 0 and self._steps == STEPS_UNTIL_A_METRIC_IS_MISSED:
-            for metric in self._own_rules.intersection(self._watch.unseen()):
-                self._tell(f"warning: health.rules: no metric {metric} in {self._steps} steps; see docs/monitoring.md")
+    def _miss_metrics(self, evaluated: bool) -> None:
+        """Tells of rules whose metric should have come by now: one of evaluations with the first of them."""
+        if evaluated:
+            self._evaluations += 1
+        else:
+            self._steps += 1
+        if self._rank or (self._evaluations != 1 if evaluated else self._steps != STEPS_UNTIL_A_METRIC_IS_MISSED):
+            return
+        when = "the first evaluation" if evaluated else f"{self._steps} steps"
+        for metric in sorted(self._own_rules.intersection(self._watch.unseen())):
+            if metric.startswith("eval/") == evaluated:
+                self._tell(f"warning: health.rules: no metric {metric} in {when}; see docs/monitoring.md")
 
 
 def _from_all_ranks(found: list[Finding]) -> list[Finding]:

@@ -153,6 +153,8 @@ def test_ppo_raises_the_score_of_the_reward_model_near_the_reference(folder: Pat
 
     steps = steps_of(folder / "runs" / "preferred")
     first, last = steps[0], steps[PREFERRED["steps"]]
+    measured = {f"eval/signs/{name}" for name in ("score", "score_low", "score_high")}
+    assert {name for name in last if name.startswith("eval/")} == measured, "nothing is right or wrong here"
     assert last["eval/signs/score"] > first["eval/signs/score"] + 1.0
     assert abs(last["reward/reward_model"] - last["reward/mean"]) < 1e-6, "its score is the whole reward"
     assert last["train/kl"] < TARGET

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,3 +154,28 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
 def test_keep_best_needs_evaluations() -> None:
     with pytest.raises(RecipeError, match=r"checkpoint.keep_best compares .* give checkpoint.save_interval"):
         load_recipe(ROOT / "recipes" / "tiny_sft.yaml", ["checkpoint.keep_best={}", "checkpoint.save_interval=0"])
+
+
+SCORED = ["reward.rule=none", "reward_model={path: somewhere, tokens_per_gpu: 64}"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "metric", "has"),
+    [
+        ("tiny_sft", [], "eval/*/accuracy", "eval/loss"),
+        ("tiny_sft", [], "eval/loss", None),
+        ("tiny_reward_model", [], "eval/*/accuracy", "eval/accuracy, eval/margin, eval/loss"),
+        ("tiny_reward_model", [], "eval/margin", None),
+        ("tiny_grpo", [], "eval/*/maj@8", None),
+        ("tiny_grpo", SCORED, "eval/*/accuracy", "eval/SOURCE/score"),
+        ("tiny_grpo", SCORED, "eval/gsm8k/score", None),
+    ],
+)
+def test_keep_best_names_what_evaluations_have(recipe: str, overrides: list[str], metric: str, has: str | None) -> None:
+    path = ROOT / "recipes" / f"{recipe}.yaml"
+    values = [*overrides, "checkpoint.save_interval=1", f"checkpoint.keep_best={{metric: '{metric}'}}"]
+    if has is None:
+        load_recipe(path, values)
+        return
+    with pytest.raises(RecipeError, match=rf"metric={re.escape(metric)}: evaluations of this recipe have {has};"):
+        load_recipe(path, values)

@@ -341,6 +341,19 @@ def test_a_rule_whose_metric_never_comes_is_told() -> None:
     assert told == ["warning: health.rules: no metric train/kll in 20 steps; see docs/monitoring.md"]
 
 
+def test_rules_of_evaluations_wait_for_the_first_evaluation() -> None:
+    told: list[str] = []
+    rules = [rule("below", 0.1, metric=name) for name in ("eval/*/accuracy", "eval/gsm8/accuracy")]
+    health = Health(HealthSection(rules=rules), "a_run", told.append)
+    for step in range(1, 61):
+        health.after(step, {"train/kl": 1.0})
+        if step % 30 == 0:
+            health.after(step, {"eval/gsm8k/accuracy": 0.5})
+    assert told == [
+        "warning: health.rules: no metric eval/gsm8/accuracy in the first evaluation; see docs/monitoring.md"
+    ]
+
+
 # Gradients
 
 

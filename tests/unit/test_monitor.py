@@ -8,8 +8,11 @@ import json
 import math
 import os
 import pty
+import runpy
 import select
+import struct
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +192,7 @@ def test_a_failing_server_warns_and_never_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     away = AwayTracker()
-    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda folder, settings: away)
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda *ignored: away)
     folder = prepared(tmp_path)
     with MetricsLogger(folder, Settings(("mlflow",))) as logger:
         for step in range(1, 6):
@@ -213,6 +216,82 @@ def test_third_party_tracker_takes_a_step(tmp_path: Path, monkeypatch: pytest.Mo
     written = [path for path in folder.path.rglob("*") if path.is_file() and path != folder.metrics]
     assert written
     assert not any(b"not-to-be-seen" in path.read_bytes() for path in written)
+
+
+def log_attempts(folder: RunFolder, name: str) -> None:
+    """Steps 1 to 4 and an end without a word, steps 3 to 5 as of a resume, then a new run of the same name."""
+    for first, last in ((1, 4), (3, 5), (1, 1)):
+        folder.prepare(resume=first > 1)
+        with MetricsLogger(folder, Settings((name,)), {"seed": first}, first) as logger:
+            for step in range(first, last + 1):
+                logger.log(step, {"train/loss": 10.0 * first + step})
+
+
+def test_a_resumed_run_replaces_its_steps_in_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (extra: trackers)")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = RunFolder(tmp_path, "run")
+    log_attempts(folder, "tensorboard")
+
+    def series(events: Path) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in EventAccumulator(str(events)).Reload().Scalars("train/loss")]
+
+    assert series(folder.path / "tensorboard.previous-1") == [(1, 11), (2, 12), (3, 33), (4, 34), (5, 35)]
+    assert series(folder.tensorboard) == [(1, 11)]
+
+
+def wandb_rows(file: Path) -> list[dict[str, float]]:
+    """The history in a .wandb file: LevelDB's log format, blocks of 32 KiB, behind a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, offset, parts, rows = file.read_bytes(), 7, b"", []
+    while offset + 7 <= len(content):
+        left_in_block = 2**15 - offset % 2**15
+        if left_in_block < 7:
+            offset += left_in_block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, offset)
+        if offset + 7 + length > len(content):
+            break  # still being written
+        parts += content[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = Record.FromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                items = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                rows.append({name: value for name, value in items.items() if not name.startswith("_")})
+    return rows
+
+
+def test_a_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed (extra: trackers)")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = RunFolder(tmp_path, "run")
+    log_attempts(folder, "wandb")
+    files = sorted(folder.path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    first, resumed, other = (file.stem.removeprefix("run-") for file in files)
+    assert first == resumed != other
+    assert json.loads(folder.trackers.read_text()) == {"wandb": other}
+    for file, first_step, last_step, seed in zip(files, (1, 3, 1), (4, 5, 1), (1, 3, 1), strict=True):
+        expected = [{"step": step, "train/loss": 10.0 * seed + step} for step in range(first_step, last_step + 1)]
+        deadline = time.monotonic() + 20  # wandb's service may still be writing
+        while wandb_rows(file) != expected and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert wandb_rows(file) == expected
+
+
+def test_a_resumed_run_is_one_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed (extra: trackers)")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = RunFolder(tmp_path, "run")
+    log_attempts(folder, "mlflow")
+    runs = mlflow.search_runs(experiment_names=["rlhf_megatron"], output_format="list", order_by=["start_time"])
+    client = mlflow.MlflowClient()
+    steps = [[point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] for run in runs]
+    assert [sorted(of_run) for of_run in steps] == [[1, 2, 3, 3, 4, 4, 5], [1]]
+    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
 
 
 # Console
@@ -313,7 +392,7 @@ def write_metrics(path: Path, rows: list[dict[str, float | None]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("steps", [1, 30])
+@pytest.mark.parametrize("steps", [1, 30, 70])
 def test_a_run_is_drawn(tmp_path: Path, steps: int) -> None:
     rows: list[dict[str, float | None]] = [{"step": 0, "eval/$5_to_$/accuracy": 0.1, "eval/b/accuracy": 0.2}]
     rows += [{"step": step, **rl_metrics(step)} for step in range(1, steps + 1)]
@@ -345,10 +424,28 @@ def test_a_run_whose_picture_cannot_be_drawn_ends_as_it_should(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load_recipe(ROOT / "recipes" / "tiny_sft.yaml", [f"run_root={tmp_path}", "monitor.console=false"])
-    report = Report(RunFolder(tmp_path, recipe.name), recipe, resume=False)
+    report = Report(RunFolder(tmp_path, recipe.name), recipe)
     report.step(1, {"train/loss": math.nan})
     report.close()
     assert "warning: no picture was drawn (MonitorError: " in capsys.readouterr().out
+
+
+def test_runs_are_compared_by_the_names_of_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "compare_runs.py"))
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/qwen2.5-7b", "lr=1e-6", "other/lr=1e-6"):
+        Path(folder).mkdir(parents=True)
+        write_metrics(Path(folder) / "metrics.jsonl", [{"step": 1, "train/loss": 1.0}])
+    curve = tmp_path / "first.jsonl"
+    curve.write_bytes((tmp_path / "lr=1e-6" / "metrics.jsonl").read_bytes())
+    arguments = ["runs/qwen2.5-7b", "lr=1e-6/metrics.jsonl", "a=b=other/lr=1e-6", "first.jsonl"]
+    assert list(tool["by_label"](arguments)) == ["qwen2.5-7b", "lr=1e-6", "a=b", "first"]
+    assert tool["main"]([*arguments, "--output", "all.png"]) == 0
+    assert Image.open("all.png").width > 1000
+    assert tool["main"](["lr=1e-6", "other/lr=1e-6", "--output", "two.png"]) == 2
+    assert "both labelled lr=1e-6; give NAME=PATH" in capsys.readouterr().err
 
 
 def test_smoothing_keeps_a_constant_and_a_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -48,6 +49,7 @@ rollout: {max_response_length: 50}
 # What turns it into a recipe of another loop.
 SFT = ("loop=sft", "batch.responses_per_prompt=1", "rollout=null")
 PAIRS = (*SFT, "loop=reward_modeling")
+GAE = ("algorithm.advantage=gae", "batch.responses_per_prompt=1")
 
 CONFIG = {
     "num_attention_heads": 28,
@@ -144,6 +146,10 @@ def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: 
         (["loop=reward_modeling"], "batch.responses_per_prompt=4: reward_modeling learns one pair per row"),
         (["reward_model.tokens_per_gpu=100"], "reward_model.path: missing; add it"),
         (["critic.tokens_per_gpu=100"], "critic.optimizer: missing; add it"),
+        (
+            ["critic={tokens_per_gpu: 9, optimizer: {learning_rate: 1}, warmup_steps: 5}", *GAE, "steps=5"],
+            "critic.warmup_steps=5: the actor would learn in none of 5 steps; lower it",
+        ),
         (["evaluation.samples_per_prompt=2"], "evaluation: samples_per_prompt=2 at temperature 0 would be the same"),
         (["evaluation.interval=5"], "evaluation.interval=5 needs data.validation_files"),
         (["actor.recompute.layers=2"], "layers=2 needs granularity full; it is none"),
@@ -291,6 +297,16 @@ def test_layouts_that_do_not_fit_the_model(small: Path, overrides: list[str], ex
     with pytest.raises(RecipeError) as caught:
         check_architecture(load_recipe(small, overrides), CONFIG)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_critics_own_positions_are_looked_at(small: Path, tmp_path: Path) -> None:
+    own = tmp_path / "judge"
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 149}))
+    critic = f"critic={{tokens_per_gpu: 9, optimizer: {{learning_rate: 1}}, path: {own}}}"
+    with pytest.raises(RecipeError, match="= 150 is beyond the critic's 149 positions"):
+        check_architecture(load_recipe(small, [critic, *GAE]), CONFIG)
+    check_architecture(load_recipe(small, [critic.replace(str(own), "elsewhere"), *GAE]), CONFIG)
 
 
 @pytest.mark.parametrize(

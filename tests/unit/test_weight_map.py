@@ -166,6 +166,7 @@ CONFIG = {
         ("attention_bias", True),
         ("use_sliding_window", True),
         ("layer_types", ["full_attention", "sliding_attention"]),
+        ("layer_types", 5),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
         ("partial_rotary_factor", 0.5),
         ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
