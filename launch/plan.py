@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_megatron.loops.command import tell
-from rlhf_megatron.loops.layout_search import Candidate, find_layouts
+from rlhf_megatron.loops.layout_search import Candidate, find_layouts, nearest_layout
 from rlhf_megatron.recipe import load_recipe, role_ranks
 from rlhf_megatron.recipe.errors import UserError
 
@@ -30,13 +30,16 @@ def main() -> int:
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         found = find_layouts(recipe, arguments.world)
+        nearest = "" if found else nearest_layout(recipe, arguments.world)
     except UserError as error:
         return tell(error)
     if not found:
-        print(f"error: no layout fits {arguments.world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB", file=sys.stderr)
+        gpus = f"{arguments.world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB"
+        print(f"error: no layout fits {gpus}; {nearest}", file=sys.stderr)
         return 1
-    console = Console()
-    console.print(table(found, arguments.world, recipe.steps, arguments.price))
+    shown = table(found, arguments.world, recipe.steps, arguments.price)
+    needed = Console(width=1000).measure(shown).maximum  # rich would cut what is wider than a file's 80 columns
+    Console(width=max(needed, Console().width)).print(shown)
     print("the first:", " ".join(found[0].overrides) or "the recipe as it is")
     return 0
 

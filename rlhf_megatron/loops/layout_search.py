@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, has_figures, layers_and_head, stage_work
 from rlhf_megatron.recipe import LayoutSection, Recipe, RecipeError, check_architecture, check_world, unsupported
 from rlhf_megatron.recipe.checks import stage_layers
-from rlhf_megatron.recipe.estimate import TIGHT, estimate
+from rlhf_megatron.recipe.estimate import TIGHT, Estimate, estimate
 from rlhf_megatron.recipe.load import apply_override
 from rlhf_megatron.recipe.model_shape import planning_config, shape_of
 
@@ -58,6 +58,21 @@ def find_layouts(recipe: Recipe, world: int) -> list[Candidate]:
         if not best or each.memory < _LESS * best[-1].memory:
             best.append(each)
     return best
+
+
+def nearest_layout(recipe: Recipe, world: int) -> str:
+    """What to tell where none fits: the layout that needs least memory, and what it needs; errors as find_layouts."""
+    config = planning_config(recipe)
+    tried = [each for choice in _choices(recipe, config, world) if (each := _tried(recipe, config, world, choice))]
+    if not tried:
+        return f"none of those tried can cut this model over {world} GPUs; see docs/layouts.md"
+    overrides, _, memory = min(tried, key=lambda each: (not _holds_a_row(each[2]), max(each[2].phases.values())))
+    layout = " ".join(overrides) or "the recipe as it is"
+    if not _holds_a_row(memory):
+        return f"none has room for the KV cache of one sequence of full length; the nearest: {layout}"
+    phase, needed = max(memory.phases.items(), key=lambda item: item[1])
+    usable = TIGHT * recipe.cluster.gpu_memory_gb
+    return f"the nearest needs {needed:.1f} GB in phase {phase}, and {usable:.1f} GB are planned with: {layout}"
 
 
 def _order(each: Candidate) -> tuple[float, ...]:
@@ -125,7 +140,10 @@ def _virtual_pipeline(recipe: Recipe, layers: int, pipeline: int, first: int | N
     return chunks
 
 
-def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:
+def _tried(
+    recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]
+) -> tuple[tuple[str, ...], Recipe, Estimate] | None:
+    """What to change for a choice, the recipe then, and its memory; None where model or GPUs cannot be cut so."""
     overrides = tuple(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in choice.items()
@@ -140,10 +158,20 @@ def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[
         check_architecture(tried, config)
     except (ValidationError, RecipeError):
         return None
-    memory = estimate(tried, shape_of(config), world)
+    return None if unsupported(tried) else (overrides, tried, estimate(tried, shape_of(config), world))
+
+
+def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:
+    found = _tried(recipe, config, world, choice)
+    if found is None:
+        return None
+    overrides, tried, memory = found
     fullest = max(memory.phases.values())
-    holds_a_row = memory.rollout is not None and memory.rollout.longest_sequences > 0
-    if unsupported(tried) or not holds_a_row or fullest > TIGHT * recipe.cluster.gpu_memory_gb:
+    if not _holds_a_row(memory) or fullest > TIGHT * recipe.cluster.gpu_memory_gb:
         return None
     time = expected_time(tried, config, world)
     return Candidate(overrides, tried, fullest, time) if time else None
+
+
+def _holds_a_row(memory: Estimate) -> bool:
+    return memory.rollout is not None and memory.rollout.longest_sequences > 0

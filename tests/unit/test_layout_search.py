@@ -112,4 +112,13 @@ def test_the_command_lists_layouts_and_says_what_to_change_for_the_first(tmp_pat
     assert len(rows) == len(best) and rows[0].split()[0] == f"{best[0].time.seconds:,.1f}"
     assert last == "the first: " + " ".join(best[0].overrides)
     none = python(*command, "cluster.gpu_memory_gb=10", model, folder=tmp_path)
-    assert (none.status, none.err.splitlines()[-1]) == (1, "error: no layout fits 8 GPUs of 10 GB")
+    assert none.status == 1
+    told = re.fullmatch(
+        r"error: no layout fits 8 GPUs of 10 GB; the nearest needs (.+) GB in phase (\w+), "
+        r"and 9\.5 GB are planned with: (.*)",
+        none.err.splitlines()[-1],
+    )
+    assert told is not None
+    changed = load_recipe(recipe, [*GPUS, "cluster.gpu_memory_gb=10", model, *told[3].split()])
+    phases = estimate(changed, shape_of(planning_config(changed)), 8).phases
+    assert max(phases, key=phases.__getitem__) == told[2] and f"{phases[told[2]]:.1f}" == told[1]

@@ -1,0 +1,204 @@
+"""tools/verl: commands of verl, and the recipes that they become. What keys mean is from verl's documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from from_verl import main
+
+from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.recipe.checks import check_world
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+MEGATRON = [
+    "--config-name=ppo_megatron_trainer.yaml",
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=['/data/train.parquet']",
+    "data.val_files=/data/test.parquet",
+    "data.train_batch_size=64",
+    "data.max_response_length=1024",
+    "data.filter_overlong_prompts=True",
+    "actor_rollout_ref.model.path=/models/some",
+    f"{ACTOR}.optim.lr=1e-6",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+    f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+    f"{ACTOR}.megatron.tensor_model_parallel_size=4",
+    f"{ACTOR}.use_kl_loss=True",
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.n=5",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+    "trainer.logger=['console','wandb']",
+    "trainer.experiment_name=one two",
+    "trainer.n_gpus_per_node=8",
+    "trainer.nnodes=2",
+    "trainer.save_freq=20",
+    "trainer.max_actor_ckpt_to_keep=3",
+    "trainer.test_freq=5",
+    "trainer.total_epochs=3",
+]
+
+
+def translated(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Recipe, str, str]:
+    """The recipe of a command, and what the tool printed to stdout and to stderr."""
+    output = tmp_path / "recipe.yaml"
+    assert main(["--output", str(output), *arguments]) == 0
+    printed = capsys.readouterr()
+    return load_recipe(output), printed.out, printed.err
+
+
+def at(recipe: Recipe, path: str) -> Any:
+    value: Any = recipe
+    for key in path.split("."):
+        value = getattr(value, key)
+    return value
+
+
+def test_a_command_on_megatron_becomes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, out, err = translated(tmp_path, capsys, "--rows", "200", *MEGATRON)
+    assert err == "", "there is nothing that verl does otherwise"
+    assert (recipe.name, recipe.steps) == ("one-two", 9), "epochs of three whole batches"
+    assert (recipe.data.train_files, recipe.data.overlong_prompts) == (["/data/train.parquet"], "drop")
+    assert (recipe.batch.prompts_per_step, recipe.batch.minibatch_prompts) == (64, 16)
+    layout = recipe.actor.layout
+    assert (layout.tensor, layout.pipeline, layout.data) == (4, 2, None)
+    assert recipe.reference is not None and recipe.reference.layout is not None
+    assert (recipe.reference.layout.tensor, recipe.reference.layout.pipeline) == (2, 1)
+    assert recipe.actor.sequence_parallel and recipe.actor.optimizer.learning_rate == 1e-6
+    row = 512 + 1024
+    budgets = recipe.actor.tokens_per_gpu, recipe.actor.logprob_tokens_per_gpu, recipe.reference.tokens_per_gpu
+    assert budgets == (4 * row, 8 * row, 8 * row)
+    algorithm = recipe.algorithm
+    assert (algorithm.advantage, algorithm.normalize_by_std, algorithm.clip_ratio_dual) == ("grpo", True, 3.0)
+    assert (algorithm.kl_coef, algorithm.kl_placement, algorithm.kl_estimator) == (0.001, "loss", "k3")
+    assert (recipe.checkpoint.save_interval, recipe.checkpoint.keep_last_k, recipe.evaluation.interval) == (20, 3, 5)
+    assert recipe.monitor.trackers == ["jsonl", "wandb"]
+    assert "torchrun --nnodes 2 --nproc-per-node 8 launch/train.py" in out
+    check_world(recipe, 16)
+
+
+PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "value"),
+    [
+        # As verl's trainers step their schedules once in each step of the run, whatever its minibatches.
+        ([f"{ACTOR}.optim.lr_warmup_steps=10", "data.train_batch_size=512"], "actor.optimizer.warmup_steps", 20),
+        (["trainer.total_training_steps=50", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
+         "actor.optimizer.warmup_steps", 20),
+        ([f"{ACTOR}.optim.lr_decay_style=cosine", f"{ACTOR}.optim.min_lr=1e-7"], "actor.optimizer.min_learning_rate",
+         1e-7),
+        ([f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.min_lr_ratio=0.1", f"{ACTOR}.optim.lr=1e-5"],
+         "actor.optimizer.min_learning_rate", 1e-6),
+        ([f"{ACTOR}.optim.betas=[0.9,0.95]"], "actor.optimizer.beta2", 0.95),
+        ([f"{ACTOR}.grad_clip=0.5"], "actor.optimizer.clip_grad", 0.5),
+        ([f"{ACTOR}.clip_ratio=0.1"], "algorithm.clip_ratio_high", 0.1),
+        ([f"{ACTOR}.clip_ratio_high=0.28"], "algorithm.clip_ratio_low", 0.2),
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4"], "algorithm.clip_ratio_low", 3e-4),
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "algorithm.clip_ratio_dual", None),
+        ([f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.policy_loss.ppo_kl_coef=1"],
+         "algorithm.covariance.kl_coef", 1.0),
+        ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo=False"],
+         "algorithm.loss_aggregation", "sequence_sum_constant"),
+        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=k3+"], "algorithm.kl_gradient", "k2"),
+        (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.05"], "algorithm.kl_placement", "reward"),
+        (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"],
+         "algorithm.kl_controller.target", 0.2),
+        ([f"{ACTOR}.tis_imp_ratio_cap=3"], "algorithm.rollout_correction.threshold", 3.0),
+        (["algorithm.rollout_correction.rollout_is=sequence"], "algorithm.rollout_correction.level", "sequence"),
+        (["algorithm.rollout_correction.rollout_rs=geometric",
+          "algorithm.rollout_correction.rollout_rs_threshold=1.01"],
+         "algorithm.rollout_correction.reject_threshold", 1.01),
+        (["algorithm.rollout_correction.bypass_mode=true"], "algorithm.old_logprobs", "rollout"),
+        (["algorithm.filter_groups.enable=True", "data.gen_batch_size=2048"],
+         "algorithm.filter_groups.prompts_per_round", 2048),
+        (["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=128"],
+         "algorithm.overlong_buffer.len", 128),
+        (["custom_reward_function.path=my.py", "custom_reward_function.name=score"], "reward.function", "my.py:score"),
+        (["+data.apply_chat_template_kwargs.enable_thinking=False"], "data.chat_template_kwargs",
+         {"enable_thinking": False}),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=20000"], "actor.tokens_per_gpu", 20000),
+        ([f"{ACTOR}.fsdp_config.param_offload=True"], "actor.offload.gradients", True),
+        ([f"{ACTOR}.megatron.param_offload=True"], "actor.offload.gradients", False),
+        ([f"{ACTOR}.ulysses_sequence_parallel_size=4"], "actor.cp_comm_type", "a2a"),
+        (["actor_rollout_ref.model.enable_gradient_checkpointing=True"], "actor.recompute.granularity", "full"),
+        ([f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=full",
+          f"{ACTOR}.megatron.override_transformer_config.recompute_method=block",
+          f"{ACTOR}.megatron.override_transformer_config.recompute_num_layers=2"], "actor.recompute.layers", 2),
+        ([f"{ROLLOUT}.free_cache_engine=False"], "rollout.sleep", False),
+        ([f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.temperature=1"], "evaluation.samples_per_prompt", 4),
+        (["data.truncation=left"], "data.overlong_prompts", "drop"),
+        ([], "data.overlong_prompts", "stop"),
+        (["data.val_files=null", "trainer.test_freq=5"], "evaluation.interval", 0),
+        ([], "rollout.max_num_seqs", 1024),
+    ],
+)  # fmt: skip
+def test_what_keys_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], path: str, value: Any
+) -> None:
+    recipe, _, err = translated(tmp_path, capsys, *PLAIN, *arguments)
+    found = at(recipe, path)
+    assert found == (pytest.approx(value) if isinstance(value, float) else value)
+    assert "has no counterpart" not in err
+
+
+def test_verls_defaults_are_ppo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 2100}), tmp_path / "train.parquet")
+    judge = ["reward_model.enable=True", "reward_model.model.path=/models/judge", "critic.model.path=/models/judge"]
+    files = [f"data.train_files={tmp_path / 'train.parquet'}", "trainer.total_epochs=5", "trainer.critic_warmup=2"]
+    recipe, _, _ = translated(tmp_path, capsys, *judge, *files, "critic.cliprange_value=0.2")
+    assert recipe.steps == 5 * (2100 // 1024)
+    assert (recipe.algorithm.advantage, recipe.algorithm.loss_aggregation) == ("gae", "token_mean")
+    assert recipe.critic is not None and recipe.reward_model is not None and recipe.reference is None
+    assert (recipe.critic.path, recipe.critic.value_clip, recipe.critic.warmup_steps) == ("/models/judge", 0.2, 2)
+    assert recipe.critic.optimizer.learning_rate == 1e-5 != recipe.actor.optimizer.learning_rate
+    assert (recipe.reward.rule, recipe.reward_model.path) == ("none", "/models/judge")
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank=8: all weights are trained"),
+        (f"{ROLLOUT}.multi_turn.enable=True", "conversations have one turn"),
+        (f"{ROLLOUT}.name=sglang", "the rollout is vLLM's"),
+        (f"{ACTOR}.policy_loss.loss_mode=novel", "loss_mode=novel: here are vanilla, gspo"),
+        (f"{ACTOR}.optim.lr_decay_style=WSD", "a schedule WSD is not here"),
+        ("trainer.logger=[console,swanlab]", "swanlab cannot be written to"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "Qwen3-8B: names on a hub are not looked up"),
+        ("+some.new_key=7", "some.new_key=7: has no counterpart, or is not known"),
+        ("trainer.save_freq=5", "checkpoint.keep_last_k keeps 2, and verl all"),
+    ],
+)
+def test_what_is_not_as_in_verl_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, expected: str
+) -> None:
+    _, _, err = translated(tmp_path, capsys, *PLAIN, argument)
+    (line,) = [line for line in err.splitlines() if expected in line]
+    assert line.startswith("not as in verl: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["grpo"], "grpo: not of the form key=value"),
+        (["data.train_files=/nowhere.parquet"], "give trainer.total_training_steps, or --rows"),
+        (["--rows=5000", "data.train_batch_size=1000", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"],
+         "minibatch_prompts=256 must divide prompts_per_step=1000"),
+    ],
+)  # fmt: skip
+def test_a_command_that_makes_no_recipe_gets_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    output = tmp_path / "recipe.yaml"
+    assert main(["--output", str(output), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and expected in line
+    assert not output.exists()

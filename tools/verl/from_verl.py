@@ -1,0 +1,64 @@
+"""Write the recipe that a command of verl asks for.
+
+    python tools/verl/from_verl.py --output my.yaml algorithm.adv_estimator=grpo data.train_batch_size=256 ...
+
+takes the arguments of `python3 -m verl.trainer.main_ppo`; in a script of verl's, put this command in its place and run
+the script. Keys that are not given have verl's defaults, and each key that has no counterpart is told.
+
+Here: the command line. Not here: reading verl's (verl_command.py), and what its keys mean (verl_sections.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+from verl_command import Command, check, parse
+from verl_sections import translate
+
+from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.recipe.load import make_recipe
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 2 for input that is not right."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="the recipe to write")
+    parser.add_argument("--rows", type=int, help="rows of the training files, where they are not on this machine")
+    options, words = parser.parse_known_args(arguments)
+    try:
+        command = Command(parse(words))
+        tree = translate(command, options.rows)
+        check(command)
+        recipe = make_recipe(tree, "the recipe that this makes")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    plain = recipe.model_dump(mode="json", exclude_defaults=True)
+    options.output.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    for key in command.left():
+        command.remark(key, "has no counterpart, or is not known")
+    report(command, recipe, options.output)
+    return 0
+
+
+def report(command: Command, recipe: Recipe, output: Path) -> None:
+    """Prints what is not as it was, and how the run is started."""
+    for remark in command.remarks:
+        print(f"not as in verl: {remark}", file=sys.stderr)
+    nodes, gpus = command.given.get("trainer.nnodes", 1), recipe.cluster.gpus_per_node
+    if not any(".megatron." in key for key in command.given):
+        print(
+            "no layout: FSDP cuts all weights over all GPUs, here tensor and pipeline parallelism cut the model; "
+            f"`python launch/plan.py {output} --world {nodes * gpus} cluster.gpu=H100` looks for one",
+            file=sys.stderr,
+        )
+    print(f"{output}\npython launch/train.py {output} --dry-run --world {nodes * gpus}")
+    print(f"torchrun --nnodes {nodes} --nproc-per-node {gpus} launch/train.py {output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

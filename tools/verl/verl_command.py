@@ -1,0 +1,124 @@
+"""A command of verl: its keys, which of them were asked for, and what is to be told of the others.
+
+Not here: what keys mean (verl_sections.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.recipe.load import apply_override
+
+ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+MODEL = "actor_rollout_ref.model"
+
+# What needs no key here, by patterns: always so, done otherwise, or of Ray and FSDP alone.
+NEEDLESS = re.compile(
+    r".*\.(use_remove_padding|use_dynamic_bsz|log_prob_use_dynamic_bsz|use_torch_compile|use_fused_kernels|use_liger|"
+    r"use_mbridge|vanilla_mbridge|use_dist_checkpointing|dist_checkpointing_path|strategy|use_shm|shuffle|seed|"
+    r"use_distributed_optimizer|entropy_from_logits_with_chunking|entropy_checkpointing|calculate_log_probs|"
+    r"total_training_steps|external_lib|loss_agg_mode|load_weight|dtype|wrap_policy\..*|fsdp_size|forward_prefetch|"
+    r"reshard_after_forward|model_dtype)"
+    rf"|{re.escape(ROLLOUT)}\.(name|mode|load_format|layered_summon|disable_log_stats|update_weights_bucket_megabytes|"
+    r"checkpoint_engine\..*|max_model_len|skip_tokenizer_init|prompt_length|response_length|ignore_eos|do_sample|"
+    r"val_kwargs\.do_sample|multi_stage_wake_up|agent\.num_workers)"
+    r"|data\.(prompt_key|reward_fn_key|val_batch_size|return_raw_chat|return_raw_input_ids|return_full_prompt|"
+    r"dataloader_num_workers|filter_overlong_prompts_workers|image_key|video_key|validation_shuffle|"
+    r"trust_remote_code)"
+    r"|trainer\.(balance_batch|device|project_name|total_epochs|nnodes|default_hdfs_dir|del_local_ckpt_after_load|"
+    r"log_val_generations|ray_wait_register_center_timeout|use_legacy_worker_impl|max_critic_ckpt_to_keep|"
+    r"resume_from_path)"
+    r"|(reward_model|reward)\.(launch_reward_fn_async|num_workers|.*profiler\..*)"
+    r"|(actor_rollout_ref|critic)\..*checkpoint\..*|ray_kwargs\..*|hydra\..*|actor_rollout_ref\.(hybrid_engine|nccl_timeout)"
+)
+
+
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    f"{ROLLOUT}.name": (lambda value: value == "vllm", "the rollout is vLLM's"),
+    f"{ROLLOUT}.ignore_eos": (lambda value: not value, "see rollout.drawn_lengths"),
+    f"{ROLLOUT}.multi_turn.enable": (lambda value: not value, "conversations have one turn here"),
+    f"{ROLLOUT}.val_kwargs.top_k": (lambda value: value == -1, "evaluation has no top_k"),
+    "reward_model.reward_manager": (lambda value: value in ("naive", "dapo"), "see docs/rewards.md"),
+    "trainer.val_only": (lambda value: not value, "see launch/evaluate.py"),
+    f"{MODEL}.lora_rank": (lambda value: not value, "all weights are trained"),
+    f"{ACTOR}.optim.optimizer": (lambda value: str(value).lower() in ("adam", "adamw"), "the optimizer is AdamW"),
+}
+
+
+@dataclass
+class Command:
+    """The keys of a command of verl, as they are asked for; what is never asked for has no counterpart."""
+
+    given: dict[str, Any]
+    asked: set[str] = field(default_factory=set)
+    remarks: list[str] = field(default_factory=list)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of a key, verl's default where it is not given. Keys below one are a mapping."""
+        self.asked.add(key)
+        inner = {
+            name.removeprefix(f"{key}."): value for name, value in self.given.items() if name.startswith(f"{key}.")
+        }
+        if inner and isinstance(default, dict):
+            self.asked.update(f"{key}.{name}" for name in inner)
+            return inner
+        return self.given.get(key, default)
+
+    def first(self, *keys: str, default: Any = None) -> Any:
+        """The value of the first of several keys that is given and not null."""
+        found = [value for key in keys if (value := self.take(key)) is not None]
+        return found[0] if found else default
+
+    def choose(self, key: str, default: str, table: dict[str, str]) -> str | None:
+        """The table's word for a key's value; None, and a remark, where it has none."""
+        value = self.take(key, default)
+        if value not in table:
+            self.remark(key, f"here are {', '.join(table)}")
+        return table.get(value)
+
+    def remark(self, key: str, text: str) -> None:
+        """Tells that a key is not what it was."""
+        shown = f"{key}={self.given[key]}" if key in self.given else key
+        self.remarks.append(f"{shown}: {text}")
+
+    def pass_over(self, *beginnings: str) -> None:
+        """Counts keys that begin so as asked for: they are of what this command does not use."""
+        self.asked.update(key for key in self.given if key.startswith(beginnings))
+
+    def left(self) -> list[str]:
+        """Keys that were given, and that nothing has asked for and nothing makes needless."""
+        return [key for key in self.given if key not in self.asked and not NEEDLESS.fullmatch(key)]
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """Hydra's overrides as key -> value; raises RecipeError for other words. `~key` takes a key back."""
+    given: dict[str, Any] = {}
+    for argument in arguments:
+        if argument.startswith(("--config-path", "--config-name")):
+            continue
+        if argument.startswith("~"):
+            given.pop(argument[1:].partition("=")[0], None)
+            continue
+        values: dict[str, Any] = {}
+        key, separator, text = argument.lstrip("+").partition("=")
+        if not separator:
+            raise RecipeError(f"{argument}: not of the form key=value, as arguments of verl.trainer.main_ppo are")
+        apply_override(values, f"value={text}")
+        value = values["value"]
+        if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+            value = float(value)  # 1e-6, which YAML takes for text
+        given[key] = value
+    return given
+
+
+def check(command: Command) -> None:
+    """Remarks on keys whose other values have no counterpart."""
+    for key, (fits, text) in CHECKS.items():
+        if key in command.given:
+            command.asked.add(key)
+            if not fits(command.given[key]):
+                command.remark(key, text)
