@@ -5,6 +5,7 @@
         --exclude test.parquet --output train.parquet
     python tools/prepare_data.py demonstrations --input train.parquet --worked 0.25 --output demonstrations.parquet
     python tools/prepare_data.py pairs --input demonstrations.parquet --column response --output pairs.parquet
+    python tools/prepare_data.py distinct --input dapo-math-17k.parquet --output train.parquet
 
     python tools/prepare_data.py check train.parquet --tokenizer models/NAME --max-prompt-length 512
 
@@ -15,6 +16,7 @@ is checked (rlhf_megatron/rewards/).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -33,7 +35,7 @@ from rich.progress import track
 from rlhf_megatron.data.demonstrations import demonstration_rows
 from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.pairs import pair_rows
-from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN
+from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN, prompt_key
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.recipe import RewardSection
@@ -47,6 +49,8 @@ ROWS_PER_GROUP = 1024
 # A procedural task repeats itself; after this many tries for each row asked for, it has no more distinct ones to give.
 TRIES_PER_ROW = 50
 
+CONSOLE = Console(stderr=True)
+
 Row = dict[str, Any]
 
 
@@ -54,14 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status (2: bad input, described in one line)."""
     options = build_parser().parse_args(arguments)
     try:
-        if options.make_rows is None:
-            return check(options)
+        if options.act is not None:
+            status: int = options.act(options)
+            return status
         rows = options.make_rows(options)
         write_rows(rows, options.output)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    Console(stderr=True).print(f"{options.output}: {len(rows)} rows", highlight=False, soft_wrap=True)
+    CONSOLE.print(f"{options.output}: {len(rows)} rows", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -83,6 +88,8 @@ def check(options: argparse.Namespace) -> int:
         print(json.dumps(findings.as_json(), ensure_ascii=False))
     else:
         Console().print(*tables(findings))
+        if findings.repeated:
+            print(f"{findings.repeated} rows have the prompt of another; `prepare_data.py distinct` keeps one of each")
         for line in [*findings.problems, *(f"not fit: {fault}" for fault in findings.faults())] or ["fit for training"]:
             print(line)
     return 1 if findings.faults() else 0
@@ -91,6 +98,7 @@ def check(options: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the tool."""
     parser = argparse.ArgumentParser(description="Make parquet files with verl's columns.")
+    parser.set_defaults(act=None)
     commands = parser.add_subparsers(required=True, metavar="SOURCE")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--output", type=Path, required=True, help="parquet file to write")
@@ -168,8 +176,43 @@ def build_parser() -> argparse.ArgumentParser:
     checked.add_argument("--reward-function", help="path/to/file.py:name (default: the rule of each data_source)")
     checked.add_argument("--sample", type=int, default=100, help="rows of each source to try the reward on (100)")
     checked.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
-    checked.set_defaults(make_rows=None)
+    checked.set_defaults(act=check)
+
+    once = commands.add_parser(
+        "distinct",
+        help="the first of the rows with the same prompt, of any file",
+        description="Keeps all columns, and of rows with the same prompt the first. Some published sets hold each row "
+        "many times.",
+    )
+    once.add_argument("--input", type=Path, required=True, help="parquet file with verl's columns")
+    once.add_argument("--output", type=Path, required=True, help="parquet file to write")
+    once.set_defaults(act=distinct)
     return parser
+
+
+def distinct(options: argparse.Namespace) -> int:
+    """Write the rows of a file whose prompt no row before them has, with all columns; return 0. Raises DataError."""
+    source = ParquetRows([options.input], ["prompt"])
+    seen: set[int] = set()
+    read = written = 0
+    with pyarrow.parquet.ParquetFile(options.input) as file, replaced(options.output) as partial:
+        parts = -(-file.metadata.num_rows // ROWS_PER_GROUP)
+        batches = track(
+            file.iter_batches(ROWS_PER_GROUP), "distinct", parts, console=CONSOLE, transient=True,
+            disable=not CONSOLE.is_terminal,
+        )  # fmt: skip
+        with pyarrow.parquet.ParquetWriter(partial, file.schema_arrow, compression="zstd") as writer:
+            for batch in batches:
+                kept = []
+                for prompt in batch.column("prompt").to_pylist():
+                    key = prompt_key(parse_messages(prompt, source.place(read)))
+                    kept.append(key not in seen)
+                    seen.add(key)
+                    read += 1
+                writer.write_batch(batch.filter(pyarrow.array(kept, pyarrow.bool_())))
+                written += sum(kept)
+    CONSOLE.print(f"{options.output}: {written} rows of {read}", highlight=False, soft_wrap=True)
+    return 0
 
 
 def gsm8k_rows(options: argparse.Namespace) -> list[Row]:
@@ -213,9 +256,8 @@ def reasoning_gym_rows(options: argparse.Namespace) -> list[Row]:
     dataset = create_task(options.task, options.seed, options.size * TRIES_PER_ROW, settings)
     taken = read_questions(options.exclude)
     rows: list[Row] = []
-    console = Console(stderr=True)
     tries = track(
-        range(len(dataset)), description=options.task, console=console, transient=True, disable=not console.is_terminal
+        range(len(dataset)), description=options.task, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal
     )
     for index in tries:
         entry = dataset[index]
@@ -357,7 +399,15 @@ def split_name(options: argparse.Namespace) -> str:
 
 
 def write_rows(rows: list[Row], output: Path) -> None:
-    """Write the rows to a parquet file; a file of that name is replaced only when the new one is complete.
+    """Write the rows to a parquet file; raises DataError where that cannot be."""
+    with replaced(output) as partial:
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, partial, row_group_size=ROWS_PER_GROUP, compression="zstd")
+
+
+@contextlib.contextmanager
+def replaced(output: Path) -> Iterator[Path]:
+    """A path to write to, which takes the output's name when all is written, in the place of a file of that name.
 
     Raises:
         DataError: the file cannot be written.
@@ -365,12 +415,12 @@ def write_rows(rows: list[Row], output: Path) -> None:
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        table = pyarrow.Table.from_pylist(rows)
-        pyarrow.parquet.write_table(table, partial, row_group_size=ROWS_PER_GROUP, compression="zstd")
+        yield partial
         partial.replace(output)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise DataError(f"--output: {output} cannot be written ({error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy
 from rich.table import Table
 
 from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.data.prompts import prompt_key
 from rlhf_megatron.data.rows import (
     ParquetRows,
     RowPlace,
@@ -74,6 +75,7 @@ class Findings:
         rows: of each data source.
         bad_rows: rows with a column that cannot be used.
         problems: the first of them, each with file, row and column.
+        repeated: rows with the prompt of a row before them.
         lengths: min, median, p95 and max of the prompts in tokens; empty without a tokenizer.
         too_long: rows over the limit that was asked about; None without one.
         rewards: by data source.
@@ -82,6 +84,7 @@ class Findings:
     rows: dict[str, int] = field(default_factory=dict)
     bad_rows: int = 0
     problems: list[str] = field(default_factory=list)
+    repeated: int = 0
     lengths: dict[str, int] = field(default_factory=dict)
     too_long: int | None = None
     rewards: dict[str, RewardFinding] = field(default_factory=dict)
@@ -136,17 +139,20 @@ def check_files(
     draw = random.Random(seed)
     chosen: dict[str, list[_Row]] = defaultdict(list)
     lengths = array("i")
+    seen: set[int] = set()
     for first, rows in source.scan([*COLUMNS, "extra_info"]):
         texts = []
         for offset, values in enumerate(rows):
             try:
-                row, text = _read(values, source.place(first + offset), first + offset, tokenizer, system_prompt)
+                row, key, text = _read(values, source.place(first + offset), first + offset, tokenizer, system_prompt)
             except DataError as error:
                 findings.bad_rows += 1
                 if len(findings.problems) < SHOWN_PROBLEMS:
                     findings.problems.append(str(error))
                 continue
             texts.append(text)
+            findings.repeated += key in seen
+            seen.add(key)
             count = findings.rows[row.data_source] = findings.rows.get(row.data_source, 0) + 1
             # Reservoir sampling: every row of a data source has the same chance, whatever its place.
             if count <= sample:
@@ -180,8 +186,9 @@ class _Row:
 
 def _read(
     values: dict[str, Any], place: RowPlace, number: int, tokenizer: Tokenizer | None, system_prompt: str | None
-) -> tuple[_Row, str]:
-    """Return a row, and its prompt as the model sees it ("" without a tokenizer); raise DataError for a fault."""
+) -> tuple[_Row, int, str]:
+    """Return a row, its prompt's key, and the prompt as the model sees it ("" without a tokenizer); raise DataError for
+    a fault."""
     messages = parse_messages(values.get("prompt"), place)
     row = _Row(
         place,
@@ -190,10 +197,11 @@ def _read(
         parse_ground_truth(values.get("reward_model"), place),
         parse_extra_info(values.get("extra_info"), place),
     )
+    key = prompt_key(messages)
     if tokenizer is None:
-        return row, ""
+        return row, key, ""
     try:
-        return row, tokenizer.render_chat(with_system_prompt(messages, system_prompt))
+        return row, key, tokenizer.render_chat(with_system_prompt(messages, system_prompt))
     except DataError as error:
         raise place.error("prompt", str(error)) from error
 
@@ -272,6 +280,7 @@ def tables(findings: Findings) -> list[Table]:
     for source, count in findings.rows.items():
         rows.add_row(source, str(count))
     rows.add_row("cannot be read", str(findings.bad_rows))
+    rows.add_row("prompts seen before", str(findings.repeated))
     if findings.lengths:
         rows.add_row("prompt tokens", ", ".join(f"{name} {length}" for name, length in findings.lengths.items()))
     if findings.too_long is not None:

@@ -164,3 +164,21 @@ def test_all_of_gsm8k_is_prepared_and_opened(tmp_path: Path) -> None:
     response = prompts[0].response_token_ids
     assert response is not None
     assert tokenizer.decode(response) == prompts[0].extra_info["answer"]
+
+
+def test_distinct_keeps_the_first_of_equal_prompts_and_every_column(tmp_path: Path) -> None:
+    run("gsm8k", "--input", write_gsm8k(tmp_path / "a.jsonl", 30), "--output", tmp_path / "a.parquet")
+    once = pyarrow.parquet.read_table(tmp_path / "a.parquet")
+    once = once.append_column("difficulty", pyarrow.array(range(30), pyarrow.int16()))
+    again = once.set_column(once.num_columns - 1, "difficulty", pyarrow.array([99] * 30, pyarrow.int16()))
+    repeated = pyarrow.concat_tables([once.slice(0, 10), again.slice(0, 10), once.slice(10), again])
+    pyarrow.parquet.write_table(repeated, tmp_path / "many.parquet", row_group_size=7)
+    checked = json.loads(run("check", tmp_path / "many.parquet", "--json").stdout)
+    assert (checked["repeated"], checked["fit"]) == (40, True)
+    shown = run("distinct", "--input", tmp_path / "many.parquet", "--output", tmp_path / "one.parquet")
+    assert shown.stderr.endswith("one.parquet: 30 rows of 70\n")
+    assert pyarrow.parquet.read_table(tmp_path / "one.parquet").equals(once)
+    assert json.loads(run("check", tmp_path / "one.parquet", "--json").stdout)["repeated"] == 0
+    assert_error(
+        run("distinct", "--input", tmp_path / "no.parquet", "--output", tmp_path / "x.parquet"), "no such file"
+    )
