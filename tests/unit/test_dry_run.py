@@ -37,6 +37,7 @@ RECIPES = {
     "smollm_grpo": 1,
     "qwen7b_grpo": 8,
     "qwen7b_one_gpu": 1,
+    "qwen7b_sft": 8,
     "qwen32b_dapo": 32,
     "qwen70b_dapo": 96,
     "qwen3_30b_a3b_grpo": 16,
