@@ -40,7 +40,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]), *KERNELS],
     package_dir={"rlhf_megatron.kernels": "kernels"},
-    package_data={"rlhf_megatron": ["py.typed"]},
+    package_data={"rlhf_megatron": ["py.typed"], "rlhf_megatron.monitor": ["page.html.j2"]},
     # Lower bounds are the oldest versions that were run; tools/environment/requirements-cpu.txt is an exact set.
     # megatron-core's wheel is tagged for Python 3.12; tools/environment/setup_cpu.sh installs it on 3.11 as well.
     install_requires=[

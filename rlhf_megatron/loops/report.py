@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rlhf_megatron.monitor.console import Console
 from rlhf_megatron.monitor.environment import environment_report, redact
@@ -32,14 +32,25 @@ class Report:
         self.console.row(step, metrics)
 
     def close(self) -> None:
-        """Draws the plot and gives the terminal back."""
+        """Draws the plot, writes the page and gives the terminal back."""
         self.console.close()
         self._logger.close()
-        if self._recipe.monitor.plots and self._run.metrics.stat().st_size:
-            from rlhf_megatron.monitor.plots import plot_run  # matplotlib takes a second to import
+        monitor, run = self._recipe.monitor, self._run
+        if run.metrics.stat().st_size:
+            # matplotlib takes a second to import
+            from rlhf_megatron.monitor.page import write_page
+            from rlhf_megatron.monitor.plots import plot_run
 
-            try:
-                plot_run(self._run.metrics, self._run.plot_file("run"))
-            except Exception as error:  # whatever ails a picture, it is no fault of a run whose steps are all done
-                said = str(error).strip().partition("\n")[0]
-                print(f"warning: no picture was drawn ({type(error).__name__}: {said})", flush=True)
+            if monitor.plots:
+                _or_warn("picture was drawn", lambda: plot_run(run.metrics, run.plot_file("run")))
+            if monitor.report:
+                _or_warn("page was written", lambda: write_page({run.name: run.path}, run.report))
+
+
+def _or_warn(done: str, action: Callable[[], None]) -> None:
+    """Whatever ails a picture or a page, it is no fault of a run whose steps are all done."""
+    try:
+        action()
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        print(f"warning: no {done} ({type(error).__name__}: {said})", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,12 +82,7 @@ def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
     phase; a run with pairs or of supervised training gets the panels of its kind. Those without a value are left out.
     Raises MonitorError if the file is missing, a line of it is broken, or nothing in it can be drawn.
     """
-    series = _read(metrics_path)
-    panels = [(panel, curves) for panel in _panels_for(series) if (curves := _curves_of(panel, series))]
-    phases = _phase_names(series)
-    if not panels and not phases:
-        raise MonitorError(f"{metrics_path}: holds no metric that can be drawn; has the run finished a step?")
-    _save(_draw(panels, phases, series, title or metrics_path.resolve().parent.name), out_png)
+    _save(_figure_of_run(metrics_path, title or metrics_path.resolve().parent.name), out_png)
 
 
 def plot_comparison(runs: dict[str, Path], out_png: Path, title: str = "") -> None:
@@ -94,6 +90,27 @@ def plot_comparison(runs: dict[str, Path], out_png: Path, title: str = "") -> No
 
     Seconds per phase are left out. Raises MonitorError as plot_run does, and where nothing is common to draw.
     """
+    _save(_figure_of_runs(runs, title or " / ".join(runs)), out_png)
+
+
+def picture(runs: dict[str, Path]) -> bytes:
+    """Return the PNG of one run, or of several, without a title; errors as above."""
+    figure = _figure_of_runs(runs, "") if len(runs) > 1 else _figure_of_run(next(iter(runs.values())), "")
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110, facecolor="white")
+    return content.getvalue()
+
+
+def _figure_of_run(metrics_path: Path, title: str) -> Figure:
+    series = _read(metrics_path)
+    panels = [(panel, curves) for panel in _panels_for(series) if (curves := _curves_of(panel, series))]
+    phases = _phase_names(series)
+    if not panels and not phases:
+        raise MonitorError(f"{metrics_path}: holds no metric that can be drawn; has the run finished a step?")
+    return _draw(panels, phases, series, title)
+
+
+def _figure_of_runs(runs: dict[str, Path], title: str) -> Figure:
     series = {label: _read(path) for label, path in runs.items()}
     panels = []
     for panel in _panels_for(next(iter(series.values()))):
@@ -106,7 +123,7 @@ def plot_comparison(runs: dict[str, Path], out_png: Path, title: str = "") -> No
     if not panels:
         raise MonitorError(f"{', '.join(map(str, runs.values()))}: hold no metric that can be drawn")
     everything = {f"{label}/{name}": points for label, of_run in series.items() for name, points in of_run.items()}
-    _save(_draw(panels, [], everything, title or " / ".join(runs)), out_png)
+    return _draw(panels, [], everything, title)
 
 
 def _read(path: Path) -> Series:

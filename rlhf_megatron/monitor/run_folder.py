@@ -63,6 +63,11 @@ class RunFolder:
         return self.path / "plots"
 
     @property
+    def report(self) -> Path:
+        """report.html: the page of the run."""
+        return self.path / "report.html"
+
+    @property
     def checkpoints(self) -> Path:
         """checkpoints/: the folder of step-N/ and `latest`."""
         return self.path / "checkpoints"

@@ -109,6 +109,8 @@ class MonitorSection(Section):
     """Show the live table."""
     plots: bool = True
     """Draw plots/run.png at the end."""
+    report: bool = True
+    """Write report.html at the end: the run on one page."""
     sample_rows: int = Field(default=8, ge=0)
     """Answers kept from each evaluation in samples/step-N.parquet."""
     timeline: TimelineSection = TimelineSection()

@@ -433,7 +433,7 @@ def test_a_run_whose_picture_cannot_be_drawn_ends_as_it_should(
 def test_runs_are_compared_by_the_names_of_their_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "compare_runs.py"))
+    tool = runpy.run_path(str(ROOT / "tools" / "report.py"))
     monkeypatch.chdir(tmp_path)
     for folder in ("runs/qwen2.5-7b", "lr=1e-6", "other/lr=1e-6"):
         Path(folder).mkdir(parents=True)

@@ -1,0 +1,82 @@
+"""Write a page of a run, or draw the curves of several into one picture.
+
+    python tools/report.py runs/one                                            # runs/one/report.html
+    python tools/report.py runs/one runs/other --output comparison.html
+    python tools/report.py runs/one baseline=runs/other --output curves.png
+
+A page has everything in one file: what became of the run, its curves, evaluations, answers, faults, recipe; of several
+runs, where they and their recipes differ. A picture has the curves alone, and takes metrics files too. Runs are
+labelled by their folders; NAME=PATH gives one a label of your own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.monitor.page import write_page
+from rlhf_megatron.monitor.plots import plot_comparison, plot_run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 2 for input that is not right."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or NAME=PATH")
+    parser.add_argument("--output", type=Path, help="FILE.html or FILE.png; default: report.html of the only run")
+    parser.add_argument("--title", default="", help="default: the labels")
+    options = parser.parse_args(arguments)
+    try:
+        runs = by_label(options.runs)
+        output = options.output or default_output(list(runs.values()))
+        if output.suffix == ".html":
+            write_page({label: file.parent for label, file in runs.items()}, output, options.title)
+        elif output.suffix == ".png":
+            draw(runs, output, options.title)
+        else:
+            raise MonitorError(f"--output {output}: must end in .html or .png")
+    except MonitorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(output)
+    return 0
+
+
+def default_output(files: list[Path]) -> Path:
+    """The page beside the metrics of the only run; raises MonitorError where there are several."""
+    if len(files) > 1:
+        raise MonitorError("--output: say where the page of several runs is to be, such as comparison.html")
+    return files[0].parent / "report.html"
+
+
+def draw(runs: dict[str, Path], output: Path, title: str) -> None:
+    """One run with its phases, or several in the same panels."""
+    if len(runs) == 1:
+        [(label, file)] = runs.items()
+        plot_run(file, output, title or label)
+    else:
+        plot_comparison(runs, output, title)
+
+
+def labelled(text: str) -> tuple[str, Path]:
+    """(label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is taken."""
+    parts = text.split("=")
+    splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
+    label, place = next((split for split in splits if split[1].exists()), splits[-1])
+    file = place / "metrics.jsonl" if place.is_dir() else place
+    return label or (file.resolve().parent.name if file.name == "metrics.jsonl" else file.stem), file
+
+
+def by_label(arguments: list[str]) -> dict[str, Path]:
+    """label -> metrics file; raises MonitorError where two have the same label."""
+    runs: dict[str, Path] = {}
+    for label, file in map(labelled, arguments):
+        if label in runs:
+            raise MonitorError(f"{runs[label]} and {file} are both labelled {label}; give NAME=PATH for one of them")
+        runs[label] = file
+    return runs
+
+
+if __name__ == "__main__":
+    sys.exit(main())
