@@ -68,7 +68,8 @@ setup(
         "peer": ["trl==1.16.0"],
         "resiliency": ["nvidia-resiliency-ext>=0.4.1"],
         "tasks": ["reasoning-gym==0.1.25"],
-        "trackers": ["mlflow>=3.17", "tensorboard>=2.21", "wandb>=0.31"],
+        "trackers": ["mlflow>=3.17", "prometheus-client>=0.21", "tensorboard>=2.21", "wandb>=0.31"],
+        "tune": ["optuna>=4.5"],
         "dev": [
             "hypothesis==6.170.15",
             "mypy==2.4.1",

@@ -42,7 +42,7 @@ def main() -> int:
             print(f"error: stage {number} ended with status {status}; its messages are above", file=sys.stderr)
             return status
     print(
-        f"done in {time.monotonic() - started:.0f} s; the picture of the run: {options.folder}/tiny_grpo/plots/run.png"
+        f"done in {time.monotonic() - started:.0f} s; the run on one page: {options.folder}/tiny_grpo/report.html"
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""Where metrics go: jsonl, csv, tensorboard, wandb, mlflow, behind one small interface.
+"""Where metrics go: jsonl, csv, tensorboard, wandb, mlflow, prometheus, behind one small interface.
 
 The third-party packages are imported when a tracker is opened, never with this module. What a tracker is given to log
 is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through environment.redact first.
@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -195,12 +196,49 @@ class MlflowTracker:
         self._mlflow.end_run()
 
 
+class PrometheusTracker:
+    """A page that a Prometheus server reads: the newest value of each metric, as rlhf_megatron_NAME{run="..."}."""
+
+    is_local: ClassVar[bool] = False
+
+    def __init__(self, run_folder: RunFolder, address: str = "127.0.0.1", port: int = 9400) -> None:
+        client = _import("prometheus_client", "prometheus-client")
+        self._client, self._run, self._registry = client, run_folder.name, client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = client.start_http_server(port, address, self._registry)
+        except OSError as error:
+            raise MonitorError(
+                f"monitor.prometheus: cannot listen on {address}:{port} ({error.strerror or error}); choose another "
+                "port, or 0 for any that is free"
+            ) from error
+        self.port: int = self._server.server_port
+        print(f"metrics for Prometheus: http://{address}:{self.port}/metrics", flush=True)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Replace the values of the metrics that this step has."""
+        for name, value in {"step": step, **metrics}.items():
+            known = f"rlhf_megatron_{re.sub('[^a-zA-Z0-9]+', '_', name)}"
+            if known not in self._gauges:
+                self._gauges[known] = self._client.Gauge(known, name, ["run"], registry=self._registry)
+            self._gauges[known].labels(self._run).set(value)
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 TRACKERS: dict[str, Callable[[RunFolder, Mapping[str, Any], int], Tracker]] = {
     "jsonl": lambda folder, settings, first_step: JsonlTracker(folder.metrics),
     "csv": lambda folder, settings, first_step: CsvTracker(folder.metrics.with_suffix(".csv")),
     "tensorboard": lambda folder, settings, first_step: TensorboardTracker(folder.tensorboard, first_step),
     "wandb": lambda folder, settings, first_step: WandbTracker(folder, settings),
     "mlflow": lambda folder, settings, first_step: MlflowTracker(folder, settings),
+    "prometheus": lambda folder, settings, first_step: PrometheusTracker(
+        folder, **settings.get("monitor", {}).get("prometheus", {})
+    ),
 }
 
 

@@ -100,11 +100,22 @@ class ProfileSection(Section):
     """What torch's profiler records of a step. A rollout has so many kernels that its file may be of gigabytes."""
 
 
+class PrometheusSection(Section):
+    """Where the tracker prometheus serves the newest value of every metric, on the node of rank 0."""
+
+    port: int = Field(default=9400, ge=0, le=65535)
+    """Its port; 0: any that is free, which the run says."""
+    address: str = "127.0.0.1"
+    """Who may ask: 127.0.0.1 only this node, 0.0.0.0 everybody who reaches it."""
+
+
 class MonitorSection(Section):
     """What is recorded and shown."""
 
-    trackers: list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow"]] = Field(default=["jsonl"])
+    trackers: list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "prometheus"]] = Field(default=["jsonl"])
     """Where metrics go."""
+    prometheus: PrometheusSection = PrometheusSection()
+    """The tracker of that name."""
     console: bool = True
     """Show the live table."""
     plots: bool = True

@@ -13,6 +13,7 @@ import select
 import struct
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,9 @@ def test_csv_widens_for_a_new_metric_and_goes_on_after_a_resume(tmp_path: Path) 
 
 
 def test_an_unknown_tracker_is_refused_with_the_choices(tmp_path: Path) -> None:
-    with pytest.raises(MonitorError, match="'wandbb' is unknown; choose from jsonl, csv, tensorboard, wandb, mlflow"):
+    with pytest.raises(
+        MonitorError, match="'wandbb' is unknown; choose from jsonl, csv, tensorboard, wandb, mlflow, prometheus"
+    ):
         MetricsLogger(prepared(tmp_path), Settings(("wandbb",)))
 
 
@@ -292,6 +295,28 @@ def test_a_resumed_run_is_one_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.
     steps = [[point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] for run in runs]
     assert [sorted(of_run) for of_run in steps] == [[1, 2, 3, 3, 4, 4, 5], [1]]
     assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
+
+
+def test_prometheus_reads_the_newest_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    settings = {"monitor": {"prometheus": {"address": "127.0.0.1", "port": 0}}}
+    with MetricsLogger(prepared(tmp_path, "run-1"), Settings(("prometheus",)), settings) as logger:
+        url = capsys.readouterr().out.split()[-1]
+        logger.log(1, {"train/loss": 2.0, "eval/openai/gsm8k/pass@8": 0.5})
+        logger.log(2, {"train/loss": math.nan})
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        samples = {sample.name: (sample.labels, sample.value) for family in families for sample in family.samples}
+        assert samples["rlhf_megatron_step"] == ({"run": "run-1"}, 2.0)
+        assert samples["rlhf_megatron_eval_openai_gsm8k_pass_8"] == ({"run": "run-1"}, 0.5)
+        assert math.isnan(samples["rlhf_megatron_train_loss"][1])
+        taken = int(url.rpartition(":")[2].partition("/")[0])
+        settings["monitor"]["prometheus"]["port"] = taken
+        with pytest.raises(MonitorError, match=rf"monitor.prometheus: cannot listen on 127.0.0.1:{taken} "):
+            MetricsLogger(prepared(tmp_path, "run-2"), Settings(("prometheus",)), settings)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url, timeout=10)
 
 
 # Console

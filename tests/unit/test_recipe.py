@@ -390,7 +390,7 @@ def test_what_this_version_can_do_is_not_listed(small: Path) -> None:
         "actor.sequence_parallel=true",
         "reference={tokens_per_gpu: 100, layout: {tensor: 2}}",
         "algorithm={kl_coef: 0.1, entropy_coef: 0.1, rollout_correction: {type: tis}}",
-        "monitor.trackers=[jsonl, csv, tensorboard, wandb, mlflow]",
+        "monitor.trackers=[jsonl, csv, tensorboard, wandb, mlflow, prometheus]",
     ]
     assert unsupported(load_recipe(small, supported)) == []
 
