@@ -41,9 +41,7 @@ def main() -> int:
         if status:
             print(f"error: stage {number} ended with status {status}; its messages are above", file=sys.stderr)
             return status
-    print(
-        f"done in {time.monotonic() - started:.0f} s; the run on one page: {options.folder}/tiny_grpo/report.html"
-    )
+    print(f"done in {time.monotonic() - started:.0f} s; the run on one page: {options.folder}/tiny_grpo/report.html")
     return 0
 
 
