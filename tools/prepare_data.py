@@ -202,7 +202,7 @@ def distinct(options: argparse.Namespace) -> int:
             disable=not CONSOLE.is_terminal,
         )  # fmt: skip
         with pyarrow.parquet.ParquetWriter(partial, file.schema_arrow, compression="zstd") as writer:
-            for batch in batches:
+            for batch in readable(batches, options.input):
                 kept = []
                 for prompt in batch.column("prompt").to_pylist():
                     key = prompt_key(parse_messages(prompt, source.place(read)))
@@ -213,6 +213,14 @@ def distinct(options: argparse.Namespace) -> int:
                 written += sum(kept)
     CONSOLE.print(f"{options.output}: {written} rows of {read}", highlight=False, soft_wrap=True)
     return 0
+
+
+def readable(batches: Iterable[Any], file: Path) -> Iterator[Any]:
+    """The batches of a parquet file; raises DataError where it is damaged."""
+    try:
+        yield from batches
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise DataError(f"--input: {file} cannot be read ({str(error).splitlines()[0]}); get it again") from error
 
 
 def gsm8k_rows(options: argparse.Namespace) -> list[Row]:
@@ -418,7 +426,7 @@ def replaced(output: Path) -> Iterator[Path]:
         yield partial
         partial.replace(output)
     except OSError as error:
-        raise DataError(f"--output: {output} cannot be written ({error})") from error
+        raise DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -221,7 +221,10 @@ def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) 
             }
             if told == "accuracy":
                 metrics |= {f"eval/{source}/{name}": estimate.value for name, estimate in named.items()}
-        pq.write_table(table.slice(0, recipe.monitor.sample_rows), session.run.sample_file(step))
+        try:
+            pq.write_table(table.slice(0, recipe.monitor.sample_rows), session.run.sample_file(step))
+        except OSError as error:  # a full disk costs what people read, not the run
+            session.say(f"warning: no answers of step {step} were written: {error.strerror or error}")
     session.log(step, metrics)
     means = [value for name, value in metrics.items() if name.endswith(f"/{told}")]
     overall = torch.tensor([fmean(means) if means else 0.0], dtype=torch.float64)

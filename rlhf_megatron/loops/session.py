@@ -196,7 +196,10 @@ class Session:
     def _write_timeline(self, step: int) -> None:
         """Writes what all ranks have done since ``begin_step``, where the recipe asks for it; collective."""
         if self.recipe.monitor.timeline.has(step):
-            self._phases.write(self.run.timeline_file(step), f"step {step}" if step else "start", self._clocks)
+            try:
+                self._phases.write(self.run.timeline_file(step), f"step {step}" if step else "start", self._clocks)
+            except OSError as error:
+                self.say(f"warning: no timeline of step {step} was written: {error.strerror or error}")
 
     def _miss_best_metric(self, step: int) -> None:
         """Tells where checkpoint.keep_best names no metric of the evaluations; they are rank 0's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +39,8 @@ class MetricsLogger:
 
     metrics.jsonl is always written, whatever the recipe's list says: plots, reports and comparisons read it.
     A tracker that is not a local file may fail while a run goes on (a server that is away): that is told on stderr and
-    never ends the run; after three failures in a row that tracker is dropped. A failing local file does end the run.
+    never ends the run; after three failures in a row that tracker is dropped. What a local file has no room for waits
+    in memory, and is written when there is room again.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class MetricsLogger:
         for name in names:
             self._trackers[name] = make_tracker(name, run_folder, run_settings or {}, first_step)
         self._failures = dict.fromkeys(names, 0)
+        self._waiting: dict[str, deque[tuple[int, dict[str, float]]]] = {name: deque() for name in names}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the numbers of one step. Names as in "rollout/response_length_mean"; values are plain numbers, NaN too.
@@ -68,9 +71,25 @@ class MetricsLogger:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         for name, tracker in list(self._trackers.items()):
             if tracker.is_local:
-                tracker.log(step, numbers)
+                self._waiting[name].append((step, numbers))
+                self._write_waiting(name, tracker)
             else:
                 self._log_or_warn(name, tracker, step, numbers)
+
+    def _write_waiting(self, name: str, tracker: Tracker) -> None:
+        """Writes what a local file has not got yet; warns where it has no room, once until it has."""
+        waiting = self._waiting[name]
+        try:
+            while waiting:
+                tracker.log(*waiting[0])
+                waiting.popleft()
+        except OSError as error:
+            if not self._failures[name]:
+                text = f"metrics.{name} cannot be written: {error.strerror or error}; its records wait in memory"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+            self._failures[name] += 1
+        else:
+            self._failures[name] = 0
 
     def _log_or_warn(self, name: str, tracker: Tracker, step: int, numbers: Mapping[str, float]) -> None:
         try:
@@ -89,6 +108,11 @@ class MetricsLogger:
     def close(self) -> None:
         """Flush and close every tracker; a tracker that is not a local file only warns if it fails."""
         for name, tracker in self._trackers.items():
+            if self._waiting[name]:
+                self._write_waiting(name, tracker)
+            if self._waiting[name]:
+                lost = len(self._waiting[name])
+                print(f"warning: {lost} records of metrics.{name} are lost", file=sys.stderr, flush=True)
             try:
                 tracker.close()
             except Exception as error:

@@ -8,7 +8,9 @@ A run that resumes goes on as the same run in each of them: services name it, an
 from __future__ import annotations
 
 import csv
+import errno
 import importlib
+import io
 import json
 import math
 import os
@@ -42,13 +44,15 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         _drop_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line and hand it to the operating system, so that a killed process loses nothing."""
+        """Append one line and hand it to the operating system, so that a killed process loses nothing.
+
+        Raises OSError where there is no room, and then has written nothing.
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        _append(self._file, json.dumps({"step": step, **finite}) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -67,34 +71,51 @@ class CsvTracker:
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 self._columns = next(csv.reader(file), self._columns)
-        self._file = path.open("a", newline="", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one row; cells of metrics that this step does not have stay empty."""
+        """Append one row; cells of metrics that this step does not have stay empty. Raises as JsonlTracker does."""
         new_columns = [name for name in metrics if name not in self._columns]
         if new_columns or not self._path.stat().st_size:
             self._widen(new_columns)
         row = {"step": step, **metrics}
-        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
-        self._file.flush()
+        line = io.StringIO(newline="")
+        csv.writer(line).writerow([row.get(name, "") for name in self._columns])
+        _append(self._file, line.getvalue())
 
     def _widen(self, new_columns: list[str]) -> None:
         """Rewrite the file with the new columns. Rare: most metrics are there at the first step."""
-        self._file.close()
         with self._path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))[1:]
-        self._columns.extend(new_columns)
+        columns = [*self._columns, *new_columns]
         beside = self._path.with_suffix(".csv.partial")
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(self._columns)
-            writer.writerows(row + [""] * (len(self._columns) - len(row)) for row in rows)
+        try:
+            with beside.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(columns)
+                writer.writerows(row + [""] * (len(columns) - len(row)) for row in rows)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        self._file.close()
         os.replace(beside, self._path)
-        self._file = self._path.open("a", newline="", encoding="utf-8")
+        self._columns = columns
+        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _append(file: io.FileIO, text: str) -> None:
+    """Writes a whole record to the end of an unbuffered file, or nothing of it; raises OSError then."""
+    content, before = text.encode(), os.fstat(file.fileno()).st_size
+    try:
+        if file.write(content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        file.truncate(before)
+        raise
 
 
 class TensorboardTracker:

@@ -44,21 +44,28 @@ class Claim:
                 pass
         except OSError as error:
             raise UserError(f"{self._path}: cannot be written ({error.strerror}); make room or set run_root") from error
-        threading.Thread(target=self._give_signs, name="claim", daemon=True).start()
+        self._thread = threading.Thread(target=self._give_signs, name="claim", daemon=True)
+        self._thread.start()
 
     def release(self) -> None:
         """Lets others have the folder."""
         self._ended.set()
+        self._thread.join(_SECONDS_BETWEEN_SIGNS)  # it would make the file anew
         if _holder(self._read()) == self._own:
             self._path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
         """Makes the file, unless there is one."""
         try:
-            with self._path.open("xb") as file:
-                file.write(self._content())
+            file = self._path.open("xb")
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(self._content())
+        except OSError:  # an empty claim would have others wait for nobody
+            self._path.unlink(missing_ok=True)
+            raise
         return True
 
     def _content(self) -> bytes:

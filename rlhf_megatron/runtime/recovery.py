@@ -10,10 +10,13 @@ import functools
 import itertools
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.runtime.processes import identity
@@ -38,8 +41,8 @@ class Origin:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Origin:
-        """That of this process, which torchrun has started."""
-        torchrun = identity(os.getppid() or os.getpid())  # 0: a process outside of this container
+        """That of this process, which torchrun has started, be it through wrappers such as those that bind to cores."""
+        torchrun = identity(_torchrun_of(environment.get("TORCHELASTIC_RUN_ID")))
         return cls(torchrun, environment.get("SLURM_JOB_ID"), int(environment.get("SLURM_RESTART_COUNT") or 0))
 
     def continues(self, beginning: Mapping[str, Any]) -> bool:
@@ -49,6 +52,18 @@ class Origin:
         """
         is_requeued = self.job is not None and beginning.get("job") == self.job
         return beginning.get("torchrun") == self.torchrun or (is_requeued and self.requeues > beginning["requeues"])
+
+
+def _torchrun_of(run_id: str | None) -> int:
+    """The process that started this rank: the nearest above that is not itself of torchrun's run, as wrappers are."""
+    for parent in psutil.Process().parents():
+        try:
+            is_wrapper = run_id is not None and parent.environ().get("TORCHELASTIC_RUN_ID") == run_id
+        except psutil.Error:  # of another user, or just ended
+            is_wrapper = False
+        if not is_wrapper:
+            return parent.pid
+    return os.getpid()  # what started it is outside of this container
 
 
 class RecoveryLog:
@@ -106,8 +121,13 @@ class RecoveryLog:
         record |= more
         # What a crash has cut stays a line of its own.
         before = "\n" if _size(self.path) and not self.path.read_bytes().endswith(b"\n") else ""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(before + json.dumps(record) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(before + json.dumps(record) + "\n")
+        except OSError as error:
+            if what in _BEGINNINGS:
+                raise UserError(f"{self.path}: cannot be written ({error.strerror}); make room") from error
+            print(f"warning: {self.path}: {what} could not be noted: {error.strerror}", file=sys.stderr, flush=True)
 
     def begin(self, max_repeats: int, reduced: Mapping[str, float] | None = None) -> str | None:
         """Notes that an attempt begins; why it should not, where it would be the same fault again.

@@ -70,7 +70,9 @@ def test_a_command_on_megatron_becomes_a_recipe(tmp_path: Path, capsys: pytest.C
     layout = recipe.actor.layout
     assert (layout.tensor, layout.pipeline, layout.data) == (4, 2, None)
     assert recipe.reference is not None and recipe.reference.layout is not None
-    assert (recipe.reference.layout.tensor, recipe.reference.layout.pipeline) == (2, 1)
+    assert (recipe.reference.layout.tensor, recipe.reference.layout.pipeline) == (2, 2), (
+        "as the actor's, where not given"
+    )
     assert recipe.actor.sequence_parallel and recipe.actor.optimizer.learning_rate == 1e-6
     row = 512 + 1024
     budgets = recipe.actor.tokens_per_gpu, recipe.actor.logprob_tokens_per_gpu, recipe.reference.tokens_per_gpu
@@ -80,7 +82,7 @@ def test_a_command_on_megatron_becomes_a_recipe(tmp_path: Path, capsys: pytest.C
     assert (algorithm.kl_coef, algorithm.kl_placement, algorithm.kl_estimator) == (0.001, "loss", "k3")
     assert (recipe.checkpoint.save_interval, recipe.checkpoint.keep_last_k, recipe.evaluation.interval) == (20, 3, 5)
     assert recipe.monitor.trackers == ["jsonl", "wandb"]
-    assert "torchrun --nnodes 2 --nproc-per-node 8 launch/train.py" in out
+    assert "python launch/submit.py" in out and "--nodes 2" in out
     check_world(recipe, 16)
 
 
@@ -100,10 +102,18 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
          "actor.optimizer.min_learning_rate", 1e-6),
         ([f"{ACTOR}.optim.betas=[0.9,0.95]"], "actor.optimizer.beta2", 0.95),
         ([f"{ACTOR}.grad_clip=0.5"], "actor.optimizer.clip_grad", 0.5),
-        ([f"{ACTOR}.clip_ratio=0.1"], "algorithm.clip_ratio_high", 0.1),
+        ([f"{ACTOR}.clip_ratio=0.1"], "algorithm.clip_ratio_high", 0.2),
         ([f"{ACTOR}.clip_ratio_high=0.28"], "algorithm.clip_ratio_low", 0.2),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4"], "algorithm.clip_ratio_low", 3e-4),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "algorithm.clip_ratio_dual", None),
+        # verl's function of this loss aggregates so itself.
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "algorithm.loss_aggregation", "sequence_mean_token_mean"),
+        # verl's dataloader gives batches of this size, 4096 // 2048 of them an epoch.
+        (["algorithm.filter_groups.enable=True", "data.gen_batch_size=2048", "trainer.total_epochs=3"], "steps", 6),
+        ([f"{ROLLOUT}.val_kwargs.temperature=0.6", f"{ROLLOUT}.val_kwargs.do_sample=False"],
+         "evaluation.temperature", 0.0),
+        ([], "actor.recompute.granularity", "full"),
+        (["actor_rollout_ref.actor.strategy=megatron"], "actor.recompute.granularity", "none"),
         ([f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.policy_loss.ppo_kl_coef=1"],
          "algorithm.covariance.kl_coef", 1.0),
         ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo=False"],
@@ -158,7 +168,7 @@ def test_verls_defaults_are_ppo(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert recipe.steps == 5 * (2100 // 1024)
     assert (recipe.algorithm.advantage, recipe.algorithm.loss_aggregation) == ("gae", "token_mean")
     assert recipe.critic is not None and recipe.reward_model is not None and recipe.reference is None
-    assert (recipe.critic.path, recipe.critic.value_clip, recipe.critic.warmup_steps) == ("/models/judge", 0.2, 2)
+    assert (recipe.critic.path, recipe.critic.value_clip, recipe.critic.warmup_steps) == ("/models/judge", 0.2, 1)
     assert recipe.critic.optimizer.learning_rate == 1e-5 != recipe.actor.optimizer.learning_rate
     assert (recipe.reward.rule, recipe.reward_model.path) == ("none", "/models/judge")
 
@@ -173,6 +183,9 @@ def test_verls_defaults_are_ppo(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (f"{ACTOR}.optim.lr_decay_style=WSD", "a schedule WSD is not here"),
         ("trainer.logger=[console,swanlab]", "swanlab cannot be written to"),
         ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "Qwen3-8B: names on a hub are not looked up"),
+        (f"{ACTOR}.clip_ratio=0.1", "clip_ratio=0.1: verl's losses read clip_ratio_low and clip_ratio_high"),
+        (f"{ACTOR}.shuffle=True", "minibatches are in the order of the data"),
+        ("algorithm.rollout_correction.rollout_rs=token", "what is kept has its ratio as weight too"),
         ("+some.new_key=7", "some.new_key=7: has no counterpart, or is not known"),
         ("trainer.save_freq=5", "checkpoint.keep_last_k keeps 2, and verl all"),
     ],
@@ -189,6 +202,10 @@ def test_what_is_not_as_in_verl_is_told(
     ("arguments", "expected"),
     [
         (["grpo"], "grpo: not of the form key=value"),
+        (["trainer.total_epochs=many", "--rows=5000"], "trainer.total_epochs=many: must be a number"),
+        ([f"{ACTOR}.optim.betas=[0.9]", "--rows=5000"], "must be two numbers"),
+        ([f"{ACTOR}.ppo_mini_batch_size=${{data.train_batch_size}}"], "neither Hydra's nor a shell's expressions"),
+        (["actor_rollout_ref.model.path=null", "--rows=5000"], "model.path: name the model's folder"),
         (["data.train_files=/nowhere.parquet"], "give trainer.total_training_steps, or --rows"),
         (["--rows=5000", "data.train_batch_size=1000", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"],
          "minibatch_prompts=256 must divide prompts_per_step=1000"),

@@ -8,8 +8,10 @@ import json
 import math
 import os
 import pty
+import resource
 import runpy
 import select
+import signal
 import struct
 import sys
 import time
@@ -205,6 +207,32 @@ def test_a_failing_server_warns_and_never_ends_the_run(
     assert warnings[0] == "warning: tracker mlflow failed at step 1: server is away"
     assert warnings[-1].endswith("it is dropped for the rest of the run")
     assert read_metrics(folder.metrics)["train/loss"][0] == [1, 2, 3, 4, 5]
+
+
+def test_what_a_full_disk_has_no_room_for_is_written_when_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = prepared(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with MetricsLogger(folder, Settings(("csv",))) as logger:
+            logger.log(1, {"train/loss": 1.0})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (folder.metrics.stat().st_size + 9, hard))
+            logger.log(2, {"train/loss": 2.0})
+            logger.log(3, {"train/loss": 3.0, "train/kl": 0.5})
+            on_disk = folder.metrics.read_text()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert on_disk == '{"step": 1, "train/loss": 1.0}\n', "no line is torn"
+            logger.log(4, {"train/loss": 4.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert read_metrics(folder.metrics)["train/loss"] == ([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])
+    rows = list(csv.DictReader((folder.path / "metrics.csv").open(newline="")))
+    assert [(row["step"], row["train/kl"]) for row in rows] == [("1", ""), ("2", ""), ("3", "0.5"), ("4", "")]
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(" cannot")[0] for line in told] == ["warning: metrics.jsonl", "warning: metrics.csv"]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

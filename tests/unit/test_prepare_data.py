@@ -182,3 +182,10 @@ def test_distinct_keeps_the_first_of_equal_prompts_and_every_column(tmp_path: Pa
     assert_error(
         run("distinct", "--input", tmp_path / "no.parquet", "--output", tmp_path / "x.parquet"), "no such file"
     )
+    damaged = bytearray((tmp_path / "many.parquet").read_bytes())
+    damaged[40:400] = bytes(value ^ 255 for value in damaged[40:400])
+    (tmp_path / "bad.parquet").write_bytes(damaged)
+    assert_error(
+        run("distinct", "--input", tmp_path / "bad.parquet", "--output", tmp_path / "x.parquet"), "bad.parquet"
+    )
+    assert not list(tmp_path.glob("*x.parquet*"))

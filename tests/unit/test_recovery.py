@@ -17,6 +17,7 @@ import pytest
 
 from rlhf_megatron.loops.checkpoints import _TimeLimit
 from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.runtime.processes import identity
 from rlhf_megatron.runtime.rank_logs import next_log
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 from rlhf_megatron.runtime.signals import job_end, stop_status
@@ -115,6 +116,15 @@ def test_torchrun_and_a_requeue_go_on_and_a_person_begins_anew(
     lines = log.lines()
     assert (lines[-1]["what"], lines[-1]["attempt"]) == (("restart", 1) if is_restart else ("start", 0))
     assert log.launch() == lines[-1]["launch"] == (first.torchrun if is_restart else then.torchrun)
+
+
+@pytest.mark.parametrize("wrapper", ["exec", "true;"], ids=["none", "a shell"])
+def test_torchrun_is_found_behind_wrappers_of_ranks(wrapper: str) -> None:
+    asks = "import os; from rlhf_megatron.runtime.recovery import Origin; print(Origin.of(os.environ).torchrun)"
+    command = ["sh", "-c", f'{wrapper} "$0" -P -c "$1"{"; true" * (wrapper != "exec")}', sys.executable, asks]
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "a run"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == identity(os.getpid())
 
 
 def test_another_rank_speaks_for_the_same_launch(run: Path) -> None:

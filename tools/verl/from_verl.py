@@ -38,7 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     plain = recipe.model_dump(mode="json", exclude_defaults=True)
-    options.output.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    try:
+        options.output.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    except OSError as error:
+        print(f"error: --output: {options.output} cannot be written ({error.strerror})", file=sys.stderr)
+        return 2
     for key in command.left():
         command.remark(key, "has no counterpart, or is not known")
     report(command, recipe, options.output)
@@ -49,15 +53,18 @@ def report(command: Command, recipe: Recipe, output: Path) -> None:
     """Prints what is not as it was, and how the run is started."""
     for remark in command.remarks:
         print(f"not as in verl: {remark}", file=sys.stderr)
-    nodes, gpus = command.given.get("trainer.nnodes", 1), recipe.cluster.gpus_per_node
-    if not any(".megatron." in key for key in command.given):
+    nodes, gpus = int(command.number("trainer.nnodes", 1)), recipe.cluster.gpus_per_node
+    if not command.is_of_megatron:
         print(
             "no layout: FSDP cuts all weights over all GPUs, here tensor and pipeline parallelism cut the model; "
             f"`python launch/plan.py {output} --world {nodes * gpus} cluster.gpu=H100` looks for one",
             file=sys.stderr,
         )
     print(f"{output}\npython launch/train.py {output} --dry-run --world {nodes * gpus}")
-    print(f"torchrun --nnodes {nodes} --nproc-per-node {gpus} launch/train.py {output}")
+    if nodes == 1:
+        print(f"torchrun --standalone --nproc-per-node {gpus} launch/train.py {output}")
+    else:
+        print(f"python launch/submit.py {output} --nodes {nodes}")
 
 
 if __name__ == "__main__":

@@ -19,16 +19,15 @@ MODEL = "actor_rollout_ref.model"
 # What needs no key here, by patterns: always so, done otherwise, or of Ray and FSDP alone.
 NEEDLESS = re.compile(
     r".*\.(use_remove_padding|use_dynamic_bsz|log_prob_use_dynamic_bsz|use_torch_compile|use_fused_kernels|use_liger|"
-    r"use_mbridge|vanilla_mbridge|use_dist_checkpointing|dist_checkpointing_path|strategy|use_shm|shuffle|seed|"
+    r"use_mbridge|vanilla_mbridge|use_dist_checkpointing|dist_checkpointing_path|strategy|use_shm|seed|"
     r"use_distributed_optimizer|entropy_from_logits_with_chunking|entropy_checkpointing|calculate_log_probs|"
-    r"total_training_steps|external_lib|loss_agg_mode|load_weight|dtype|wrap_policy\..*|fsdp_size|forward_prefetch|"
+    r"total_training_steps|external_lib|loss_agg_mode|load_weight|wrap_policy\..*|fsdp_size|forward_prefetch|"
     r"reshard_after_forward|model_dtype)"
     rf"|{re.escape(ROLLOUT)}\.(name|mode|load_format|layered_summon|disable_log_stats|update_weights_bucket_megabytes|"
-    r"checkpoint_engine\..*|max_model_len|skip_tokenizer_init|prompt_length|response_length|ignore_eos|do_sample|"
-    r"val_kwargs\.do_sample|multi_stage_wake_up|agent\.num_workers)"
+    r"checkpoint_engine\..*|max_model_len|skip_tokenizer_init|prompt_length|response_length|"
+    r"multi_stage_wake_up|agent\.num_workers)"
     r"|data\.(prompt_key|reward_fn_key|val_batch_size|return_raw_chat|return_raw_input_ids|return_full_prompt|"
-    r"dataloader_num_workers|filter_overlong_prompts_workers|image_key|video_key|validation_shuffle|"
-    r"trust_remote_code)"
+    r"dataloader_num_workers|filter_overlong_prompts_workers|image_key|video_key|validation_shuffle)"
     r"|trainer\.(balance_batch|device|project_name|total_epochs|nnodes|default_hdfs_dir|del_local_ckpt_after_load|"
     r"log_val_generations|ray_wait_register_center_timeout|use_legacy_worker_impl|max_critic_ckpt_to_keep|"
     r"resume_from_path)"
@@ -38,6 +37,12 @@ NEEDLESS = re.compile(
 
 
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "data.trust_remote_code": (lambda value: not value, "model.trust_remote_code is for the tokenizer too"),
+    f"{ACTOR}.shuffle": (lambda value: not value, "minibatches are in the order of the data"),
+    "critic.shuffle": (lambda value: not value, "minibatches are in the order of the data"),
+    f"{ACTOR}.megatron.dtype": (lambda value: value == "bfloat16", "the recipe has bfloat16"),
+    f"{ROLLOUT}.dtype": (lambda value: value == "bfloat16", "the recipe has bfloat16; see rollout.dtype"),
+    f"{ROLLOUT}.do_sample": (lambda value: value, "responses are always sampled"),
     f"{ROLLOUT}.name": (lambda value: value == "vllm", "the rollout is vLLM's"),
     f"{ROLLOUT}.ignore_eos": (lambda value: not value, "see rollout.drawn_lengths"),
     f"{ROLLOUT}.multi_turn.enable": (lambda value: not value, "conversations have one turn here"),
@@ -57,6 +62,11 @@ class Command:
     asked: set[str] = field(default_factory=set)
     remarks: list[str] = field(default_factory=list)
 
+    @property
+    def is_of_megatron(self) -> bool:
+        """Whether verl would train with Megatron, and else with FSDP."""
+        return self.given.get(f"{ACTOR}.strategy") == "megatron" or any(".megatron." in key for key in self.given)
+
     def take(self, key: str, default: Any = None) -> Any:
         """The value of a key, verl's default where it is not given. Keys below one are a mapping."""
         self.asked.add(key)
@@ -72,6 +82,13 @@ class Command:
         """The value of the first of several keys that is given and not null."""
         found = [value for key in keys if (value := self.take(key)) is not None]
         return found[0] if found else default
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """The number of a key; raises RecipeError for what is none."""
+        value = self.take(key, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise RecipeError(f"{key}={value}: must be a number")
+        return value
 
     def choose(self, key: str, default: str, table: dict[str, str]) -> str | None:
         """The table's word for a key's value; None, and a remark, where it has none."""
@@ -99,6 +116,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for argument in arguments:
         if argument.startswith(("--config-path", "--config-name")):
+            if "megatron" in argument:
+                given[f"{ACTOR}.strategy"] = "megatron"
             continue
         if argument.startswith("~"):
             given.pop(argument[1:].partition("=")[0], None)
@@ -107,6 +126,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
         key, separator, text = argument.lstrip("+").partition("=")
         if not separator:
             raise RecipeError(f"{argument}: not of the form key=value, as arguments of verl.trainer.main_ppo are")
+        if "${" in text or text.startswith("$("):
+            raise RecipeError(f"{argument}: neither Hydra's nor a shell's expressions are understood; write the value")
         apply_override(values, f"value={text}")
         value = values["value"]
         if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):

@@ -23,7 +23,6 @@ SAME: dict[str, tuple[Any, str]] = {
     "data.train_batch_size": (1024, "batch.prompts_per_step"),
     "data.shuffle": (True, "data.shuffle"),
     "data.apply_chat_template_kwargs": ({}, "data.chat_template_kwargs"),
-    "data.gen_batch_size": (None, "algorithm.filter_groups.prompts_per_round"),
     f"{MODEL}.path": ("~/models/deepseek-llm-7b-chat", "model.path"),
     f"{MODEL}.trust_remote_code": (False, "model.trust_remote_code"),
     f"{ACTOR}.ppo_mini_batch_size": (256, "batch.minibatch_prompts"),
@@ -95,7 +94,10 @@ def translate(command: Command, rows: int | None) -> dict[str, Any]:
     put("loop", "rl")
     tree["steps"] = 0
     for key, (default, ours) in SAME.items():
-        put(ours, take(key, default))
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        put(ours, command.number(key, default) if is_number else take(key, default))
+    if not isinstance(tree["model"].get("path"), str):
+        raise RecipeError(f"{MODEL}.path: name the model's folder")
     put("model.path", str(Path(tree["model"]["path"]).expanduser()))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", tree["model"]["path"]) and not Path(tree["model"]["path"]).exists():
         command.remark(f"{MODEL}.path", "names on a hub are not looked up; download it, and name its folder")
@@ -121,7 +123,7 @@ def put_data(command: Command, tree: Tree) -> None:
     if not drops and truncation != "error":
         command.remark("data.truncation", "prompts are never cut; those that are too long are left out")
     tree.put("data.overlong_prompts", "stop" if not drops and truncation == "error" else "drop")
-    most = command.take("data.val_max_samples", -1)
+    most = command.number("data.val_max_samples", -1)
     tree.put("evaluation.max_prompts", most if most and most > 0 else None)
     if command.take("data.train_max_samples", -1) not in (-1, None):
         command.remark("data.train_max_samples", "all rows are used; make a smaller file")
@@ -130,8 +132,11 @@ def put_data(command: Command, tree: Tree) -> None:
 
 
 def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
-    """trainer.total_training_steps, or epochs x whole batches of the training rows."""
-    steps = command.take("trainer.total_training_steps")
+    """trainer.total_training_steps, or epochs x whole batches of the training rows.
+
+    With dynamic sampling verl draws batches of data.gen_batch_size, and a step takes one of them at least.
+    """
+    steps = command.number("trainer.total_training_steps")
     if steps:
         return int(steps)
     try:
@@ -141,8 +146,11 @@ def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
             f"data.train_files: cannot be read here ({str(error).splitlines()[0]}), so the number of steps is unknown; "
             "give trainer.total_training_steps, or --rows"
         ) from error
-    epochs = command.take("trainer.total_epochs", 30)
-    return max(1, int(epochs) * (counted // int(tree["batch"]["prompts_per_step"])))
+    filtered = command.take("algorithm.filter_groups.enable", False)
+    drawn = (command.number("data.gen_batch_size") if filtered else None) or tree["batch"]["prompts_per_step"]
+    if filtered:
+        command.remark("algorithm.filter_groups.enable", "steps is the most that verl's epochs can have; check it")
+    return max(1, int((command.number("trainer.total_epochs") or 30) * (counted // drawn)))
 
 
 def put_algorithm(command: Command, tree: Tree) -> None:
@@ -162,10 +170,11 @@ def put_algorithm(command: Command, tree: Tree) -> None:
         put("gae_lambda", take("algorithm.lam", 1.0))
     loss = command.choose(f"{ACTOR}.policy_loss.loss_mode", "vanilla", POLICY_LOSSES)
     put("policy_loss", loss)
-    both = take(f"{ACTOR}.clip_ratio", 0.2)
     if loss != "reinforce":
-        put("clip_ratio_low", take(f"{ACTOR}.clip_ratio_low", both))
-        put("clip_ratio_high", take(f"{ACTOR}.clip_ratio_high", both))
+        put("clip_ratio_low", take(f"{ACTOR}.clip_ratio_low", 0.2))
+        put("clip_ratio_high", take(f"{ACTOR}.clip_ratio_high", 0.2))
+    if take(f"{ACTOR}.clip_ratio", 0.2) != 0.2:
+        command.remark(f"{ACTOR}.clip_ratio", "verl's losses read clip_ratio_low and clip_ratio_high, which are taken")
     dual = take(f"{ACTOR}.clip_ratio_c", 3.0)
     put("clip_ratio_dual", dual if loss in ("clip", "clip_cov") else None)
     selection = f"{ACTOR}.policy_loss"
@@ -176,14 +185,20 @@ def put_algorithm(command: Command, tree: Tree) -> None:
         put("covariance.high", take(f"{selection}.clip_cov_ub", 5.0))
     if loss == "kl_cov":
         put("covariance.kl_coef", take(f"{selection}.ppo_kl_coef", 0.1))
-    put("loss_aggregation", command.choose(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS))
+    aggregation = command.choose(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS)
+    # verl's losses over sequences are means of the sequences' means, whatever loss_agg_mode says.
+    put("loss_aggregation", "sequence_mean_token_mean" if loss in ("gspo", "gmpo", "sapo") else aggregation)
     put_divergence(command, tree)
     if take("algorithm.filter_groups.enable", False):
         put("filter_groups.enable", True)
         metric = take("algorithm.filter_groups.metric", "acc")
         put("filter_groups.metric", "accuracy" if metric == "acc" else "reward")
-        put("filter_groups.max_num_gen_batches", max(0, take("algorithm.filter_groups.max_num_gen_batches", 0)))
+        put(
+            "filter_groups.max_num_gen_batches",
+            max(0, command.number("algorithm.filter_groups.max_num_gen_batches", 0)),
+        )
         put("filter_groups.when_exhausted", "stop")
+        put("filter_groups.prompts_per_round", command.number("data.gen_batch_size"))
     for buffer in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
         if take(f"{buffer}.enable", False):
             put("overlong_buffer.enable", True)
@@ -229,21 +244,22 @@ def put_correction(command: Command, tree: Tree) -> None:
     def put(key: str, value: Any) -> None:
         tree.put(f"{section}.{key}", value)
 
-    cap = take(f"{ACTOR}.tis_imp_ratio_cap", -1)  # before verl 0.6
-    level, limit = take(f"{section}.rollout_is"), take(f"{section}.rollout_is_threshold", 2.0)
+    cap = command.number(f"{ACTOR}.tis_imp_ratio_cap", -1)  # before verl 0.6
+    level, limit = take(f"{section}.rollout_is"), command.number(f"{section}.rollout_is_threshold", 2.0)
     if cap and cap > 0:
         level, limit = "token", cap
     if level:
         put("type", "tis")
         put("level", level)
         put("threshold", limit)
-    rejection, most = take(f"{section}.rollout_rs"), take(f"{section}.rollout_rs_threshold")
-    least = take(f"{section}.rollout_rs_threshold_lower")
+    rejection, most = take(f"{section}.rollout_rs"), command.number(f"{section}.rollout_rs_threshold")
+    least = command.number(f"{section}.rollout_rs_threshold_lower")
     if rejection == "geometric":
         put("reject_threshold", most or limit)
         if least and most and abs(least * most - 1) > 1e-3:
             command.remark(f"{section}.rollout_rs_threshold_lower", "the lower bound is 1 / the upper")
     elif rejection in ("token", "sequence") and not level:
+        command.remark(f"{section}.rollout_rs", "what is kept has its ratio as weight too")
         put("type", "mis")
         put("level", rejection)
         put("threshold", most or limit)
@@ -273,7 +289,8 @@ def put_roles(command: Command, tree: Tree) -> None:
         path = command.take("critic.model.path")
         tree.put("critic.path", path and str(Path(path).expanduser()))
         tree.put("critic.value_clip", command.take("critic.cliprange_value", 0.5))
-        tree.put("critic.warmup_steps", command.take("trainer.critic_warmup", 0))
+        # verl's actor learns from step critic_warmup on, ours after so many steps.
+        tree.put("critic.warmup_steps", max(0, command.number("trainer.critic_warmup", 0) - 1))
     else:
         command.pass_over("critic.", "trainer.critic_warmup")
     if command.first("reward_model.enable", "reward.reward_model.enable", default=False):
@@ -290,10 +307,12 @@ def put_roles(command: Command, tree: Tree) -> None:
 def put_role(command: Command, tree: Tree, role: str, longest: int, default: int) -> int:
     """Layout, memory and the token budget of a role; returns the budget."""
     ours, take = ROLES[role], command.take
+    of_actor = tree.get("actor", {}).get("layout", {})
     for key, degree in DEGREES.items():
-        value = take(f"{role}.megatron.{key}")
+        inherited = of_actor.get(degree) if role == REFERENCE else None  # in verl, too, it follows the actor
+        value = command.number(f"{role}.megatron.{key}", inherited)
         tree.put(f"{ours}.layout.{degree}", value if value not in (None, 1) or degree == "expert_tensor" else None)
-    heads = command.first(f"{role}.ulysses_sequence_parallel_size", default=1)
+    heads = command.number(f"{role}.ulysses_sequence_parallel_size", 1)
     if heads > 1:
         tree.put(f"{ours}.layout.context", heads)
         tree.put(f"{ours}.cp_comm_type", "a2a")
@@ -307,9 +326,11 @@ def put_role(command: Command, tree: Tree, role: str, longest: int, default: int
         tree.put(f"{ours}.offload.{part}", command.first(f"{role}.megatron.{key}_offload", *fsdp))
     if role in (ACTOR, "critic"):
         put_recomputation(command, tree, role)
-    rows = command.first(f"{role}.ppo_micro_batch_size_per_gpu", f"{role}.micro_batch_size_per_gpu")
-    tokens = command.first(f"{role}.ppo_max_token_len_per_gpu", f"{role}.forward_max_token_len_per_gpu")
-    command.first(f"{role}.forward_micro_batch_size_per_gpu", f"{role}.forward_max_token_len_per_gpu")
+    rows, _, tokens, of_passes = (
+        command.number(f"{role}.{name}_per_gpu")
+        for name in ("ppo_micro_batch_size", "forward_micro_batch_size", "ppo_max_token_len", "forward_max_token_len")
+    )
+    rows, tokens = rows or command.number(f"{role}.micro_batch_size_per_gpu"), tokens or of_passes
     budget = int(tokens or (rows * longest if rows else max(default, longest)))
     tree.put(f"{ours}.tokens_per_gpu", budget)
     return budget
@@ -322,15 +343,18 @@ def put_recomputation(command: Command, tree: Tree, role: str) -> None:
     layers = command.take(f"{options}.recompute_num_layers")
     blocks = command.take(f"{options}.recompute_method") == "block"
     command.take(f"{options}.recompute_modules")
-    checkpointing = command.take(f"{MODEL if role == ACTOR else 'critic.model'}.enable_gradient_checkpointing", False)
-    tree.put(f"{ours}.recompute.granularity", granularity or ("full" if checkpointing else None))
+    model = MODEL if role == ACTOR else "critic.model"
+    checkpointing = command.take(f"{model}.enable_gradient_checkpointing", not command.is_of_megatron)
+    # Only FSDP reads the model's key.
+    full = checkpointing and not command.is_of_megatron
+    tree.put(f"{ours}.recompute.granularity", granularity or ("full" if full else None))
     tree.put(f"{ours}.recompute.layers", layers if granularity == "full" and blocks else None)
 
 
 def logprob_budget(command: Command, role: str, longest: int) -> int | None:
     """Tokens of a pass without gradients, if the command says so."""
     rows, tokens = (
-        command.take(f"{role}.log_prob_{name}") for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
+        command.number(f"{role}.log_prob_{name}") for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
     )
     return int(tokens) if tokens else int(rows * longest) if rows else None
 
@@ -344,17 +368,17 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
     def put(key: str, value: Any) -> None:
         tree.put(f"{ROLES[role]}.optimizer.{key}", value)
 
-    rate = take(f"{section}.lr", learning_rate)
+    rate = command.number(f"{section}.lr", learning_rate)
     put("learning_rate", rate)
-    warmup, ratio = take(f"{section}.lr_warmup_steps", -1), take(f"{section}.lr_warmup_steps_ratio", 0.0)
-    steps = warmup if warmup is not None and warmup >= 0 else int(ratio * tree["steps"])
+    warmup, ratio = command.number(f"{section}.lr_warmup_steps"), command.number(f"{section}.lr_warmup_steps_ratio")
+    steps = int(warmup if warmup is not None and warmup >= 0 else (ratio or 0.0) * tree["steps"])
     put("warmup_steps", steps * updates)
     styles = (f"{section}.lr_decay_style", f"{section}.lr_scheduler_type", f"{section}.warmup_style")
     style = command.first(*styles, default="constant")
     if style not in ("constant", "linear", "cosine"):
         command.remarks.append(f"{role}.optim: a schedule {style} is not here, but constant, linear and cosine")
     elif style != "constant":
-        decay = take(f"{section}.lr_decay_steps")
+        decay = command.number(f"{section}.lr_decay_steps")
         put("schedule", style)
         put("decay_steps", decay and decay * updates)
         put(
@@ -362,9 +386,11 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
             command.first(f"{section}.min_lr", default=(take(f"{section}.min_lr_ratio") or 0) * rate),
         )
     put("weight_decay", take(f"{section}.weight_decay", 0.01))
-    beta1, beta2 = take(f"{section}.betas", [0.9, 0.999])
-    put("beta1", beta1)
-    put("beta2", beta2)
+    betas = take(f"{section}.betas", [0.9, 0.999])
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise RecipeError(f"{section}.betas={betas}: must be two numbers, such as [0.9,0.999]")
+    put("beta1", betas[0])
+    put("beta2", betas[1])
     put("clip_grad", command.first(f"{section}.clip_grad", f"{role}.grad_clip", default=1.0))
 
 
@@ -382,17 +408,17 @@ def put_rewards(command: Command, tree: Tree) -> None:
 def put_operations(command: Command, tree: Tree) -> None:
     """Evaluation, checkpoints and trackers."""
     take, put = command.take, tree.put
-    every, save = take("trainer.test_freq", -1), take("trainer.save_freq", -1)
+    every, save = command.number("trainer.test_freq", -1), command.number("trainer.save_freq", -1)
     put("evaluation.interval", max(0, every) if tree["data"]["validation_files"] else 0)
-    temperature = take(f"{ROLLOUT}.val_kwargs.temperature", 0)
-    put("evaluation.temperature", temperature)
+    temperature = command.number(f"{ROLLOUT}.val_kwargs.temperature", 0)
+    put("evaluation.temperature", temperature if take(f"{ROLLOUT}.val_kwargs.do_sample", temperature > 0) else 0)
     put("checkpoint.save_interval", max(0, save))
     put("checkpoint.keep_last_k", take("trainer.max_actor_ckpt_to_keep"))
     if save > 0 and not take("trainer.max_actor_ckpt_to_keep"):
         command.remark("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last_k keeps 2, and verl all")
     put("run_root", take("trainer.default_local_dir"))
-    loggers = take("trainer.logger", ["console", "wandb"])
-    listed = loggers if isinstance(loggers, list) else [loggers]
+    loggers = take("trainer.logger", ["console", "wandb"]) or []
+    listed = [str(logger) for logger in (loggers if isinstance(loggers, list) else [loggers])]
     put("monitor.trackers", ["jsonl", *(name for name in ("tensorboard", "wandb", "mlflow") if name in listed)])
     others = sorted(set(listed) - {"console", "tensorboard", "wandb", "mlflow", "file"})
     if others:
