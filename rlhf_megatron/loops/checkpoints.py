@@ -46,6 +46,7 @@ from rlhf_megatron.runtime.checkpoint import (
 from rlhf_megatron.runtime.recovery import RecoveryLog
 from rlhf_megatron.runtime.signals import job_end, stop_signals
 from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.topology.team import Team
 
 Tell = Callable[[str], None]
 _TIME_IS_UP = 1  # no signal that is noted has this number
@@ -59,6 +60,23 @@ class Part(Protocol):
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken."""
+
+
+class KeptBy:
+    """A part that only one team keeps up to date: its state is that of the team's first rank, on every rank."""
+
+    def __init__(self, part: Part, team: Team) -> None:
+        """Of the world's team, the part is the same everywhere as it is."""
+        self._part, self._team = part, team
+
+    def state(self) -> dict[str, Any]:
+        """See Part; collective over the world."""
+        state = self._part.state()
+        return state if self._team.group is None else from_rank(state, self._team.first)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See Part."""
+        self._part.load(state)
 
 
 class RunStopped(Exception):

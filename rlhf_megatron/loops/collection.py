@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.engine import Sampling
 
 
+class Collected(NamedTuple):
+    """What a step learns from, and the metrics and tokens (prompts and responses) of all that was generated for it."""
+
+    batch: RolloutBatch
+    metrics: dict[str, float]
+    tokens: int
+
+
 class Collector:
     """Draws prompts, has them answered and scored, and shapes and filters the results as the recipe says."""
 
@@ -29,14 +37,14 @@ class Collector:
         self._surplus: RolloutBatch | None = None
         self._waiting: list[Group] = []
 
-    def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float], int]:
-        """(the step's batch in whole groups, metrics of all that was generated, its tokens); collective.
+    def collect(self, step: int) -> Collected:
+        """The step's batch in whole groups; collective over the team that generates.
 
         The batch has ``batch.prompts_per_step`` groups; with dynamic sampling it may have fewer, or none, where
         ``filter_groups.max_num_gen_batches`` is reached. Raises UserError there if the recipe says stop. Rows that
         could not be scored are left out.
         """
-        recipe = self._session.recipe
+        recipe, before = self._session.recipe, self._session.seconds("generate")
         settings, wanted = recipe.algorithm.filter_groups, recipe.batch.prompts_per_step
         kept = [self._surplus] if self._surplus else []
         carried = _groups(kept)
@@ -53,13 +61,7 @@ class Collector:
             raise UserError(self._exhausted(step, _groups(kept)))
         batch, surplus = _cut(kept, wanted)
         self._surplus = surplus if settings.keep_surplus and surplus.rows else None
-        metrics = self._metrics(generated, rolled + greedy) | self._rollouts.scoring_metrics(rolled)
-        if batch.rows:
-            staleness = (self._rollouts.version - batch.weight_version).double()
-            metrics |= {
-                "rollout/staleness_mean": float(staleness.mean()),
-                "rollout/staleness_max": float(staleness.max()),
-            }
+        metrics = self._metrics(generated, rolled + greedy, before) | self._rollouts.scoring_metrics(rolled)
         if settings.enable:
             informative = _groups(kept) - carried
             metrics |= {
@@ -69,28 +71,16 @@ class Collector:
                 "rollout/groups_surplus": float(_groups([surplus])),
                 "rollout/groups": float(_groups([batch])),
             }
-        return batch, metrics, sum(each.tokens for each in rolled + greedy)
+        return Collected(batch, metrics, sum(each.tokens for each in rolled + greedy))
 
     def state(self) -> dict[str, Any]:
         """The groups that wait for the next step, for a checkpoint."""
-        surplus: dict[str, Any] = {}
-        if self._surplus:
-            fields = {field.name: getattr(self._surplus, field.name) for field in dataclasses.fields(self._surplus)}
-            surplus = {name: value for name, value in fields.items() if value is not None}
-        return {"surplus": surplus, "waiting": groups_state(self._waiting)}
+        return {"surplus": batch_state(self._surplus), "waiting": groups_state(self._waiting)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken."""
-        session, settings = self._session, self._session.recipe.algorithm
-        self._surplus = RolloutBatch(**state["surplus"]) if state["surplus"] else None
-        if self._surplus:
-            found = (self._surplus.scores is not None, self._surplus.baseline_rewards is not None)
-            if found != (settings.overlong_buffer.enable, settings.advantage == "remax"):
-                session.say(
-                    f"{_groups([self._surplus])} groups of the step before are dropped: their rewards are of another "
-                    "algorithm.overlong_buffer or algorithm.advantage"
-                )
-                self._surplus = None
+        session = self._session
+        self._surplus = batch_from_state(session, state["surplus"])
         responses = session.recipe.batch.responses_per_prompt
         self._waiting = groups_from_state(state["waiting"], responses, session.train.read)
 
@@ -164,8 +154,11 @@ class Collector:
             "raise it, set when_exhausted: train, or choose data that is neither too easy nor too hard"
         )
 
-    def _metrics(self, generated: list[RolloutBatch], rolled: list[Rolled]) -> dict[str, float]:
-        """What all generated trajectories look like, also those that are not trained on."""
+    def _metrics(self, generated: list[RolloutBatch], rolled: list[Rolled], before: float) -> dict[str, float]:
+        """What all generated trajectories look like, also those that are not trained on.
+
+        ``before``: seconds that this step had generated for another.
+        """
         if not generated:
             return {}
         batch, session = _joined(generated), self._session
@@ -174,7 +167,7 @@ class Collector:
         sampled = replicas["rollout/sampled_tokens"]
         metrics = replicas | {
             "rollout/groups_waiting": float(len(self._waiting)),
-            "rollout/throughput_tokens_per_sec": sampled / max(session.seconds("generate"), 1e-9),
+            "rollout/throughput_tokens_per_sec": sampled / max(session.seconds("generate") - before, 1e-9),
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/response_length_max": float(lengths.max()),
             "rollout/truncated_fraction": float(batch.truncated.double().mean()),
@@ -194,6 +187,27 @@ class Collector:
             metrics["reward/score_mean"] = float(scored.scores.mean())
             metrics["reward/overlong_penalty_mean"] = float((scored.rewards - scored.scores).mean())
         return metrics
+
+
+def batch_state(batch: RolloutBatch | None) -> dict[str, Any]:
+    """A batch for a checkpoint: its tensors by field; {} for none."""
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} if batch else {}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def batch_from_state(session: Session, state: dict[str, Any]) -> RolloutBatch | None:
+    """The batch of a ``batch_state``; None for none, and where its rewards are not what the recipe asks for now."""
+    batch, settings = RolloutBatch(**state) if state else None, session.recipe.algorithm
+    if batch is None:
+        return None
+    found = (batch.scores is not None, batch.baseline_rewards is not None)
+    if found == (settings.overlong_buffer.enable, settings.advantage == "remax"):
+        return batch
+    session.say(
+        f"{batch.groups} groups of the step before are dropped: their rewards are of another "
+        "algorithm.overlong_buffer or algorithm.advantage"
+    )
+    return None
 
 
 def _rows(batch: RolloutBatch, chosen: Tensor) -> RolloutBatch:

@@ -22,6 +22,7 @@ from rlhf_megatron.recipe.model_shape import role_config, shape_of
 
 # Bytes per second of a GPU's memory, from the vendor's data sheets.
 _MEMORY_BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H800": 3.35e12, "H200": 4.8e12, "B200": 8.0e12}
+_OF_GENERATORS = ("generate", "score")  # phases of ranks that generate ahead
 _SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
 
 # Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
@@ -37,17 +38,27 @@ _ALL_REDUCE_SECONDS, _ALL_REDUCE_BYTES_PER_SECOND = 5e-6, 150e9
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedTime:
-    """Seconds of each phase, all tokens of the step, and how long a prompt and the mean response are taken to be."""
+    """Seconds of each phase, all tokens of the step, how long a prompt and the mean response are taken to be, and
+    whether ranks of their own generate while others learn."""
 
     phases: dict[str, float]
     tokens: float
     prompt: float
     response: float
+    ahead: bool
+
+    @property
+    def teams(self) -> list[dict[str, float]]:
+        """The phases of ranks that work at the same time."""
+        if not self.ahead:
+            return [self.phases]
+        generating = {name: seconds for name, seconds in self.phases.items() if name in _OF_GENERATORS}
+        return [generating, {name: seconds for name, seconds in self.phases.items() if name not in _OF_GENERATORS}]
 
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return sum(self.phases.values())
+        return max(sum(phases.values()) for phases in self.teams)
 
     def speed(self, gpus: int) -> float:
         """Tokens per second and GPU."""
@@ -88,7 +99,7 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
     for phase, of_roles in passes.items():
         phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))
     taken = {phase: seconds for phase, seconds in phases.items() if seconds}
-    return ExpectedTime(taken, float(sum(whole)), prompt, fmean(responses))
+    return ExpectedTime(taken, float(sum(whole)), prompt, fmean(responses), recipe.rollout_is_ahead)
 
 
 def has_figures(recipe: Recipe, config: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.rollout.engine import Completion, Request
@@ -57,17 +58,18 @@ def groups_left(
     completions: Sequence[Completion],
     responses_per_prompt: int,
     discard: bool,
+    team: dist.ProcessGroup | None = None,
 ) -> list[Group]:
     """The groups that are not ``chosen``, by number, with what there is of their responses unless that is discarded.
 
-    ``completions`` are those of this rank's own, whole or not, each on one rank only; collective.
+    ``completions`` are those of this rank's own, whole or not, each on one rank only; collective over ``team``.
     """
     left = sorted(set(range(len(groups))).difference(chosen))
     if discard:
         return [Group(groups[index].prompt) for index in left]
     begun = {index: dict(groups[index].begun) for index in left}
     own = [completion for completion in completions if completion.row_id // responses_per_prompt in begun]
-    for completion in itertools.chain(*gather_objects(own)):
+    for completion in itertools.chain(*gather_objects(own, team)):
         index, number = divmod(completion.row_id, responses_per_prompt)
         begun[index][number] = dataclasses.replace(completion, row_id=number)
     return [Group(groups[index].prompt, begun[index]) for index in left]

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -71,6 +71,12 @@ class Phases:
         """How long a phase has taken since ``begin``."""
         return self._seconds.get(phase, 0.0)
 
+    def hear(self, times: Mapping[str, float]) -> None:
+        """Takes the phases of another rank for this one's, unless it has been through them itself."""
+        for name, seconds in times.items():
+            self._seconds.setdefault(name, seconds)
+            self._peaks.setdefault(name, 0.0)
+
     def times(self) -> dict[str, float]:
         """Seconds of each phase since ``begin``."""
         return dict(self._seconds)
@@ -78,9 +84,10 @@ class Phases:
     def peaks(self) -> dict[str, float]:
         """Most memory in each phase since ``begin`` on the rank that had most, in GB of 2^30 bytes; collective.
 
-        All ranks have been through the same phases. See ``_look`` for what counts.
+        All ranks have been through the same phases, or heard of them. See ``_look`` for what counts.
         """
-        return dict(zip(self._peaks, max_over_ranks(list(self._peaks.values())), strict=True))
+        names = sorted(self._peaks)
+        return dict(zip(names, max_over_ranks([self._peaks[name] for name in names]), strict=True))
 
     def write(self, path: Path, name: str, clocks: list[Clock]) -> None:
         """The timeline of all ranks since ``begin`` under one span ``name``, written by rank 0; collective."""

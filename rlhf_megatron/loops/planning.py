@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf_megatron.loops.expected_time import expected_time
@@ -9,7 +10,7 @@ from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.recipe import Recipe, dry_run, role_ranks
 from rlhf_megatron.recipe.model_shape import planning_config
-from rlhf_megatron.regather.plan import plan_regather
+from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.sides import rollout_side, trainer_side
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,7 +35,9 @@ def time_lines(recipe: Recipe, config: dict[str, Any], world_size: int) -> list[
     found = expected_time(recipe, config, world_size)
     if found is None:
         return ["there are no figures to reckon models with experts by, nor float32"]
-    phases = " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in found.phases.items())
+    phases = " beside ".join(
+        " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in team.items()) for team in found.teams
+    )
     tokens = f"prompts of {found.prompt:,.0f} tokens and responses of {found.response:,.0f} on average"
     return [
         f"{tokens}, {recipe.cluster.gpu}",
@@ -52,14 +55,17 @@ def regather_summary(recipe: Recipe, architecture: Architecture, world_size: int
     ranks = role_ranks(recipe, "actor", world_size)
     sources = trainer_side(architecture, make_layout(recipe.actor.layout, len(ranks)), ranks)
     rollout = recipe.rollout.layout
-    wanted = rollout_side(architecture, rollout.tensor, world_size, rollout.expert_parallel)
+    generating = role_ranks(recipe, "rollout", world_size)
+    wanted = rollout_side(architecture, rollout.tensor, generating, rollout.expert_parallel)
     element_bytes = _BYTES[recipe.rollout.dtype or recipe.model.dtype]
-    plans = [
-        plan_regather(sources, wanted, rank, recipe.cluster.gpus_per_node)
-        for rank in range(recipe.rollout.layout.tensor)
-    ]
+
+    def plans_of(some: Iterable[int]) -> list[RankPlan]:
+        return [plan_regather(sources, wanted, rank, recipe.cluster.gpus_per_node) for rank in some]
+
+    plans = plans_of(generating[: rollout.tensor])
+    givers = {copy.source for plan in plans for copy in plan.receives}.difference(generating)
     received = max(plan.bytes_received(element_bytes) for plan in plans)
-    sent = max(plan.bytes_sent(element_bytes) for plan in plans)
+    sent = max(plan.bytes_sent(element_bytes) for plan in [*plans, *plans_of(sorted(givers))])
     kept = max(plan.bytes_kept(element_bytes) for plan in plans)
     peers = max(len({copy.source for copy in plan.receives}) for plan in plans)
     text = (

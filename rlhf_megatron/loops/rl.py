@@ -1,7 +1,7 @@
 """Reinforcement learning: the whole loop, from prompts to a better model, in one place.
 
 Each step: generate -> score -> old and reference logprobs, values -> advantages -> update -> regather -> log ->
-evaluate -> save.
+evaluate -> save. With rollout.steps_ahead ranks of their own generate for the next step while the others learn.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from rlhf_megatron.algorithms.kl import KLController, with_kl_penalties
 from rlhf_megatron.algorithms.metrics import explained_variance, mismatch_metrics
 from rlhf_megatron.algorithms.objective import objective_fields, policy_objective, value_objective
 from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.loops.checkpoints import KeptBy, Part
 from rlhf_megatron.loops.collection import Collector
 from rlhf_megatron.loops.evaluation import NO_STEP, gather_tables, metrics_of, sample_table
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.history import History
 from rlhf_megatron.loops.rollouts import Rollouts
 from rlhf_megatron.loops.session import Session
+from rlhf_megatron.loops.supply import Supply
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.roles.outputs import TokenOutputs
 from rlhf_megatron.roles.placed import PlacedRole, side_by_side
@@ -50,34 +52,39 @@ def run_rl(session: Session, rollouts: Rollouts | None = None) -> dict[str, floa
     updates = recipe.steps * recipe.batch.updates_per_step
     critic = session.make_role("critic", section, section.optimizer, updates, "scalar") if section else None
     rollouts = rollouts or Rollouts(session)
-    collector = Collector(session, rollouts)
+    supply = Supply(session, rollouts, Collector(session, rollouts))
     history = History()
     controller = KLController(recipe.algorithm)
     session.at_end(rollouts.close)
+    of_generators: dict[str, Part] = {"data": session.train, "rollouts": rollouts, "collector": supply}
     checkpoints = session.checkpoints(
         {"actor": actor} | ({"critic": critic} if critic else {}),
-        {"data": session.train, "rollouts": rollouts, "collector": collector, "history": history, "kl": controller},
+        {name: KeptBy(part, session.generators) for name, part in of_generators.items()}
+        | {"history": history, "kl": KeptBy(controller, session.learners)},
     )
     with session.phase("regather"):
         rollouts.refresh()
     for step in session.steps(checkpoints, functools.partial(evaluate, session, rollouts, history)):
-        batch, metrics, tokens = collector.collect(step)  # generate and score, with dynamic sampling in rounds
+        batch, metrics, tokens = supply.take(step)  # generate and score, with dynamic sampling in rounds
         with session.phase("sleep"):
-            rollouts.engine.sleep()
-        if batch.rows:  # with dynamic sampling there may be nothing to learn
+            rollouts.sleep()
+        learnt: dict[str, float] = {}
+        if batch.rows and session.learners.here:  # with dynamic sampling there may be nothing to learn
             with session.phase("logprobs"):
-                batch, compared = with_outputs(batch, recipe, actor, reference, critic)
+                batch, learnt = with_outputs(batch, recipe, actor, reference, critic)
             batch = with_advantages(batch, session, controller)
-            metrics |= compared
             of_critic: dict[str, float] = {}
             if critic:
                 with session.phase("update_critic"):
                     of_critic = update_critic(session, critic, batch)
             if section is None or step > section.warmup_steps:
                 with session.phase("update"):
-                    metrics |= update(session, batch, controller)
+                    learnt |= update(session, batch, controller)
             if critic:  # on ranks of its own it learns beside the actor
-                metrics |= critic.everywhere(of_critic)
+                learnt |= critic.in_team(of_critic)
+        if recipe.rollout_is_ahead:
+            supply.prepare(step + 1)
+        metrics |= session.meet(learnt)
         with session.phase("regather"):
             rollouts.refresh()
         session.end_step(step, metrics, tokens, batch)
@@ -146,7 +153,7 @@ def update(session: Session, batch: RolloutBatch, controller: KLController) -> d
         fields = objective_fields(minibatch, settings, constant)
         return session.actor.update(minibatch, fields, objective, outputs=outputs)
 
-    learnt, outputs = session.actor.everywhere((in_minibatches(session, batch, learn), outputs))
+    learnt, outputs = session.actor.in_team((in_minibatches(session, batch, learn), outputs))
     metrics |= {f"train/{name}": value for name, value in learnt.items()}
     if outputs is not None:
         of_actor = TokenOutputs(*outputs)
@@ -203,7 +210,7 @@ def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) 
     groups = [Group(prompt) for prompt in prompts]
     rolled = rollouts.generate(groups, settings.samples_per_prompt, sampling, NO_STEP)  # the same seeds every time
     rollouts.gather(rolled)
-    rollouts.engine.forget_prefixes()  # a run that is resumed here has none either
+    rollouts.forget_prefixes()  # a run that is resumed here has none either
     table = gather_tables(
         sample_table(
             rolled.prompts, rolled.completions, rolled.scores(), recipe.reward_names, session.tokenizer, recipe

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows, concatenate
@@ -95,9 +96,9 @@ class Rolled:
             for part in [float(parts[completion.row_id])]
         ]
 
-    def gather(self) -> RolloutBatch:
-        """All replicas' rows as one batch on every rank, in the order of their ids; collective."""
+    def gather(self, team: dist.ProcessGroup | None = None) -> RolloutBatch:
+        """All replicas' rows as one batch on every rank of ``team``, in the order of their ids; collective over it."""
         rewards = torch.tensor([score.value for score in self.scores()], dtype=torch.float32)
-        batch = gather_batches(self._packing.batch(self._own).with_fields(rewards=rewards))
+        batch = gather_batches(self._packing.batch(self._own).with_fields(rewards=rewards), team)
         self.tokens = len(batch.tokens)
         return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,22 +11,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.loops.groups import Group, groups_left, requests_for
 from rlhf_megatron.loops.rolled import Packing, Rolled
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.loops.session import Session
+from rlhf_megatron.recipe import role_ranks
+from rlhf_megatron.recipe.checks import is_made, roles_of
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.sharing import describe_sharing, shareable
 from rlhf_megatron.regather.sides import rollout_side
 from rlhf_megatron.rewards.score import Scorer, reward_metrics, reward_totals
-from rlhf_megatron.rollout.engine import GenerationRecord, Sampling, request_seed
+from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Sampling, request_seed
 from rlhf_megatron.rollout.lengths import LATEST
 from rlhf_megatron.rollout.tickets import TicketOffice
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
 from rlhf_megatron.topology.exchange import gather_objects, sum_over_ranks
+from rlhf_megatron.topology.team import world_of_their_own
 
 
 class Rollouts:
@@ -35,12 +39,13 @@ class Rollouts:
         """Builds the engine; collective over the world."""
         recipe, section = session.recipe, session.recipe.rollout
         assert section is not None, "the recipe's own check asks for it"
-        self._session, self._seed = session, recipe.seed
-        self._tensor = section.layout.tensor
-        self._replicas = session.world // self._tensor
-        self._replica = session.rank // self._tensor
-        self._leads = session.rank % self._tensor == 0
-        self._office = TicketOffice(section.scheduling, self._replica, self._replicas)
+        self._session, self._seed, self._team = session, recipe.seed, session.generators
+        ranks, tensor = role_ranks(recipe, "rollout", session.world), section.layout.tensor
+        self._replicas = len(ranks) // tensor
+        # None: this rank generates nothing.
+        self._replica = ranks.index(session.rank) // tensor if session.rank in ranks else None
+        self._leads = self._replica is not None and ranks.index(session.rank) % tensor == 0
+        self._office = TicketOffice(section.scheduling, self._replica or 0, self._replicas)
         self._discards = section.partial == "discard"
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._scorer = Scorer(recipe.reward) if self._leads else None
@@ -59,25 +64,32 @@ class Rollouts:
             () if section.drawn_lengths else session.tokenizer.stop_token_ids,
         )
         self._drawn_lengths = section.drawn_lengths
-        wanted = rollout_side(session.architecture, self._tensor, session.world, section.layout.expert_parallel)
+        wanted = rollout_side(session.architecture, tensor, ranks, section.layout.expert_parallel)
         plan = plan_regather(session.actor.side(), wanted, session.rank, recipe.cluster.gpus_per_node)
         why_copied = recipe.why_weights_are_copied
         actors = {} if why_copied else session.actor.parameters()
         shared = {name: actors[source] for name, source in shareable(plan).items()} if actors else {}
+        self.engine: VllmEngine | None = None
         with session.phase("engine"):
-            self.engine = VllmEngine(
-                recipe.model.path,
-                section,
-                recipe.model.dtype,
-                recipe.data.max_prompt_length,
-                recipe.seed,
-                shared=shared,
-            )
+            with world_of_their_own(ranks):
+                if self._replica is not None:
+                    self.engine = VllmEngine(
+                        recipe.model.path,
+                        section,
+                        recipe.model.dtype,
+                        recipe.data.max_prompt_length,
+                        recipe.seed,
+                        shared=shared,
+                    )
             dist.barrier()  # engines compile at different speeds, and the wait for the slowest is the engines' time
-        sharing = f"all are copies, since {why_copied}" if why_copied else None
-        session.say(f"rollout weights: {sharing or describe_sharing(plan, actors, self.engine.parameters())}")
-        dtype = next(iter(self.engine.parameters().values())).dtype
+        if self.engine:
+            sharing = f"all are copies, since {why_copied}" if why_copied else None
+            session.say(f"rollout weights: {sharing or describe_sharing(plan, actors, self.engine.parameters())}")
+        roles = [role_ranks(recipe, name, session.world) for name in roles_of(recipe) if is_made(recipe, name)]
+        # Ahead of learning, the reward model judges and the engine generates by turns, without a time for sleep.
+        self._sleeps = not recipe.rollout_is_ahead and not set(ranks).isdisjoint(itertools.chain(*roles))
         source_dtype = getattr(torch, recipe.model.dtype)
+        dtype = getattr(torch, section.dtype or recipe.model.dtype)
         # What leaves the GPU comes back elsewhere, and numbers that are to be cast travel better when they have been.
         stays = dtype == source_dtype and not recipe.actor.offload.parameters
         peers = map_peers(plan, session.actor.parameters()) if recipe.regather.peer_memory and stays else None
@@ -85,6 +97,9 @@ class Rollouts:
             session.at_end(peers.close)
         if plan.receives:
             session.say(f"regathering: {describe_transfer(plan, peers, dtype)}")
+        elif not self.engine:  # where rank 0 has one, that line is its own
+            given = plan.bytes_sent(dtype.itemsize) / 1e9
+            session.say(f"regathering: {given:.3g} GB go to the rollout's ranks {section.ranks}, from rank 0")
         self.regather = Regather(
             plan,
             dtype,
@@ -95,22 +110,35 @@ class Rollouts:
         )
 
     def refresh(self) -> None:
-        """Wakes the engine and brings the actor's weights into it; collective.
+        """Wakes the engine and brings the actor's weights into it; collective over the world.
 
         Shared ones are there already: an optimizer step returns when its parameters are whole on every rank.
         """
-        with self._session.span("wake"):
-            self.engine.wake_weights()
+        if self.engine:
+            with self._session.span("wake"):
+                self.engine.wake_weights()
+        sources, destinations = self._session.actor.parameters(), self.engine.parameters() if self.engine else {}
         with self._session.span("transfer"):
-            self.regather.run(self._session.actor.parameters(), self.engine.parameters())
+            self.regather.run(sources, destinations)
         self.version += 1
         every = self._session.recipe.regather.verify
         if every and self.version % every == 0:
-            self.regather.verify(self._session.actor.parameters(), self.engine.parameters())
+            self.regather.verify(sources, destinations)
         self._session.actor.offload()
-        with self._session.span("wake"):
-            self.engine.wake_kv_cache()
-        self.engine.weights_updated(self.version)
+        if self.engine:
+            with self._session.span("wake"):
+                self.engine.wake_kv_cache()
+            self.engine.weights_updated(self.version)
+
+    def sleep(self) -> None:
+        """Gives the engine's memory to the roles that are on its GPUs, until ``refresh``."""
+        if self.engine and self._sleeps:
+            self.engine.sleep()
+
+    def forget_prefixes(self) -> None:
+        """Empties the engine's cache of prompts, as it is in a run that begins here."""
+        if self.engine:
+            self.engine.forget_prefixes()
 
     def generate(
         self,
@@ -121,7 +149,9 @@ class Rollouts:
         first_row: int = 0,
         wanted: int | None = None,
     ) -> Rolled:
-        """What this replica answers of ``groups``, each with ``responses_per_prompt``, and is being scored; collective.
+        """What this replica answers of ``groups``, each with ``responses_per_prompt``, and is being scored.
+
+        Collective over the team that generates; elsewhere nothing.
 
         With ``wanted``, so many groups are enough: what else has begun or finished by then is left for another time.
         ``first_row``: how many rows this step has generated before, so that no sampling seed comes twice.
@@ -146,31 +176,39 @@ class Rollouts:
                 dataclasses.replace(request, max_tokens=self._drawn_lengths.of_row(first_row + request.row_id))
                 for request in requests
             ]
-        # What a replica has learned itself would be gone after a resume, and other groups would be admitted.
-        self.engine.expect(self._lengths)
-        completions = self.engine.generate(
-            requests,
-            sampling,
-            lambda done, total: self._session.progress("generate", done, total),
-            scoring.take,
-            self._office.open(len({request.group_id for request in requests}), lacking),
-        )
-        with self._session.span("wait"):  # else rank 0 would time a slower replica as scoring
-            dist.barrier()
+        completions, record = list[Completion](), GenerationRecord()
+        if self.engine:
+            # What a replica has learned itself would be gone after a resume, and other groups would be admitted.
+            self.engine.expect(self._lengths)
+            completions = self.engine.generate(
+                requests,
+                sampling,
+                lambda done, total: self._session.progress("generate", done, total),
+                scoring.take,
+                self._office.open(len({request.group_id for request in requests}), lacking),
+            )
+            record = self.engine.record
         chosen, left = list(range(len(groups))), list[Group]()
+        if not self._team.here:
+            return Rolled(groups, chosen, left, scoring, packing, record)
+        with self._session.span("wait"):  # else rank 0 would time a slower replica as scoring
+            dist.barrier(self._team.group)
         if wanted is not None:
-            finished = {index for part in gather_objects(scoring.submitted()) for index in part}
+            finished = {index for part in gather_objects(scoring.submitted(), self._team.group) for index in part}
             chosen = sorted(finished.union(whole))[:wanted]
             own = completions if self._leads else []
-            left = groups_left(groups, chosen, own, responses_per_prompt, self._discards)
-        return Rolled(groups, chosen, left, scoring, packing, self.engine.record)
+            left = groups_left(groups, chosen, own, responses_per_prompt, self._discards, self._team.group)
+        return Rolled(groups, chosen, left, scoring, packing, record)
 
     def gather(self, rolled: Rolled) -> RolloutBatch:
-        """All replicas' rows as one batch on every rank with their rewards, the reward model's included; collective.
+        """All replicas' rows as one batch with their rewards, the reward model's included.
 
-        Waits for the last score. A reward is NaN where the row is to be left out of the loss.
+        Collective over the team that generates, and the same on its every rank; elsewhere without rows. Waits for the
+        last score. A reward is NaN where the row is to be left out of the loss.
         """
-        batch = rolled.gather()
+        if not self._team.here:
+            return batch_from_rows([], [], [])
+        batch = rolled.gather(self._team.group)
         self._lengths = [*self._lengths, *batch.response_lengths.tolist()][-LATEST:]
         section = self._session.recipe.reward_model
         if self._reward_model is None or section is None:
@@ -184,7 +222,7 @@ class Rollouts:
         """What became of the samples of these calls, and the mean of each part of the reward; collective."""
         scores = [score for each in rolled for score in each.scores()]
         totals = reward_totals(scores, self._session.recipe.reward_names)
-        return reward_metrics(dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True)))
+        return reward_metrics(dict(zip(totals, sum_over_ranks(list(totals.values()), self._team.group), strict=True)))
 
     def generation_metrics(self, rolled: Sequence[Rolled]) -> dict[str, float]:
         """What replicas did in these calls; collective.
@@ -195,8 +233,9 @@ class Rollouts:
         counts = ("sampled_tokens", "aborted", "resumed")
         own = [float(sum(getattr(record, name) for record in records)) for name in counts]
         seconds = torch.zeros(len(rolled), self._replicas, dtype=torch.float64)
-        seconds[:, self._replica] = torch.tensor([record.seconds for record in records])
-        total = sum_over_ranks([*own, *seconds.flatten().tolist()])
+        if self._leads:
+            seconds[:, self._replica] = torch.tensor([record.seconds for record in records])
+        total = sum_over_ranks([*own, *seconds.flatten().tolist()], self._team.group)
         metrics = {f"rollout/{name}": value for name, value in zip(counts, total, strict=False)}
         seconds = torch.tensor(total[len(counts) :]).view_as(seconds)
         mean = float(seconds.mean(1).sum())
@@ -216,4 +255,5 @@ class Rollouts:
         if self._scorer:
             self._scorer.close()
         self._packer.shutdown()
-        self.engine.close()
+        if self.engine:
+            self.engine.close()

@@ -18,7 +18,7 @@ from rlhf_megatron.runtime.recovery import RecoveryLog, RepeatedFault
 from rlhf_megatron.runtime.signals import stop_signals, stop_status
 from rlhf_megatron.runtime.watchdog import forget_hang, watchdog
 from rlhf_megatron.topology.exchange import from_rank
-from rlhf_megatron.topology.world import first_to_say, join_world, leave_world
+from rlhf_megatron.topology.world import first_to_say, join_world, leave_world, waiting_minutes
 
 # Each part of a preflight that runs before training has so long.
 PREFLIGHT_SECONDS = 120.0
@@ -34,8 +34,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
     Returns the exit status: 0, ``stop_status`` for a run that was asked to stop and is to go on later, or
     ``NOT_SAVED_STATUS``. Raises UserError for input that is not right, and where the result could not be written.
     """
-    # Where a hang is noticed, that comes first: it tells more.
-    join_world(max(30.0, recipe.retry.hang_seconds / 60 + 5))
+    join_world(waiting_minutes(recipe.retry.hang_seconds))
     import torch.distributed as dist
 
     from rlhf_megatron.models.architecture import read_config
@@ -141,9 +140,10 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, skips: dict[int, 
     megatron_groups.install()
     # Imported now, since Megatron must be mended for the machine before its models and optimizers are imported.
     from rlhf_megatron.loops.checkpoints import RunStopped
+    from rlhf_megatron.loops.exports import beginning
     from rlhf_megatron.loops.reward_modeling import run_reward_modeling
     from rlhf_megatron.loops.rl import run_rl, told_of
-    from rlhf_megatron.loops.session import Session, beginning
+    from rlhf_megatron.loops.session import Session
     from rlhf_megatron.loops.sft import run_sft
 
     train, what = {

@@ -17,14 +17,16 @@ from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import Responses
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.loops.checkpoints import Checkpoints, Part, choose_checkpoint
+from rlhf_megatron.loops.checkpoints import Checkpoints, KeptBy, Part, choose_checkpoint
+from rlhf_megatron.loops.exports import Exports
+from rlhf_megatron.loops.gpu_use import GpuUses
 from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.loops.phases import Phases
 from rlhf_megatron.loops.report import Report
 from rlhf_megatron.loops.skipped_steps import SkippedSteps
 from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.flops import peak_flops, training_flops
-from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights, companions_of
+from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
 from rlhf_megatron.monitor.profiler import Profiler
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import (
@@ -32,10 +34,9 @@ from rlhf_megatron.recipe import (
     Recipe,
     RewardModelSection,
     RoleSection,
-    UserError,
     role_ranks,
 )
-from rlhf_megatron.regather.export import export_weights
+from rlhf_megatron.recipe.checks import learners_of
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime import faults
@@ -43,14 +44,9 @@ from rlhf_megatron.runtime.checkpoint import forget_best, step_of
 from rlhf_megatron.runtime.health import Health, memory_metrics
 from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.topology.clocks import host_identity, measure_clocks
-
-# Seconds between attempts to write what nothing else has: half an hour in all.
-_EXPORT_PAUSES = (5, 10, 20, 40, 75, 150, 300, 300, 300, 600)
-
-
-def beginning(saved: int | None) -> str:
-    """Where a run begins that has saved such a step."""
-    return "the beginning" if saved is None else f"step {saved}"
+from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.topology.team import make_team, whole_world
+from rlhf_megatron.topology.world import waiting_minutes
 
 
 class Session:
@@ -67,8 +63,14 @@ class Session:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.run = RunFolder(recipe.run_root, recipe.name)
         self.report: Report | None = None
+        self.learners = self.generators = whole_world()
+        if recipe.rollout_is_ahead:
+            minutes = waiting_minutes(recipe.retry.hang_seconds)
+            self.learners = make_team(learners_of(recipe, self.world), minutes)
+            self.generators = make_team(role_ranks(recipe, "rollout", self.world), minutes)
         self._roles: list[PlacedRole] = []
         self._phases = Phases()
+        self._gpus = GpuUses()
         self._profiler = Profiler(recipe.monitor.profile, self.run, self.rank, self.world)
         self._clocks = measure_clocks(host_identity()) if recipe.monitor.timeline.is_on else []
         self.architecture = read_architecture(recipe.model.path)
@@ -84,22 +86,26 @@ class Session:
             data = open_data(
                 recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
             )
-        self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
         self.train, self.validation = data.train, data.validation
         learning_steps = recipe.steps - (recipe.critic.warmup_steps if recipe.critic else 0)
         updates = learning_steps * recipe.batch.updates_per_step
         head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
         self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, updates, head)
+        self._exports = Exports(recipe, self.run, self.actor, self.device)
         found_out: list[str] = []
         self._resume_from = choose_checkpoint(self.run.checkpoints, resume, found_out.append)
         self.first_step = 1 if self._resume_from is None else step_of(self._resume_from) + 1
         self.report = Report(self.run, recipe, self.first_step) if self.rank == 0 else None
         for line in (*found_out, *data.notes):
             self.say(line)
+        if self._gpus.problem:
+            self.say(f"warning: the use of GPUs is not logged: {self._gpus.problem}")
         self.health = Health(recipe.health, recipe.name, self.say)
         self._start: dict[str, float] = {}  # seconds before the first step, for its record
         self._endings: list[Callable[[], None]] = []
         self._skips, self._skipped = skips or {}, SkippedSteps(recipe.retry.max_skipped_steps)
+        self.passes_over_data = False
+        """Whether this step's data are not those that follow on the last step's."""
         self._worth: dict[int, float] = {}  # on rank 0: what keep_best compares, by step
         self._saved: Callable[[], int | None] = lambda: None  # the step of the newest checkpoint
 
@@ -146,6 +152,7 @@ class Session:
                 training_steps=updates,
                 deterministic=recipe.deterministic,
                 span=self.span,
+                team=self.generators if name == "reward_model" else self.learners,
             )
             self._roles.append(role)
             with self.span("weights"):
@@ -157,11 +164,12 @@ class Session:
         return role
 
     def make_reward_model(self, section: RewardModelSection) -> RewardModel:
-        """The recipe's reward model on all ranks, which scores what the actor's tokenizer wrote."""
+        """The recipe's reward model, which scores what the actor's tokenizer wrote."""
         tokenizer = load_tokenizer(
             section.tokenizer or section.path, self.recipe.model.trust_remote_code, section.chat_template
         )
-        return RewardModel(self.make_role("reward_model", section, head="scalar"), tokenizer, self.tokenizer)
+        role = self.make_role("reward_model", section, head="scalar")
+        return RewardModel(role, tokenizer, self.tokenizer, role.team.group)
 
     def steps(self, checkpoints: Checkpoints, evaluate: Callable[[int], None]) -> Iterator[int]:
         """The steps that are left, with what stands around each: evaluations, checkpoints and exports where due."""
@@ -237,11 +245,31 @@ class Session:
         """Starts the clocks of a step, behind the data that an attempt before has failed on."""
         watchdog.beat("step", step)
         faults.at("step", step)
-        if step in self._skips:
+        self.passes_over_data = step in self._skips
+        if self.passes_over_data:
             self.train.load({**self.train.state(), **self._skips[step]})
             self.say(f"step {step} passes over the data of steps that were skipped")
         self._profiler.begin(step)
         self._phases.begin(self.recipe.monitor.timeline.has(step))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A phase that is over when the other team's is; what it is called tells which GPUs there are too few of."""
+        with self.phase("wait_for_rollout" if self.learners.here else "wait_for_update"):
+            yield
+
+    def meet(self, learnt: dict[str, float]) -> dict[str, float]:
+        """``learnt``, the learners' metrics, on every rank when all ranks are done with the step's work.
+
+        Where there are two teams, each hears how long the other's phases were; collective over the world.
+        """
+        if self.learners.group is None:
+            return learnt
+        with self.waiting():
+            dist.barrier()
+        for team in (self.learners, self.generators):
+            self._phases.hear(from_rank(self._phases.times(), team.first))
+        return from_rank(learnt, self.learners.first)
 
     def seconds(self, phase: str) -> float:
         """How long a phase of this step has taken so far."""
@@ -259,14 +287,20 @@ class Session:
             **{f"time/{name}": seconds for name, seconds in self._phases.times().items()},
             **{f"memory/{name}_gb": peak for name, peak in peaks.items()},
             **memory_metrics(),
+            **self._gpus.metrics(),
             "train/step_time_ms": elapsed * 1000.0,
             "perf/tokens_per_gpu_per_sec": tokens / elapsed / self.world,
             **self._training_speed(learnt),
+            **{
+                f"{'train' if role is self.actor else role.name}/gradient_sync_ms": role.take_gradient_sync_ms()
+                for role in self._roles
+                if role.learns
+            },
         }
         of_actor = [peaks[phase] for phase in ("logprobs", "update") if phase in peaks]
         if of_actor and torch.cuda.is_available():
             measured["memory/actor_gpu_mem_mb"] = max(of_actor) * 2**10
-        self.log(step, {**metrics, **measured, **self.train.metrics(), **self._start})
+        self.log(step, {**self.train.metrics(), **metrics, **measured, **self._start})
         self._start = {}
         for role in self._roles:
             bad_gradients = role.take_bad_gradients()
@@ -289,8 +323,9 @@ class Session:
         return speed
 
     def _data_position(self) -> dict[str, Any]:
-        """Where the data stand, without the description of their order."""
-        return {name: value for name, value in self.train.state().items() if name != "order"}
+        """Where the data stand, without the description of their order; collective."""
+        state = KeptBy(self.train, self.generators).state()
+        return {name: value for name, value in state.items() if name != "order"}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds numbers to a step's record, and acts on the health rules that they break; collective.
@@ -313,47 +348,13 @@ class Session:
 
     def export(self, step: int) -> str | None:
         """Writes the actor as a Hugging Face folder; why that failed, where it did. Collective."""
-        recipe, actor = self.recipe, self.actor
-        dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         with self.phase("export"):
-            try:
-                export_weights(
-                    self.run.export(step),
-                    self._companions,
-                    actor.architecture,
-                    actor.side(),
-                    actor.parameters(),
-                    dtype,
-                    self.device,
-                )
-            except OSError as error:
-                return str(error)
-        return None
+            return self._exports.write(step)
 
     def finish(self) -> Path | None:
-        """Exports the last step where the recipe asks for that, and returns the folder; collective.
-
-        While that fails and no checkpoint has the step, it is tried again, for the disk may get room meanwhile.
-        Raises UserError on all ranks where what was asked for could not be written.
-        """
-        section, last = self.recipe.checkpoint, self.recipe.steps
-        goes_on = f"make room, and the same command goes on from {beginning(self._saved())}"
-        if not section.export_at_end:
-            if section.save_interval and self._saved() != last:
-                raise UserError(f"{self.run.checkpoints}: step {last} could not be saved; {goes_on}")
-            return None
-        for pause in (*(_EXPORT_PAUSES if self._saved() != last else ()), None):
-            problem = self.export(last)
-            if problem is None:
-                return self.run.export(last)
-            if pause:
-                self.say(
-                    f"warning: the last step was not exported: {problem}; make room, it is tried again in {pause} s"
-                )
-                for _ in range(pause):
-                    time.sleep(1.0)
-                    watchdog.beat()
-        raise UserError(f"the last step was not exported: {problem}; {goes_on}")
+        """Exports the last step as ``Exports.write_last``; collective."""
+        with self.phase("export"):
+            return self._exports.write_last(self._saved(), self.say)
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Has ``action`` done when the session closes, the latest first."""
@@ -362,12 +363,14 @@ class Session:
     def abandon(self) -> None:
         """Gives the terminal back as the run fails on this rank; the process is to end now."""
         self.health.close()
+        self._gpus.close()
         if self.report:
             self.report.console.close()
 
     def close(self) -> None:
         """Draws the run and ends what the session holds; collective. Ranks can exchange nothing after it."""
         self.health.close()
+        self._gpus.close()
         if self.report:
             self.report.close()
         dist.barrier()  # an engine that ends may take torch.distributed with it

@@ -1,4 +1,4 @@
-"""What the driver knows of a GPU, by NVML (nvidia-ml-py): memory, temperature, clocks, errors, processes.
+"""What the driver knows of a GPU, by NVML (nvidia-ml-py): memory, temperature, clocks, errors, processes, its use.
 
 Only readings: what is healthy is judged by runtime/preflight. Imports no torch, so a GPU is named by its UUID.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
+import time
 from collections.abc import Callable, Iterator
+from statistics import fmean
 from typing import Any
 
 GB = 2**30
@@ -49,7 +52,7 @@ def read_gpu(uuid: str) -> GpuState:
     Raises GpuUnreadable without nvidia-ml-py, without a driver, or for an unknown UUID.
     """
     with _nvml() as nvml:
-        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        name = _full_name(uuid)
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(name)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -80,10 +83,7 @@ def _state(nvml: Any, handle: Any, name: str, memory: Any) -> GpuState:
     """All that is asked after the handle and the memory; each single question may go unanswered."""
 
     def asked(question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(handle, *arguments)
-        except nvml.NVMLError:
-            return None
+        return _asked(nvml, question, handle, *arguments)
 
     remapped = asked(nvml.nvmlDeviceGetRemappedRows)  # (correctable, uncorrectable, pending, failed)
     reasons = asked(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
@@ -103,3 +103,79 @@ def _state(nvml: Any, handle: Any, name: str, memory: Any) -> GpuState:
         remap_failed=None if remapped is None else bool(remapped[3]),
         processes=tuple(process.pid for process in asked(nvml.nvmlDeviceGetComputeRunningProcesses) or ()),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuUse:
+    """What a GPU did over some time. None stands for what it does not tell."""
+
+    utilization: float | None  # share of the time in which a kernel ran, of samples a second apart
+    watts: float | None  # mean power
+    temperature: int | None  # degrees Celsius, the highest of these samples
+
+
+class GpuMeter:
+    """Samples one GPU in a thread for as long as it is open."""
+
+    def __init__(self, uuid: str, interval: float = 1.0) -> None:
+        """Begins at once, a sample each ``interval`` seconds; raises GpuUnreadable as ``read_gpu``."""
+        self._open = contextlib.ExitStack()
+        self._nvml = self._open.enter_context(_nvml())
+        try:
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(_full_name(uuid))
+        except self._nvml.NVMLError as error:
+            self._open.close()
+            raise GpuUnreadable(f"NVML cannot read {_full_name(uuid)}: {error}") from error
+        self._lock, self._interval, self._ended = threading.Lock(), interval, threading.Event()
+        self._utilization: list[float] = []
+        self._temperature: list[int] = []
+        self._energy, self._since = self._joules(), time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="gpu-meter", daemon=True)
+        self._thread.start()
+
+    def take(self) -> GpuUse:
+        """What the GPU has done since the last call."""
+        energy, now = self._joules(), time.monotonic()
+        with self._lock:
+            utilization, self._utilization = self._utilization, []
+            temperature, self._temperature = self._temperature, []
+        watts = None
+        if energy is not None and self._energy is not None and now > self._since:
+            watts = (energy - self._energy) / (now - self._since)
+        self._energy, self._since = energy, now
+        return GpuUse(fmean(utilization) if utilization else None, watts, max(temperature, default=None))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join()
+        self._open.close()
+
+    def _run(self) -> None:
+        while True:
+            rates = _asked(self._nvml, self._nvml.nvmlDeviceGetUtilizationRates, self._handle)
+            degrees = _asked(
+                self._nvml, self._nvml.nvmlDeviceGetTemperature, self._handle, self._nvml.NVML_TEMPERATURE_GPU
+            )
+            with self._lock:
+                self._utilization += [] if rates is None else [rates.gpu / 100]
+                self._temperature += [] if degrees is None else [degrees]
+            if self._ended.wait(self._interval):
+                return
+
+    def _joules(self) -> float | None:
+        """What the GPU has used since the driver was loaded."""
+        millijoules = _asked(self._nvml, self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._handle)
+        return None if millijoules is None else millijoules / 1000
+
+
+def _full_name(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _asked(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
+    """The driver's answer, or None where there is none."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return None

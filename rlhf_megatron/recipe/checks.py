@@ -21,14 +21,22 @@ def roles_of(recipe: Recipe) -> dict[str, RoleSection]:
     return {name: section for name, section in named.items() if section is not None}
 
 
+def is_made(recipe: Recipe, name: str) -> bool:
+    """Whether the run makes the role of this name, which has a section."""
+    if name == "reference":
+        return recipe.loop == "rl" and recipe.algorithm.kl_coef != 0.0
+    return name == "actor" or recipe.loop == "rl"
+
+
 def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
     """The role's own layout, or the actor's."""
     return section.layout or recipe.actor.layout
 
 
 def role_ranks(recipe: Recipe, name: str, world_size: int) -> list[int]:
-    """The rising global ranks of the role of this name; raises RecipeError where it names others."""
-    section = roles_of(recipe)[name]
+    """The rising global ranks of the role of this name, or of "rollout"; raises RecipeError where it names others."""
+    section = recipe.rollout if name == "rollout" else roles_of(recipe)[name]
+    assert section is not None
     return ranks_of(f"{name}.ranks", section.ranks, world_size, recipe.cluster.gpus_per_node)
 
 
@@ -71,7 +79,41 @@ def check_world(recipe: Recipe, world_size: int) -> None:
             )
     if recipe.loop == "rl" and recipe.rollout is not None:
         rollout: RolloutLayoutSection = recipe.rollout.layout
-        _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, world_size)
+        generating = role_ranks(recipe, "rollout", world_size)
+        _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, len(generating))
+        _check_teams(recipe, world_size, set(generating))
+
+
+def learners_of(recipe: Recipe, world_size: int) -> list[int]:
+    """The rising ranks of the roles that learn, or that learning asks: all but the reward model."""
+    roles = [name for name in roles_of(recipe) if is_made(recipe, name) and name != "reward_model"]
+    return sorted(set().union(*(role_ranks(recipe, name, world_size) for name in roles)))
+
+
+def _check_teams(recipe: Recipe, world_size: int, generating: set[int]) -> None:
+    """No GPU without work; and where rollout is ahead of learning, none that would have to do both at a time."""
+    assert recipe.rollout is not None
+    made = [name for name in roles_of(recipe) if is_made(recipe, name)]
+    placed = {name: set(role_ranks(recipe, name, world_size)) for name in made}
+    idle = set(range(world_size)).difference(generating, *placed.values())
+    if idle:
+        raise RecipeError(
+            f"rollout.ranks={recipe.rollout.ranks}: rank {min(idle)} has neither a role nor rollout; give it one, or "
+            "run on fewer GPUs"
+        )
+    if not recipe.rollout.steps_ahead:
+        return
+    for name, ranks in placed.items():
+        if name == "reward_model" and not ranks <= generating:
+            raise RecipeError(
+                f"{name}.ranks={roles_of(recipe)[name].ranks}: with rollout.steps_ahead=1 it judges while others "
+                f"learn; name ranks of rollout.ranks={recipe.rollout.ranks}"
+            )
+        if name != "reward_model" and ranks & generating:
+            raise RecipeError(
+                f"{name}.ranks={roles_of(recipe)[name].ranks} has rank {min(ranks & generating)}, which generates "
+                f"ahead (rollout.steps_ahead=1, rollout.ranks={recipe.rollout.ranks}); give each GPU to one of them"
+            )
 
 
 def _check_fill(where: str, parts: dict[str, int | None], world_size: int) -> None:

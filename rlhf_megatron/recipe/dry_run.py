@@ -76,10 +76,15 @@ def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterato
         yield from _role_lines(name, section, layout_of(recipe, section), own, len(ranks))
     if recipe.loop == "rl" and recipe.rollout is not None:
         tensor = recipe.rollout.layout.tensor
-        replicas = world_size // tensor
+        ranks = role_ranks(recipe, "rollout", world_size)
         whole = ", experts whole" if recipe.rollout.layout.expert_parallel else ""
-        groups = _groups(tensor, 1, world_size)
-        yield f"rollout: {_count(replicas, 'replica')} of tensor {tensor}{whole}, on ranks {groups}"
+        given = "" if recipe.rollout.ranks == "all" else f"{recipe.rollout.ranks} (counted from 0 below)"
+        groups, replicas = _groups(tensor, 1, len(ranks)), _count(len(ranks) // tensor, "replica")
+        yield f"rollout: {replicas} of tensor {tensor}{whole}, on ranks {given or groups}"
+        if given:
+            yield f"  replicas: {groups}"
+        if recipe.rollout.steps_ahead:
+            yield "  each batch is generated while the one before is learnt from"
 
 
 def _role_lines(name: str, section: RoleSection, layout: LayoutSection, shape: ModelShape, world: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhf_megatron.recipe.checks import layout_of, role_ranks, roles_of, stage_layers
+from rlhf_megatron.recipe.checks import is_made, layout_of, role_ranks, roles_of, stage_layers
 from rlhf_megatron.recipe.model_shape import ModelShape, role_config, shape_of
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, OffloadSection, RoleSection, transformer_engine_can
@@ -100,34 +100,34 @@ def estimate(recipe: Recipe, shape: ModelShape, world_size: int) -> Estimate:
         if is_made(recipe, name)
     }
     rollout = _rollout_memory(recipe, shape, world_size) if recipe.loop == "rl" else None
-    placed = {name: set(role_ranks(recipe, name, world_size)) for name in roles}
-    together = {frozenset(name for name in roles if rank in placed[name]) for rank in range(world_size)}
-    phases = [_phases(recipe, {name: roles[name] for name in roles if name in names}, rollout) for names in together]
+    names = [*roles, "rollout"] if rollout else list(roles)
+    placed = {name: set(role_ranks(recipe, name, world_size)) for name in names}
+    together = {frozenset(name for name in names if rank in placed[name]) for rank in range(world_size)}
+    phases = [
+        _phases(recipe, {name: roles[name] for name in roles if name in here}, rollout if "rollout" in here else None)
+        for here in together
+    ]
     return Estimate(roles, rollout, {phase: max(each[phase] for each in phases) for phase in phases[0]})
 
 
 def _phases(recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: RolloutMemory | None) -> dict[str, float]:
-    """What a GPU with these roles needs in each phase; their fullest stages are taken to meet on one GPU."""
+    """What a GPU with these roles, and rollout if there is some on it, needs in each phase; the roles' fullest stages
+    are taken to meet on one GPU."""
     fullest = {name: max(stage.resident for stage in stages) for name, stages in roles.items()}
     resident = RESERVED_GB + sum(fullest.values())
     updates = (resident - fullest[name] + max(stage.update for stage in stages) for name, stages in roles.items())
     update = max(updates, default=resident)
-    if rollout is None or recipe.rollout is None:
+    if recipe.loop != "rl" or recipe.rollout is None:
         return {"update": update}
-    asleep = SLEEPING_GB if recipe.rollout.sleep else rollout.share
+    awake = rollout.share if rollout else 0.0
+    sleeps = recipe.rollout.sleep and roles and not recipe.rollout_is_ahead
+    asleep = min(awake, SLEEPING_GB) if sleeps else awake
     forward = max((stage.forward for stages in roles.values() for stage in stages), default=0.0)
     return {
-        "generate": resident + rollout.share + recipe.regather.buffer_mb / 1024,
+        "generate": resident + awake + recipe.regather.buffer_mb / 1024,
         "logprobs": resident + asleep + forward,
         "update": update + asleep,
     }
-
-
-def is_made(recipe: Recipe, name: str) -> bool:
-    """Whether the run makes the role of this name, which has a section."""
-    if name == "reference":
-        return recipe.loop == "rl" and recipe.algorithm.kl_coef != 0.0
-    return name == "actor" or recipe.loop == "rl"
 
 
 def role_shape(recipe: Recipe, name: str, section: RoleSection, shape: ModelShape) -> ModelShape:
@@ -321,7 +321,8 @@ def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> Rollo
         cache = max(0.0, share - beside_cache)
     heads = max(1, shape.key_value_heads // tensor)
     tokens = int(cache * GB // (2 * shape.layers * heads * shape.head_dim * size))
-    return RolloutMemory(world_size // tensor, weights, shared, cache, share, tokens, tokens // recipe.longest_sequence)
+    replicas = len(role_ranks(recipe, "rollout", world_size)) // tensor
+    return RolloutMemory(replicas, weights, shared, cache, share, tokens, tokens // recipe.longest_sequence)
 
 
 def _shared_parameters(recipe: Recipe, shape: ModelShape, world_size: int) -> int:
@@ -331,8 +332,9 @@ def _shared_parameters(recipe: Recipe, shape: ModelShape, world_size: int) -> in
     fused matrices of attention where vLLM repeats heads. Else they are norms, which do not count.
     """
     layout, rollout = layout_of(recipe, recipe.actor), recipe.rollout
-    everywhere = len(role_ranks(recipe, "actor", world_size)) == world_size
-    if recipe.why_weights_are_copied or rollout is None or not everywhere or layout.tensor != rollout.layout.tensor:
+    if recipe.why_weights_are_copied or rollout is None or layout.tensor != rollout.layout.tensor:
+        return 0
+    if role_ranks(recipe, "actor", world_size) != role_ranks(recipe, "rollout", world_size):
         return 0
     stages, tensor = stage_layers(layout, shape.layers), layout.tensor
     apart = shape.expert_parameters(tensor)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from rlhf_megatron.recipe.errors import RecipeError
 
+# YAML reads one rank as a number.
+Ranks = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
 

@@ -141,6 +141,11 @@ class Recipe(Section):
         return "recompute" if asked_before or self.batch.updates_per_step > 1 else "update"
 
     @property
+    def rollout_is_ahead(self) -> bool:
+        """Whether GPUs of their own generate for a step while others learn from the one before."""
+        return self.loop == "rl" and self.rollout is not None and self.rollout.steps_ahead > 0
+
+    @property
     def longest_sequence(self) -> int:
         """Most tokens of one row through the models, of what the recipe does not leave out for its length.
 
@@ -209,6 +214,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.quantization={self.rollout.quantization}: another policy than the actor's answers; correct "
                 "for it by algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
+            )
+        if self.rollout.steps_ahead and not corrected:
+            raise ValueError(
+                "rollout.steps_ahead=1: the policy of an update before answers; correct for it by "
+                "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
             )
         if algorithm.kl_coef and self.reference is None:
             raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the section reference; add it, or use 0")

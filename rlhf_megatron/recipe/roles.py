@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from rlhf_megatron.recipe.placement import Ranks
 from rlhf_megatron.recipe.section import Section
 
 
@@ -124,7 +125,7 @@ class OptimizerSection(Section):
 class RoleSection(Section):
     """A model that computes: where, in which layout, how much at a time."""
 
-    ranks: str = "all"
+    ranks: Ranks = "all"
     """GPUs of the role: all, "0-3", "0,2-3", or "node0:0-3;node1:0-3". On GPUs of their own roles learn at once."""
     layout: LayoutSection | None = None
     """Degrees of parallelism; default: the actor's."""
@@ -143,11 +144,6 @@ class RoleSection(Section):
     """What moves to host memory between phases."""
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of Transformer Engine, or Megatron's own in plain PyTorch; auto: the former on GPUs that have it."""
-
-    @field_validator("ranks", mode="before")
-    @classmethod
-    def _one_rank_is_a_number(cls, value: object) -> object:
-        return str(value) if isinstance(value, int) else value
 
 
 def transformer_engine_can(context: int, float32: bool) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rlhf_megatron.recipe.placement import Ranks
 from rlhf_megatron.recipe.section import Section
 
 
@@ -39,8 +40,12 @@ class DrawnLengthsSection(Section):
 class RolloutSection(Section):
     """vLLM's settings, under vLLM's names where it has them."""
 
-    ranks: str = "all"
-    """GPUs that generate: all, or as for roles."""
+    ranks: Ranks = "all"
+    """GPUs that generate: all, or as for roles. Replicas are of neighbours among them."""
+    steps_ahead: Literal[0, 1] = 0
+    """1, known as one-step-off: GPUs that only generate answer the next step's prompts while the others learn from this
+    one's, so each batch comes from the policy of one update before. It takes algorithm.rollout_correction, or
+    old_logprobs rollout."""
     layout: RolloutLayoutSection = RolloutLayoutSection()
     """Degrees of parallelism."""
     max_response_length: int = Field(gt=0)
@@ -77,7 +82,8 @@ class RolloutSection(Section):
     """auto: each weight whose shard is the actor's own is the actor's memory, which then stays on the GPU; nothing is
     shared where actor.offload.parameters is on. never: every weight is a copy."""
     sleep: bool = True
-    """Give weights that are not shared and the cache back to the GPU during the update."""
+    """Give weights that are not shared and the cache back to the GPU during the update, where a role is on it too;
+    never with steps_ahead."""
     async_scheduling: bool = True
     """vLLM schedules the next engine step while the GPU computes this one."""
     scheduling: Literal["queue", "static"] = "queue"

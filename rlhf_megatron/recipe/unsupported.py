@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.reward import RewardSection
-from rlhf_megatron.recipe.roles import RoleSection
 
 
 class Limit(NamedTuple):
@@ -18,33 +17,11 @@ class Limit(NamedTuple):
     advice: str
 
 
-def _each_role(key: str, asked: Callable[[RoleSection], bool], advice: str) -> Iterator[Limit]:
-    """The same limit for every role that can be built."""
-
-    def asked_of(name: str) -> Callable[[Recipe], bool]:
-        def asked_by(recipe: Recipe) -> bool:
-            section = getattr(recipe, name)
-            return section is not None and asked(section)
-
-        return asked_by
-
-    for name in ("actor", "reference", "critic", "reward_model"):
-        yield Limit(f"{name}.{key}", asked_of(name), advice)
-
-
 # launch/evaluate.py takes recipes of all loops.
 _FOR_EVALUATIONS = "leave it out, or give it to launch/evaluate.py as an override"
 
 _ALWAYS: tuple[Limit, ...] = (
     Limit("model.dtype", lambda r: r.model.dtype == "float16", "there is no loss scaling yet; use bfloat16 or float32"),
-)
-
-_RL: tuple[Limit, ...] = (
-    Limit(
-        "rollout.ranks",
-        lambda r: r.rollout is not None and r.rollout.ranks != "all",
-        "rollout shares all GPUs with the actor so far; use all",
-    ),
 )
 
 _SUPERVISED: tuple[Limit, ...] = (
@@ -66,5 +43,5 @@ _SUPERVISED: tuple[Limit, ...] = (
 
 def unsupported(recipe: Recipe) -> list[str]:
     """One line for each key that asks for what this version cannot do: "key: why; what to do"."""
-    limits = _ALWAYS + (_RL if recipe.loop == "rl" else _SUPERVISED)
+    limits = _ALWAYS + (() if recipe.loop == "rl" else _SUPERVISED)
     return [f"{limit.key}: {limit.advice}" for limit in limits if limit.asked(recipe)]

@@ -24,10 +24,10 @@ def trainer_side(
     return Side(shard_of, lambda shard: megatron_blocks(architecture, layout, position_of[shard], implementation))
 
 
-def rollout_side(architecture: Architecture, tensor: int, world_size: int, expert_parallel: bool = False) -> Side:
-    """What vLLM's replicas want, of ``tensor`` neighbouring ranks each; a rank's shard is its place in its replica."""
+def rollout_side(architecture: Architecture, tensor: int, ranks: Sequence[int], expert_parallel: bool = False) -> Side:
+    """What vLLM's replicas want, of ``tensor`` neighbours in ``ranks`` each; the shard is the place in the replica."""
     return Side(
-        {rank: rank % tensor for rank in range(world_size)},
+        {rank: place % tensor for place, rank in enumerate(ranks)},
         lambda shard: rollout_blocks(architecture, tensor, shard, expert_parallel),
         lambda shard, layers: rollout_blocks(architecture, tensor, shard, expert_parallel, layers),
     )

@@ -17,17 +17,21 @@ from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.outputs import Objective, TokenOutputs
 from rlhf_megatron.roles.role import Role
-from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.topology.exchange import from_rank, sum_over_ranks
 from rlhf_megatron.topology.layout import Layout, make_groups
+from rlhf_megatron.topology.team import Team, whole_world
 
 Found = TypeVar("Found")
 
 
 class PlacedRole:
-    """A ``Role`` on its own ranks. Every rank of the world makes it and calls every method, with the same batch.
+    """A ``Role`` on its own ranks. Every rank of the world makes it, and calls every method, with the same batch; those
+    that are said to be the team's matter, every rank of that.
 
     Attributes:
         local: the role on this rank, or None where it is not.
+        team: who hears what it finds, and calls it; ranks outside need not.
+        learns: whether it has an optimizer.
     """
 
     def __init__(
@@ -38,10 +42,13 @@ class PlacedRole:
         ranks: Sequence[int],
         section: RoleSection,
         dtype: str,
+        team: Team | None = None,
         **settings: Any,
     ) -> None:
-        """``ranks`` rise; ``dtype`` and ``settings`` are ``Role``'s."""
+        """``ranks`` rise; ``team`` has them all, default: the world. ``dtype`` and ``settings`` are ``Role``'s."""
+        self.team = team or whole_world()
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
+        self.learns = settings.get("optimizer") is not None
         self.implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
@@ -51,8 +58,15 @@ class PlacedRole:
 
     def everywhere(self, found: Found | None) -> Found:
         """What the role's first rank has ``found``, on every rank of the world."""
-        if len(self.ranks) < dist.get_world_size():
-            found = from_rank(found, self.ranks[0])
+        return self._told(found, whole_world())
+
+    def in_team(self, found: Found | None) -> Found:
+        """What the role's first rank has ``found``, on every rank of its team."""
+        return self._told(found, self.team)
+
+    def _told(self, found: Found | None, team: Team) -> Found:
+        if len(self.ranks) < len(team.ranks):
+            found = from_rank(found, self.ranks[0], team.group)
         assert found is not None
         return found
 
@@ -75,22 +89,27 @@ class PlacedRole:
         return trainer_side(self.architecture, self.layout, self.ranks, self.implementation)
 
     def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
-        """As ``Role.logprobs``, on every rank of the world."""
-        return self.everywhere(self.local.logprobs(batch) if self.local else None)
+        """As ``Role.logprobs``, on every rank of the team."""
+        return self.in_team(self.local.logprobs(batch) if self.local else None)
 
     def values(self, batch: RolloutBatch) -> Tensor:
-        """As ``Role.values``, on every rank of the world."""
-        return self.everywhere(self.local.values(batch) if self.local else None)
+        """As ``Role.values``, on every rank of the team."""
+        return self.in_team(self.local.values(batch) if self.local else None)
 
     def scores(self, batch: RolloutBatch) -> Tensor:
-        """As ``Role.scores``, on every rank of the world."""
-        return self.everywhere(self.local.scores(batch) if self.local else None)
+        """As ``Role.scores``, on every rank of the team."""
+        return self.in_team(self.local.scores(batch) if self.local else None)
 
     def update(
         self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Objective, **how: Any
     ) -> dict[str, float]:
         """As ``Role.update`` on the role's ranks; elsewhere nothing, at once, so that other roles learn meanwhile."""
         return self.local.update(batch, fields, objective, **how) if self.local else {}
+
+    def take_gradient_sync_ms(self) -> float:
+        """The mean of ``Role.take_gradient_sync_ms`` over the role's ranks, on every rank of the world."""
+        own = self.local.take_gradient_sync_ms() if self.local else 0.0
+        return sum_over_ranks([own])[0] / len(self.ranks)
 
     def take_bad_gradients(self) -> str:
         """``Role.bad_gradients`` since the last call, on every rank of the world."""
@@ -101,9 +120,9 @@ class PlacedRole:
 
 
 def side_by_side(calls: Mapping[str, tuple[PlacedRole, Callable[[Role], Any]]]) -> dict[str, Any]:
-    """What each call finds on its role, on every rank of the world, under the call's name; collective.
+    """What each call finds on its role, on every rank of the roles' team, under the call's name; collective over it.
 
     Roles without a rank in common compute at the same time: nothing is exchanged before all are done.
     """
     found = {name: call(role.local) if role.local else None for name, (role, call) in calls.items()}
-    return {name: role.everywhere(found[name]) for name, (role, _) in calls.items()}
+    return {name: role.in_team(found[name]) for name, (role, _) in calls.items()}

@@ -20,21 +20,29 @@ class RewardModel:
     policy's tokens: these may be of another vocabulary, of another template, or end where no template ends.
     """
 
-    def __init__(self, role: PlacedRole, tokenizer: Tokenizer, policy_tokenizer: Tokenizer) -> None:
-        """``tokenizer`` is the reward model's, ``policy_tokenizer`` the one that the rollouts are in."""
-        self._role, self._tokenizer, self._policy_tokenizer = role, tokenizer, policy_tokenizer
+    def __init__(
+        self,
+        role: PlacedRole,
+        tokenizer: Tokenizer,
+        policy_tokenizer: Tokenizer,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """``tokenizer`` is the reward model's, ``policy_tokenizer`` the one that the rollouts are in, ``group`` that of
+        the role's team."""
+        self._role, self._tokenizer, self._policy_tokenizer, self._group = role, tokenizer, policy_tokenizer, group
 
     def scores(self, batch: RolloutBatch, conversations: Sequence[Sequence[Message]]) -> Tensor:
-        """[R] float32, the score of each rollout, on the CPU of every rank; collective over all ranks of the world.
+        """[R] float32, the score of each rollout, on the CPU of every rank of the role's team; collective over it.
 
         ``conversations`` [R] are the messages that each row answers. The row's sampled tokens are decoded without
         control tokens to the assistant's turn behind them, and the whole is rendered and encoded anew; each rank does
         so for a share of the rows. A response that was cut off looks to the model as if it ended there.
         """
-        rows = range(dist.get_rank(), batch.rows, dist.get_world_size())
+        rows = range(dist.get_rank(self._group), batch.rows, dist.get_world_size(self._group))
         share = batch.select(rows)
         lengths = share.response_lengths.tolist()
         sampled = share.tokens[share.response_mask].split(lengths)
         answers = [self._policy_tokenizer.decode(tokens.tolist()) for tokens in sampled]
         encoded = self._tokenizer.encode_answered([conversations[row] for row in rows], answers)
-        return self._role.scores(gather_batches(batch_from_rows(encoded, [()] * len(encoded), row_id=list(rows))))
+        own = batch_from_rows(encoded, [()] * len(encoded), row_id=list(rows))
+        return self._role.scores(gather_batches(own, self._group))

@@ -8,6 +8,7 @@ the whole batch come back on every rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from rlhf_megatron.models.architecture import Architecture, transformer_config
 from rlhf_megatron.models.build import build_model, choose_implementation, sum_gradients_in_products
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
+from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
@@ -96,6 +98,7 @@ class Role:
         # Parameters of several chunks are named by the chunk's number first.
         self.module: torch.nn.Module = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
         self._optimizer: Any = None
+        self._gradient_sync = Stopwatch()
         if optimizer is None:
             self.module.requires_grad_(False).eval()
         else:
@@ -135,10 +138,12 @@ class Role:
                 pg_collection=self.groups,
             )
         self.config.grad_scale_func = self._optimizer.scale_loss
-        # Losses carry their global weights already, so the token count that Megatron would divide by is left out.
-        self.config.finalize_model_grads_func = lambda model, _tokens, **kwargs: finalize_model_grads(
-            model, None, **kwargs
-        )
+        self.config.finalize_model_grads_func = functools.partial(_sum_gradients, self._gradient_sync)
+
+    def take_gradient_sync_ms(self) -> float:
+        """For how long this rank did nothing but sum its gradients with others', the wait for these included, since
+        the last call; waits for the device."""
+        return self._gradient_sync.take()
 
     @property
     def optimizer(self) -> Any:
@@ -322,3 +327,9 @@ class Role:
             name: float(total / count) if count else float(total)
             for name, (total, count) in zip(names[0], values.tolist(), strict=True)
         }
+
+
+def _sum_gradients(stopwatch: Stopwatch, chunks: list[Any], _tokens: Tensor | None, **settings: Any) -> None:
+    """Sums over ranks. Losses carry their global weights already, so no token count is divided by."""
+    with stopwatch.running():
+        finalize_model_grads(chunks, None, **settings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +122,8 @@ class VllmEngine:
         }
         if section.max_num_batched_tokens is not None:
             arguments["max_num_batched_tokens"] = section.max_num_batched_tokens
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        # Of a rank that is a world of its own (topology.team), only torchrun knows that there are others.
+        if dist.is_initialized() and max(dist.get_world_size(), int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             # Also for replicas of one rank: vLLM's other executor would put every rank's engine on the first GPU.
             # data_parallel_size stays 1: above it, vLLM makes replicas step together, and theirs differ in length.
             arguments["distributed_executor_backend"] = "external_launcher"

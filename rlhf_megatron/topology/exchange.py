@@ -1,4 +1,7 @@
-"""Bringing together what ranks hold apart: the rows of one step, and counts."""
+"""Bringing together what ranks hold apart: the rows of one step, and counts.
+
+Every call is collective over ``group``; None: over the world.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,29 @@ from torch import Tensor
 from rlhf_megatron.data.batch import TOKEN_FIELDS, RolloutBatch, boundaries, in_order
 
 _T = TypeVar("_T")
+_Group = dist.ProcessGroup | None
 
 
-def gather_tensors(tensor: Tensor) -> list[Tensor]:
+def gather_tensors(tensor: Tensor, group: _Group = None) -> list[Tensor]:
     """Every rank's 1-D CPU tensor, of any length, on every rank, in rank order."""
-    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    lengths[dist.get_rank()] = len(tensor)
-    dist.all_reduce(lengths)
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    lengths[dist.get_rank(group)] = len(tensor)
+    dist.all_reduce(lengths, group=group)
     missing = int(lengths.max()) - len(tensor)
     padded = torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor.contiguous()
     received = [torch.empty_like(padded) for _ in range(len(lengths))]
-    dist.all_gather(received, padded)
+    dist.all_gather(received, padded, group)
     return [part[:length] for part, length in zip(received, lengths.tolist(), strict=True)]
 
 
-def gather_batches(batch: RolloutBatch) -> RolloutBatch:
+def gather_batches(batch: RolloutBatch, group: _Group = None) -> RolloutBatch:
     """All ranks' rows as one batch in the order of ``row_id``, equal on every rank.
 
     A rank that has nothing to add (it repeats a row owner's work) passes a batch without rows.
     """
-    of_ranks = gather_tensors(batch.lengths)
+    of_ranks = gather_tensors(batch.lengths, group)
     lengths = [of_rank.tolist() for of_rank in of_ranks]
-    row_ids = torch.cat(gather_tensors(batch.row_id))
+    row_ids = torch.cat(gather_tensors(batch.row_id, group))
     order = row_ids.argsort()
     rows = order.tolist()
     merged: dict[str, Any] = {"cu_seqlens": boundaries(torch.cat(of_ranks)[order]), "row_id": row_ids[order]}
@@ -43,31 +47,31 @@ def gather_batches(batch: RolloutBatch) -> RolloutBatch:
         if value is None or field.name in merged:
             continue
         is_flag = value.dtype == torch.bool  # gloo moves no booleans
-        parts = gather_tensors(value.to(torch.uint8) if is_flag else value)
+        parts = gather_tensors(value.to(torch.uint8) if is_flag else value, group)
         joined = in_order(parts, lengths, rows) if field.name in TOKEN_FIELDS else torch.cat(parts)[order]
         merged[field.name] = joined.bool() if is_flag else joined
     return RolloutBatch(**merged)
 
 
-def sum_over_ranks(values: Sequence[float]) -> list[float]:
+def sum_over_ranks(values: Sequence[float], group: _Group = None) -> list[float]:
     """Element-wise sum of every rank's values, equal on every rank."""
-    return _over_ranks(values, dist.ReduceOp.SUM)
+    return _over_ranks(values, dist.ReduceOp.SUM, group)
 
 
 def max_over_ranks(values: Sequence[float]) -> list[float]:
     """Element-wise largest of every rank's values, equal on every rank."""
-    return _over_ranks(values, dist.ReduceOp.MAX)
+    return _over_ranks(values, dist.ReduceOp.MAX, None)
 
 
-def _over_ranks(values: Sequence[float], operation: Any) -> list[float]:
+def _over_ranks(values: Sequence[float], operation: Any, group: _Group) -> list[float]:
     reduced = torch.tensor(list(values), dtype=torch.float64)
-    dist.all_reduce(reduced, operation)
+    dist.all_reduce(reduced, operation, group)
     found: list[float] = reduced.tolist()
     return found
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Every rank's bytes in rank order on rank 0, an empty list elsewhere; collective."""
+    """Every rank's bytes in rank order on rank 0, an empty list elsewhere; over the world."""
     rank, world = dist.get_rank(), dist.get_world_size()
     lengths = torch.zeros(world, dtype=torch.int64)
     lengths[rank] = len(data)
@@ -85,15 +89,15 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return parts
 
 
-def from_rank(value: _T, rank: int = 0) -> _T:
-    """That rank's value on every rank, by way of pickle; what others pass does not matter. Collective."""
+def from_rank(value: _T, rank: int = 0, group: _Group = None) -> _T:
+    """That rank's value on every rank, by way of pickle; what others pass does not matter. ``rank`` is the world's."""
     box = [value]
-    dist.broadcast_object_list(box, src=rank)
+    dist.broadcast_object_list(box, src=rank, group=group)
     return box[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value in rank order on every rank; collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gather_objects(value: Any, group: _Group = None) -> list[Any]:
+    """Every rank's value in rank order on every rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values

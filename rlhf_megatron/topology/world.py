@@ -16,6 +16,11 @@ from rlhf_megatron.topology.store import serve_store
 _STORE_SECONDS = 5.0
 
 
+def waiting_minutes(hang_seconds: float) -> float:
+    """How long a rank may wait for others. Where a hang is noticed, that comes first: it tells more."""
+    return max(30.0, hang_seconds / 60 + 5)
+
+
 def join_world(timeout_minutes: float = 30.0) -> None:
     """Initialises torch.distributed from torchrun's environment: NCCL for GPU tensors, gloo for CPU tensors.
 

@@ -132,7 +132,7 @@ def test_a_run_without_torchrun_is_told_how_to_start_it(folder: Path) -> None:
 
 
 def test_what_this_version_cannot_do_is_refused_in_a_run_and_listed_by_a_dry_run(folder: Path) -> None:
-    asked = ["model.dtype=float16", "rollout.ranks='0'"]
+    asked = ["model.dtype=float16"]
     refused = python(TRAIN, "rl.yaml", *asked, folder=folder)
     assert refused.status == 2
     head, *lines = refused.err.splitlines()

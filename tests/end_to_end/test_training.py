@@ -168,6 +168,7 @@ def test_memory_balance_and_speed_are_logged(tensor_parallel: dict[int, dict[str
         stepped = metrics["perf/tokens_per_gpu_per_sec"] * metrics["train/step_time_ms"] / 1000
         assert trained == pytest.approx(stepped), "every token that was generated is trained on, once"
         assert "perf/mfu_training" not in metrics, "a CPU has no peak to compare with"
+        assert 0 < metrics["train/gradient_sync_ms"] < 1000 * metrics["time/update"]
     parts = ("launch", "data", "actor", "reference", "engine", "regather", "evaluate")
     assert sum(tensor_parallel[1][f"start/{part}"] for part in parts) <= tensor_parallel[1]["start/total"]
     assert "start/total" not in tensor_parallel[2]

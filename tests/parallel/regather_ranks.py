@@ -65,7 +65,7 @@ def learn_and_answer(
     engine = VllmEngine(model, section, dtype, 32, seed=1)
     for parameter in engine.parameters().values():
         parameter.fill_(torch.nan)  # what a regathering leaves out is seen
-    wanted = rollout_side(architecture, section.layout.tensor, world, section.layout.expert_parallel)
+    wanted = rollout_side(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
     plan = plan_regather(role.side(), wanted, rank)
     weights_dtype = next(iter(engine.parameters().values())).dtype
     peers = map_peers(plan, role.parameters()) if peer_memory else None
@@ -131,7 +131,7 @@ def follow_files(
     architecture, world, rank = read_architecture(models[0]), dist.get_world_size(), dist.get_rank()
     section = RolloutSection(max_response_length=16, layout=rollout_layout)
     engine = VllmEngine(models[0], section, "float32", 32, seed=1)
-    wanted = rollout_side(architecture, section.layout.tensor, world, section.layout.expert_parallel)
+    wanted = rollout_side(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
     found = {}
     frozen = RoleSection(tokens_per_gpu=64)
     for number, (name, layout) in enumerate(layouts.items()):

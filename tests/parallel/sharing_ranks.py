@@ -59,7 +59,7 @@ def compare(
     with CheckpointFiles(model, architecture) as files:
         role.load(files)
     section = RolloutSection(max_response_length=16, layout=rollout_layout, **(rollout or {}))
-    wanted = rollout_side(architecture, section.layout.tensor, world, section.layout.expert_parallel)
+    wanted = rollout_side(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
     plan = plan_regather(role.side(), wanted, rank)
     offered = {name: role.parameters()[source] for name, source in shareable(plan).items()}
     ways = [offered, None] if beside_copies else [offered]

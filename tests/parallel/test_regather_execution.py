@@ -63,7 +63,7 @@ class DamagedTransport(PointToPoint):
 
 def sides(a: Architecture) -> tuple[Side, Side]:
     """From TP2 to a replica on each of two ranks."""
-    return trainer_side(a, Layout(2), range(2)), rollout_side(a, 1, 2)
+    return trainer_side(a, Layout(2), range(2)), rollout_side(a, 1, range(2))
 
 
 def shards(blocks: Sequence[Any], tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ def test_weights_read_from_the_memory_of_another_rank(tmp_path: Path) -> None:
 def different_plans() -> str:
     a = architecture()
     layout = Layout(2) if dist.get_rank() else Layout(pipeline=2)
-    plan = plan_regather(trainer_side(a, layout, range(2)), rollout_side(a, 1, 2), dist.get_rank())
+    plan = plan_regather(trainer_side(a, layout, range(2)), rollout_side(a, 1, range(2)), dist.get_rank())
     try:
         Regather(plan, torch.float32, "cpu")
     except RegatherError as error:

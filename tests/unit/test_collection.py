@@ -15,9 +15,11 @@ from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows, concatenate
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.loops.collection import Collector
 from rlhf_megatron.loops.groups import Group
+from rlhf_megatron.loops.supply import Supply
 from rlhf_megatron.recipe import Recipe, RolloutSection
 from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.engine import Sampling
+from rlhf_megatron.topology.team import Team
 
 RECIPE: dict[str, Any] = {
     "name": "filtered",
@@ -101,6 +103,10 @@ class Run:
         self.recipe = Recipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
         self.train, self._next = self, 0
         self.said: list[str] = []
+        self.generators, self.passes_over_data = Team((0,)), False
+
+    def metrics(self) -> dict[str, float]:
+        return {"data/epoch": float(self._next)}
 
     def say(self, line: str) -> None:
         self.said.append(line)
@@ -222,8 +228,61 @@ def test_staleness_is_that_of_the_rows_that_are_trained_on() -> None:
         return rolled
 
     made._rollouts.generate = of_several_versions
-    _, metrics, _ = made.collect(1)
+    _, metrics, _ = supply_of(made).take(1)
     assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.0, 3.0)
+
+
+def supply_of(made: Any) -> Supply:
+    return Supply(made._session, made._rollouts, made)
+
+
+def ahead_of(rewards: list[tuple[float, float]], **changes: Any) -> Supply:
+    """The supply of a run whose rollout is a step ahead."""
+    made = collector(rewards, kl_coef=0.0, rollout_correction={"type": "tis"})
+    section = made._session.recipe.rollout.model_copy(update={"steps_ahead": 1})
+    made._session.recipe = made._session.recipe.model_copy(update={"rollout": section, "steps": 9} | changes)
+    return supply_of(made)
+
+
+def test_what_was_collected_ahead_is_what_the_next_step_gets() -> None:
+    supply = ahead_of([MIXED] * 8)
+    assert prompts_of(supply.take(1).batch) == [0, 0, 1, 1]
+    supply.prepare(2)
+    supply._rollouts.version = 2  # the actor has learnt meanwhile
+    batch, metrics, tokens = supply.take(2)
+    assert prompts_of(batch) == [2, 2, 3, 3] and tokens == len(batch.tokens)
+    assert (metrics["rollout/staleness_mean"], metrics["data/epoch"]) == (2.0, 4.0)
+    assert prompts_of(supply.take(3).batch) == [4, 4, 5, 5], "nothing was collected ahead of this one"
+    supply.prepare(10)
+    assert supply.state()["ahead"] == {}, "the run has no such step"
+
+
+def test_what_was_collected_ahead_outlives_a_run() -> None:
+    supply = ahead_of([MIXED] * 8)
+    supply.take(1)
+    supply.prepare(2)
+    state = supply.state()
+    goes_on = ahead_of([MIXED] * 8)
+    goes_on.load(state)
+    expected, found = supply.take(2), goes_on.take(2)
+    assert found.metrics == expected.metrics and found.tokens == expected.tokens
+    for field in ("tokens", "cu_seqlens", "rewards", "group_id", "weight_version"):
+        assert torch.equal(getattr(found.batch, field), getattr(expected.batch, field))
+
+
+def test_what_was_collected_ahead_is_dropped_where_it_is_not_to_be_learnt_from() -> None:
+    supply = ahead_of([MIXED] * 8)
+    supply.take(1)
+    supply.prepare(2)
+    state = supply.state()
+    supply._session.passes_over_data = True  # type: ignore[misc]
+    assert prompts_of(supply.take(2).batch) == [4, 4, 5, 5]
+    in_step = supply_of(collector([MIXED] * 8, kl_coef=0.0))
+    in_step.load(state)
+    assert "rollout.steps_ahead is 0 now" in in_step._session.said[0]  # type: ignore[attr-defined]
+    assert prompts_of(in_step.take(2).batch) == [0, 0, 1, 1]
+    without = {name: value for name, value in state.items() if name != "ahead"}
+    in_step.load(without)  # of a version that collected nothing ahead
 
 
 def test_after_the_last_round_it_trains_on_what_there_is_or_stops() -> None:

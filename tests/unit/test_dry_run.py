@@ -37,6 +37,7 @@ RECIPES = {
     "smollm_grpo": 1,
     "qwen7b_grpo": 8,
     "qwen7b_one_gpu": 1,
+    "qwen7b_one_step_off": 8,
     "qwen7b_sft": 8,
     "qwen32b_dapo": 32,
     "qwen70b_dapo": 96,
@@ -164,7 +165,7 @@ def test_shared_weights_agree_with_the_plan(model: str, tensor: int, pipeline: i
     """On the pipeline stage that has least of them; with 16 ranks vLLM repeats heads, and it stacks experts."""
     architecture = read_architecture(ROOT / "recipes" / "models" / model)
     layout, world = Layout(tensor, pipeline), tensor * pipeline
-    sources, wanted = trainer_side(architecture, layout, range(world)), rollout_side(architecture, tensor, world)
+    sources, wanted = trainer_side(architecture, layout, range(world)), rollout_side(architecture, tensor, range(world))
     counts = []
     for rank in range(0, world, tensor):
         own, others = parameter_shapes(sources.blocks(rank)), parameter_shapes(wanted.blocks(rank))
@@ -407,6 +408,24 @@ def test_roles_on_ranks_of_their_own_share_no_memory() -> None:
     assert together.phases["generate"] - value.resident <= apart.phases["generate"] < together.phases["generate"]
     text = dry_run(recipe_of("qwen7b_grpo", critic.replace("RANKS", "4-7"), gae, *actor), 8)
     assert "critic: tensor 2 x data 2 on ranks 4-7 (counted from 0 below)" in text
+
+
+def test_rollout_on_ranks_of_its_own_shares_no_memory_and_keeps_its_own() -> None:
+    sizes, roles = shape("qwen2.5-7b"), ["actor.ranks=0-3", "reference.ranks=0-3"]
+    own = [*roles, "rollout.ranks=4-7", "rollout.layout.tensor=2", "rollout.gpu_memory_utilization=0.5"]
+    ahead = [*own, "rollout.steps_ahead=1", "algorithm.rollout_correction={type: tis}"]
+    four = estimate(recipe_of("qwen7b_grpo", *roles, "rollout.ranks=0-3"), sizes, 4)
+    for overrides in (own, ahead):
+        apart = estimate(recipe_of("qwen7b_grpo", *overrides), sizes, 8)
+        assert apart.rollout is not None and four.rollout is not None
+        assert apart.rollout.replicas == 2 and four.rollout.replicas == 4
+        assert apart.rollout.share == pytest.approx(0.5 * 80)
+        # Its GPUs hold it in every phase; those of the roles hold no sleeping engine.
+        assert apart.phases["generate"] == pytest.approx(2.0 + 0.5 * 80 + 0.25)
+        assert apart.phases["update"] == pytest.approx(four.phases["update"] - 2.0)
+    text = dry_run(recipe_of("qwen7b_grpo", *ahead), 8)
+    assert "rollout: 2 replicas of tensor 2, on ranks 4-7 (counted from 0 below)\n    replicas: 0-1; 2-3\n" in text
+    assert "each batch is generated while the one before is learnt from" in text
 
 
 def test_pairs_are_planned_as_two_rows_each() -> None:

@@ -171,3 +171,14 @@ def test_responses_are_half_as_long_as_they_may_be_where_nothing_is_known(tmp_pa
 @pytest.mark.parametrize("override", ["cluster.gpu=null", "model.dtype=float32"])
 def test_nothing_is_said_without_figures_to_say_it_by(tmp_path: Path, override: str) -> None:
     assert expected_time(recipe_of(tmp_path, override), config_of("7B"), 2) is None
+
+
+def test_generating_ahead_takes_as_long_as_the_slower_half(tmp_path: Path) -> None:
+    apart = ["actor.ranks=0-1", "rollout.ranks=2-3"]
+    ahead = [*apart, "rollout.steps_ahead=1", "algorithm.rollout_correction={type: tis}"]
+    one_by_one = time_of(recipe_of(tmp_path, *apart), world=4)
+    beside = time_of(recipe_of(tmp_path, *ahead), world=4)
+    learning = sum(seconds for name, seconds in beside.phases.items() if name != "generate")
+    assert {name for name in beside.phases if name != "generate"} >= {"update"}
+    assert one_by_one.seconds == pytest.approx(beside.phases["generate"] + learning)
+    assert beside.seconds == pytest.approx(max(beside.phases["generate"], learning))

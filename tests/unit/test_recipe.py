@@ -262,6 +262,62 @@ def test_a_layout_fills_the_ranks_of_its_role(small: Path) -> None:
     check_world(load_recipe(small, [critic.replace("1-3", "2-3"), "algorithm.advantage=gae"]), 4)
 
 
+AHEAD = ["rollout.ranks=2-3", "rollout.steps_ahead=1", "algorithm.rollout_correction={type: tis}"]
+JUDGE = "reward_model={path: judge, tokens_per_gpu: 9, ranks: RANKS}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.ranks=0-2", "rollout.layout.tensor=2"], "rollout.layout: tensor 2 does not divide 3 GPUs"),
+        (["rollout.ranks=2-4"], "rollout.ranks=2-4: there is no 4: the ranks are 0-3"),
+        (
+            ["actor.ranks=0", "rollout.ranks=2-3"],
+            "rollout.ranks=2-3: rank 1 has neither a role nor rollout; give it one, or run on fewer GPUs",
+        ),
+        (
+            AHEAD,
+            "actor.ranks=all has rank 2, which generates ahead (rollout.steps_ahead=1, rollout.ranks=2-3); give each "
+            "GPU to one of them",
+        ),
+        (
+            [*AHEAD, "actor.ranks=0-1", "reference={tokens_per_gpu: 9, ranks: 1-2}", "algorithm.kl_coef=0.1"],
+            "reference.ranks=1-2 has rank 2, which generates ahead",
+        ),
+        (
+            [*AHEAD, "actor.ranks=0-1", JUDGE.replace("RANKS", "all")],
+            "reward_model.ranks=all: with rollout.steps_ahead=1 it judges while others learn; name ranks of "
+            "rollout.ranks=2-3",
+        ),
+    ],
+)
+def test_rollout_on_ranks_of_its_own_leaves_none_idle_or_torn(small: Path, overrides: list[str], expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_world(load_recipe(small, overrides), 4)
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.ranks=2"],
+        ["actor.ranks=0-1", "rollout.ranks=2-3", "rollout.layout.tensor=2"],
+        ["actor.ranks=0-2", "rollout.ranks=2-3"],
+        [*AHEAD, "actor.ranks=0-1", JUDGE.replace("RANKS", "3")],
+        # Without a KL term there is no reference, wherever it would be.
+        [*AHEAD, "actor.ranks=0-1", "reference={tokens_per_gpu: 9}", "algorithm.kl_coef=0"],
+    ],
+)
+def test_rollout_may_be_anywhere(small: Path, overrides: list[str]) -> None:
+    check_world(load_recipe(small, overrides), 4)
+
+
+def test_rollout_ahead_is_corrected_for(small: Path) -> None:
+    text = refusal(small, "rollout.steps_ahead=1")
+    assert "rollout.steps_ahead=1: the policy of an update before answers; correct for it" in text
+    load_recipe(small, ["rollout.steps_ahead=1", "algorithm.old_logprobs=rollout"])
+
+
 def test_layouts_that_fill_the_world_pass(small: Path) -> None:
     overrides = ["actor.layout={tensor: 2, pipeline: 2, data: 3}", "rollout.layout={tensor: 4}"]
     check_world(load_recipe(small, overrides), 12)
@@ -364,7 +420,6 @@ def test_a_config_with_a_size_that_is_none_is_refused(small: Path, field: str, v
     [
         ("rollout", ["loop=sft", "batch.responses_per_prompt=1"]),
         ("reward", [*SFT, "reward.rule=math"]),
-        ("rollout.ranks", ["rollout.ranks=node0:0-3"]),
         ("model.dtype", ["model.dtype=float16"]),
         (
             "algorithm.loss_aggregation",

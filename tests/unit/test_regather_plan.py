@@ -83,7 +83,10 @@ def test_every_element_comes_once_and_no_other_does(model: str, rollout: tuple[i
     tensors = checkpoint(a)
     for layout in MIXTURES if a.experts else [each for each in DENSE if a.key_value_heads % each.tensor == 0]:
         world = -(-layout.size // rollout[0]) * rollout[0]
-        sources, wanted = trainer_side(a, layout, range(layout.size)), rollout_side(a, rollout[0], world, rollout[1])
+        sources, wanted = (
+            trainer_side(a, layout, range(layout.size)),
+            rollout_side(a, rollout[0], range(world), rollout[1]),
+        )
         plans = plans_of(sources, wanted)
         held = {rank: filled(sources.blocks(rank), tensors) for rank in range(layout.size)}
         for rank, plan in plans.items():
@@ -119,7 +122,7 @@ def test_every_element_comes_once_and_no_other_does(model: str, rollout: tuple[i
 def test_replicas_send_equally_much(model: str, layout: Layout, tensor: int) -> None:
     a = MODELS[model]
     sources = trainer_side(a, layout, range(layout.size))
-    plans = plans_of(sources, rollout_side(a, tensor, layout.size), ranks_per_node=8)
+    plans = plans_of(sources, rollout_side(a, tensor, range(layout.size)), ranks_per_node=8)
     by_stage: dict[int, list[int]] = defaultdict(list)
     for rank, plan in plans.items():
         by_stage[layout.coordinates(rank).pipeline].append(plan.bytes_sent(1))
@@ -129,7 +132,7 @@ def test_replicas_send_equally_much(model: str, layout: Layout, tensor: int) -> 
 
 def test_equal_layouts_move_nothing() -> None:
     for a, layout in ((MODELS["untied"], Layout(2, data=2)), (MODELS["mixture"], Layout(2, data=2))):
-        plans = plans_of(trainer_side(a, layout, range(4)), rollout_side(a, 2, 4))
+        plans = plans_of(trainer_side(a, layout, range(4)), rollout_side(a, 2, range(4)))
         assert not any(plan.sends or plan.receives for plan in plans.values())
 
 
@@ -181,7 +184,7 @@ def test_a_missing_source_is_named() -> None:
 
 def test_rounds_bound_what_moves_at_once_and_lose_nothing() -> None:
     a = architecture(tied=False)
-    plan = plan_regather(trainer_side(a, Layout(4), range(4)), rollout_side(a, 1, 4), 0)
+    plan = plan_regather(trainer_side(a, Layout(4), range(4)), rollout_side(a, 1, range(4)), 0)
     of_pair = [copy for copy in plan.receives if copy.source == 1]
     turns = rounds(of_pair, 100)
     for turn in turns:
@@ -198,7 +201,7 @@ def test_rounds_bound_what_moves_at_once_and_lose_nothing() -> None:
 def test_reads_ask_all_sources_at_a_time() -> None:
     """A replica's rank reads a stage's layers from the ranks of that stage, and not first all of one stage."""
     a = MODELS["untied"]
-    sources, wanted = trainer_side(a, Layout(2, 2), range(4)), rollout_side(a, 1, 4)
+    sources, wanted = trainer_side(a, Layout(2, 2), range(4)), rollout_side(a, 1, range(4))
     receives = plan_regather(sources, wanted, 0).receives
     spread = spread_over_sources(receives)
     assert sorted(spread) == sorted(receives)
@@ -232,7 +235,7 @@ QWEN3_235B = {
 def test_a_thousand_ranks_of_a_large_mixture(expert_parallel: bool) -> None:
     a = parse_architecture(QWEN3_235B, "Qwen3-235B-A22B")
     layout = Layout(4, 8, 32, expert=8, expert_tensor=1, first_stage_layers=11, last_stage_layers=11)
-    sources, wanted = trainer_side(a, layout, range(1024)), rollout_side(a, 8, 1024, expert_parallel)
+    sources, wanted = trainer_side(a, layout, range(1024)), rollout_side(a, 8, range(1024), expert_parallel)
     plan = plan_regather(sources, wanted, 700)
     check_against_closed_form(plan, sources, wanted)
 
@@ -242,7 +245,7 @@ def test_a_thousand_ranks_of_a_large_dense_model() -> None:
     a = parse_architecture(config, "Qwen2.5-72B")
     layout = Layout(8, 4, 32)
     for tensor in (4, 8):
-        sources, wanted = trainer_side(a, layout, range(1024)), rollout_side(a, tensor, 1024)
+        sources, wanted = trainer_side(a, layout, range(1024)), rollout_side(a, tensor, range(1024))
         plans = [plan_regather(sources, wanted, rank) for rank in range(3, 256, 32)]  # of one shard
         for plan in plans:
             check_against_closed_form(plan, sources, wanted)

@@ -146,7 +146,7 @@ def measure_case(
     """Times in seconds, the slowest rank's; bytes of the rank that moves most. ``link``, ``copy``: bytes per second."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sources = trainer_side(architecture, case.layout, range(world))
-    wanted = rollout_side(architecture, case.tensor, world, case.expert_parallel)
+    wanted = rollout_side(architecture, case.tensor, range(world), case.expert_parallel)
     held = random_shard(sources.blocks(rank), device)
     targets = empty_shard(wanted.blocks(rank), device)
     started = time.perf_counter()

@@ -159,8 +159,9 @@ def summary(
         # Without Python, imports, joining the others, and vLLM's own start.
         "start_own_seconds": start["total"] - start["launch"] - start["engine"],
     }
-    if "perf/mfu_training" in counted[0]:
-        found["mfu_training"] = spread([of_step["perf/mfu_training"] for of_step in counted])
+    for name in ("mfu_training", "gpu_utilization", "gpu_power_watts"):
+        if all(f"perf/{name}" in of_step for of_step in counted):
+            found[name] = spread([of_step[f"perf/{name}"] for of_step in counted])
     return found
 
 

@@ -41,8 +41,9 @@ def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
 
 def raw_seconds(session: Session, rollouts: Rollouts, repeats: int) -> dict[str, list[float]]:
     """Generation, forward passes, and forward and backward passes over the tokens of one step."""
-    recipe, role = session.recipe, session.actor.local
-    assert recipe.rollout is not None and recipe.rollout.drawn_lengths is not None and role is not None
+    recipe, role, engine = session.recipe, session.actor.local, rollouts.engine
+    assert recipe.rollout is not None and recipe.rollout.drawn_lengths is not None
+    assert role is not None and engine is not None
     group, tensor = recipe.batch.responses_per_prompt, recipe.rollout.layout.tensor
     replicas, replica = session.world // tensor, session.rank // tensor
     asked = session.train.next(recipe.batch.prompts_per_step)
@@ -53,10 +54,10 @@ def raw_seconds(session: Session, rollouts: Rollouts, repeats: int) -> dict[str,
 
     def generate(pieces: int | None) -> None:
         wanted = lengths if pieces is None else [1] * pieces
-        answers[:] = raw_engines.generate(rollouts.engine, prompts[: len(wanted)], wanted)
+        answers[:] = raw_engines.generate(engine, prompts[: len(wanted)], wanted)
 
     seconds = {"generate": raw_engines.seconds_of(generate, repeats)}
-    rollouts.engine.sleep()
+    engine.sleep()
     leads = session.rank % tensor == 0
     batch: RolloutBatch = gather_batches(
         batch_from_rows(prompts, answers, row_id=rows) if leads else batch_from_rows([], [])

@@ -1,0 +1,71 @@
+"""Teams: ranks that go their own way for a part of a step, such as those that generate while others learn."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from rlhf_megatron.topology.megatron_groups import as_world
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """Ranks that exchange among themselves over ``group``, of CPU tensors only; None: it is the world's."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank belongs to it."""
+        return self.group is None or dist.get_rank() in self.ranks
+
+    @property
+    def first(self) -> int:
+        """The rank that speaks for it."""
+        return self.ranks[0]
+
+
+def whole_world() -> Team:
+    """The team of all ranks."""
+    return Team(tuple(range(dist.get_world_size())))
+
+
+def make_team(ranks: Sequence[int], timeout_minutes: float) -> Team:
+    """A team that waits so long at most; every rank of the world makes the same ones in the same order."""
+    group = dist.new_group(list(ranks), timeout=datetime.timedelta(minutes=timeout_minutes), backend="gloo")
+    return Team(tuple(ranks), group)
+
+
+@contextlib.contextmanager
+def world_of_their_own(ranks: Sequence[int]) -> Iterator[None]:
+    """Inside, ``ranks`` are the whole world to torch.distributed, and to torchrun's RANK; collective over the world.
+
+    For libraries that take all processes for theirs, as vLLM does when it makes its groups; ranks that are not among
+    them have nothing to do inside.
+    """
+    if len(ranks) == dist.get_world_size():
+        yield
+        return
+    group = dist.new_group(list(ranks))
+    if dist.get_rank() in ranks:
+        rank_of_torchrun = os.environ["RANK"]
+        with as_world(group):
+            os.environ["RANK"] = str(dist.get_rank())
+            try:
+                yield
+            finally:
+                os.environ["RANK"] = rank_of_torchrun
+    else:
+        yield
+    # torch numbers groups by a count of each process's own, and all ranks must give the next one the same number.
+    count = torch.tensor(distributed_c10d._world.group_count)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    distributed_c10d._world.group_count = int(count)
