@@ -26,6 +26,8 @@ PALETTE = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#c
 PHASE_COLOURS = {
     "generate": "#2563eb", "score": "#f59e0b", "logprobs": "#10b981", "update": "#7c3aed", "regather": "#ec4899",
 }  # fmt: skip
+# Phases of ranks that generate ahead, the last of which only runs with such ranks have.
+GENERATING = ("generate", "score", "wait_for_update")
 COLUMNS_OF_PANELS = 3
 POINTS_THAT_NEED_SMOOTHING = 24
 SINGLE_BARS = 60
@@ -234,7 +236,10 @@ def _annotate_ends(axes: Axes, panel: Panel, points: tuple[list[int], list[float
 
 
 def _draw_phases(axes: Axes, phases: list[str], series: Series, legend_columns: int) -> None:
-    """Stack the seconds of the phases, one bar per step, most of the time below; shares in the legend."""
+    """Stack the seconds of the phases, one bar per step; shares in the legend.
+
+    Phases of ranks that generate while others learn go down from zero: both halves of a bar are the same seconds.
+    """
     steps = sorted({step for phase in phases for step in series[f"time/{phase}"][0]})
     seconds = np.zeros((len(phases), len(steps)))
     position = {step: index for index, step in enumerate(steps)}
@@ -242,7 +247,8 @@ def _draw_phases(axes: Axes, phases: list[str], series: Series, legend_columns: 
         for step, value in zip(*series[f"time/{phase}"], strict=True):
             seconds[row, position[step]] = value if math.isfinite(value) else 0.0
     total = max(seconds.sum(), 1e-12)
-    base = np.zeros(len(steps))
+    down = GENERATING if GENERATING[-1] in phases else ()
+    upper, lower = np.zeros(len(steps)), np.zeros(len(steps))
     spare = iter(PALETTE[::-1])
     # An area of steps takes no longer for a long run, where single bars could not be told apart anyway.
     single = len(steps) <= SINGLE_BARS
@@ -252,26 +258,29 @@ def _draw_phases(axes: Axes, phases: list[str], series: Series, legend_columns: 
         ran = seconds[row][seconds[row] > 0]
         median = float(np.median(ran)) if ran.size else 0.0
         label = f"{phase} {_three_digits(median)} s, {100 * seconds[row].sum() / total:.0f}%"
-        top = base + seconds[row]
+        base = lower if phase in down else upper
+        heights = -seconds[row] if phase in down else seconds[row]
         if single:
-            axes.bar(steps, seconds[row], bottom=base, width=0.82, color=colour, linewidth=0, label=label)
+            axes.bar(steps, heights, bottom=base.copy(), width=0.82, color=colour, linewidth=0, label=label)
         else:
-            axes.stairs(top, edges, baseline=base, fill=True, color=colour, linewidth=0, label=label)
-        base = top
+            axes.stairs(base + heights, edges, baseline=base.copy(), fill=True, color=colour, linewidth=0, label=label)
+        base += heights
     # One slow step (a first compilation) must not flatten the others.
-    ordinary, highest = float(np.percentile(base, 95, method="lower")), float(base.max())
+    ordinary, highest = float(np.percentile(upper, 95, method="lower")), float(upper.max())
     cut = highest > 3 * ordinary > 0
     if cut:
-        axes.set_ylim(0, 1.25 * ordinary)
+        axes.set_ylim(-1.25 * ordinary if down else 0, 1.25 * ordinary)
     cut_text = f"; the highest, {_three_digits(highest)} s, is cut" if cut else ""
     legend_rows = math.ceil(len(phases) / legend_columns)
     _dress(axes, "Seconds per phase", "", pad=20 + 14 * (legend_rows - 1))  # the legend has its unit's place
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: _tick(abs(value), position)))
     axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
     axes.legend(
         frameon=False, fontsize=9, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.005, 1.0),
         ncols=math.ceil(len(phases) / legend_rows),
         borderaxespad=0.2, handlelength=0.9, handletextpad=0.5, columnspacing=1.6,
-        title=f"stacked; median of a step, share of all{cut_text}", title_fontproperties={"size": 8.5},
+        title=f"stacked{'; down: ranks that generate' if down else ''}; median of a step, share of all{cut_text}",
+        title_fontproperties={"size": 8.5},
         alignment="right",
     )  # fmt: skip
 

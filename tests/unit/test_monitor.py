@@ -31,7 +31,7 @@ from rlhf_megatron.monitor.columns import COLUMNS, RL_COLUMNS, seconds, short, s
 from rlhf_megatron.monitor.console import Console, clock, fitting_columns, sparkline
 from rlhf_megatron.monitor.errors import MonitorError
 from rlhf_megatron.monitor.metrics import MetricsLogger, read_metrics
-from rlhf_megatron.monitor.plots import plot_run, smooth
+from rlhf_megatron.monitor.plots import _figure_of_run, plot_run, smooth
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import load_recipe
 
@@ -464,6 +464,19 @@ def test_panels_without_a_number_are_left_out(tmp_path: Path) -> None:
     plot_run(write_metrics(tmp_path / "metrics.jsonl", rows), out)
     with Image.open(out) as image:
         assert image.height == pytest.approx(144 * 3.9, abs=1)
+
+
+@pytest.mark.parametrize("steps", [4, 100])
+def test_phases_of_ranks_that_generate_ahead_go_down(tmp_path: Path, steps: int) -> None:
+    """So that neither half of a bar is longer than the step was: 3 s of generating beside 3 s of learning."""
+    seconds = {"generate": 2.0, "score": 0.5, "wait_for_update": 0.5, "update": 2.75, "regather": 0.25}
+    rows = [{"step": step} | {f"time/{name}": value for name, value in seconds.items()} for step in range(1, steps + 1)]
+    [axes] = _figure_of_run(write_metrics(tmp_path / "metrics.jsonl", rows), "ahead").axes
+    lowest, highest = axes.dataLim.y0, axes.dataLim.y1
+    assert (lowest, highest) == pytest.approx((-3.0, 3.0))
+    together = [{name: value for name, value in row.items() if name != "time/wait_for_update"} for row in rows]
+    [axes] = _figure_of_run(write_metrics(tmp_path / "metrics.jsonl", together), "together").axes
+    assert (axes.dataLim.y0, axes.dataLim.y1) == pytest.approx((0.0, 5.5))
 
 
 def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
