@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
+from rlhf_megatron.monitor.columns import GENERATING
 from rlhf_megatron.recipe import Recipe, RoleSection, role_ranks
 from rlhf_megatron.recipe.checks import layout_of, roles_of, stage_layers
 from rlhf_megatron.recipe.estimate import GB, RolloutMemory, estimate, keeps_logits, recomputed_layers, role_shape
@@ -22,7 +23,6 @@ from rlhf_megatron.recipe.model_shape import role_config, shape_of
 
 # Bytes per second of a GPU's memory, from the vendor's data sheets.
 _MEMORY_BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H800": 3.35e12, "H200": 4.8e12, "B200": 8.0e12}
-_OF_GENERATORS = ("generate", "score")  # phases of ranks that generate ahead
 _SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
 
 # Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
@@ -52,8 +52,8 @@ class ExpectedTime:
         """The phases of ranks that work at the same time."""
         if not self.ahead:
             return [self.phases]
-        generating = {name: seconds for name, seconds in self.phases.items() if name in _OF_GENERATORS}
-        return [generating, {name: seconds for name, seconds in self.phases.items() if name not in _OF_GENERATORS}]
+        generating = {name: seconds for name, seconds in self.phases.items() if name in GENERATING}
+        return [generating, {name: seconds for name, seconds in self.phases.items() if name not in GENERATING}]
 
     @property
     def seconds(self) -> float:

@@ -17,10 +17,10 @@ from rlhf_megatron.loops.rolled import Packing, Rolled
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.recipe import role_ranks
-from rlhf_megatron.recipe.checks import is_made, roles_of
+from rlhf_megatron.recipe.checks import roles_made
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
-from rlhf_megatron.regather.plan import plan_regather
+from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.sharing import describe_sharing, shareable
 from rlhf_megatron.regather.sides import rollout_side
 from rlhf_megatron.rewards.score import Scorer, reward_metrics, reward_totals
@@ -85,9 +85,15 @@ class Rollouts:
         if self.engine:
             sharing = f"all are copies, since {why_copied}" if why_copied else None
             session.say(f"rollout weights: {sharing or describe_sharing(plan, actors, self.engine.parameters())}")
-        roles = [role_ranks(recipe, name, session.world) for name in roles_of(recipe) if is_made(recipe, name)]
+        roles = [role_ranks(recipe, name, session.world) for name in roles_made(recipe)]
         # Ahead of learning, the reward model judges and the engine generates by turns, without a time for sleep.
         self._sleeps = not recipe.rollout_is_ahead and not set(ranks).isdisjoint(itertools.chain(*roles))
+        self.regather = self._make_regather(plan)
+
+    def _make_regather(self, plan: RankPlan) -> Regather:
+        """What carries out ``plan``, by the way that the machine and the recipe allow; collective over the world."""
+        session, recipe, section = self._session, self._session.recipe, self._session.recipe.rollout
+        assert section is not None
         source_dtype = getattr(torch, recipe.model.dtype)
         dtype = getattr(torch, section.dtype or recipe.model.dtype)
         # What leaves the GPU comes back elsewhere, and numbers that are to be cast travel better when they have been.
@@ -100,7 +106,7 @@ class Rollouts:
         elif not self.engine:  # where rank 0 has one, that line is its own
             given = plan.bytes_sent(dtype.itemsize) / 1e9
             session.say(f"regathering: {given:.3g} GB go to the rollout's ranks {section.ranks}, from rank 0")
-        self.regather = Regather(
+        return Regather(
             plan,
             dtype,
             session.device,

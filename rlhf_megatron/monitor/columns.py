@@ -102,6 +102,8 @@ def seconds(value: float) -> str:
 
 _TIME_STYLE = "dim"
 PHASES = ("generate", "score", "logprobs", "update", "regather")
+# Of ranks that generate ahead; the last only runs with such ranks have.
+GENERATING = ("generate", "score", "wait_for_update")
 
 # A run whose rewards are a reward model's alone has no right and wrong.
 _EVALUATION_SCORE = Column("eval", 6, mean_over_sources("score"), fixed(3))

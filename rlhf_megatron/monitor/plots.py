@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from rlhf_megatron.monitor.columns import PHASES
+from rlhf_megatron.monitor.columns import GENERATING, PHASES
 from rlhf_megatron.monitor.errors import MonitorError
 from rlhf_megatron.monitor.metrics import read_metrics
 
@@ -26,8 +26,6 @@ PALETTE = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#c
 PHASE_COLOURS = {
     "generate": "#2563eb", "score": "#f59e0b", "logprobs": "#10b981", "update": "#7c3aed", "regather": "#ec4899",
 }  # fmt: skip
-# Phases of ranks that generate ahead, the last of which only runs with such ranks have.
-GENERATING = ("generate", "score", "wait_for_update")
 COLUMNS_OF_PANELS = 3
 POINTS_THAT_NEED_SMOOTHING = 24
 SINGLE_BARS = 60

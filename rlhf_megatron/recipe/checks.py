@@ -28,6 +28,11 @@ def is_made(recipe: Recipe, name: str) -> bool:
     return name == "actor" or recipe.loop == "rl"
 
 
+def roles_made(recipe: Recipe) -> dict[str, RoleSection]:
+    """Those of ``roles_of`` that the run makes."""
+    return {name: section for name, section in roles_of(recipe).items() if is_made(recipe, name)}
+
+
 def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
     """The role's own layout, or the actor's."""
     return section.layout or recipe.actor.layout
@@ -86,14 +91,14 @@ def check_world(recipe: Recipe, world_size: int) -> None:
 
 def learners_of(recipe: Recipe, world_size: int) -> list[int]:
     """The rising ranks of the roles that learn, or that learning asks: all but the reward model."""
-    roles = [name for name in roles_of(recipe) if is_made(recipe, name) and name != "reward_model"]
+    roles = [name for name in roles_made(recipe) if name != "reward_model"]
     return sorted(set().union(*(role_ranks(recipe, name, world_size) for name in roles)))
 
 
 def _check_teams(recipe: Recipe, world_size: int, generating: set[int]) -> None:
     """No GPU without work; and where rollout is ahead of learning, none that would have to do both at a time."""
     assert recipe.rollout is not None
-    made = [name for name in roles_of(recipe) if is_made(recipe, name)]
+    made = roles_made(recipe)
     placed = {name: set(role_ranks(recipe, name, world_size)) for name in made}
     idle = set(range(world_size)).difference(generating, *placed.values())
     if idle:
@@ -106,12 +111,12 @@ def _check_teams(recipe: Recipe, world_size: int, generating: set[int]) -> None:
     for name, ranks in placed.items():
         if name == "reward_model" and not ranks <= generating:
             raise RecipeError(
-                f"{name}.ranks={roles_of(recipe)[name].ranks}: with rollout.steps_ahead=1 it judges while others "
+                f"{name}.ranks={made[name].ranks}: with rollout.steps_ahead=1 it judges while others "
                 f"learn; name ranks of rollout.ranks={recipe.rollout.ranks}"
             )
         if name != "reward_model" and ranks & generating:
             raise RecipeError(
-                f"{name}.ranks={roles_of(recipe)[name].ranks} has rank {min(ranks & generating)}, which generates "
+                f"{name}.ranks={made[name].ranks} has rank {min(ranks & generating)}, which generates "
                 f"ahead (rollout.steps_ahead=1, rollout.ranks={recipe.rollout.ranks}); give each GPU to one of them"
             )
 

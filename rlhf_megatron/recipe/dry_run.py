@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from rlhf_megatron.recipe.checks import check_architecture, check_world, layout_of, role_ranks, roles_of, stage_layers
+from rlhf_megatron.recipe.checks import (
+    check_architecture,
+    check_world,
+    is_made,
+    layout_of,
+    role_ranks,
+    roles_of,
+    stage_layers,
+)
 from rlhf_megatron.recipe.estimate import (
     TIGHT,
     Estimate,
     StageMemory,
     all_logits,
     estimate,
-    is_made,
     keeps_logits,
     micro_batch_tokens,
     role_shape,

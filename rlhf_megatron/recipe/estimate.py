@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhf_megatron.recipe.checks import is_made, layout_of, role_ranks, roles_of, stage_layers
+from rlhf_megatron.recipe.checks import layout_of, role_ranks, roles_made, stage_layers
 from rlhf_megatron.recipe.model_shape import ModelShape, role_config, shape_of
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, OffloadSection, RoleSection, transformer_engine_can
@@ -96,8 +96,7 @@ def estimate(recipe: Recipe, shape: ModelShape, world_size: int) -> Estimate:
         name: _role_memory(
             recipe, section, role_shape(recipe, name, section, shape), len(role_ranks(recipe, name, world_size))
         )
-        for name, section in roles_of(recipe).items()
-        if is_made(recipe, name)
+        for name, section in roles_made(recipe).items()
     }
     rollout = _rollout_memory(recipe, shape, world_size) if recipe.loop == "rl" else None
     names = [*roles, "rollout"] if rollout else list(roles)
@@ -140,9 +139,7 @@ def role_shape(recipe: Recipe, name: str, section: RoleSection, shape: ModelShap
 def checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Size of one checkpoint: weights and both of Adam's moments, in float32, of every role that learns."""
     learning = {
-        name: section
-        for name, section in roles_of(recipe).items()
-        if is_made(recipe, name) and getattr(section, "optimizer", None) is not None
+        name: section for name, section in roles_made(recipe).items() if getattr(section, "optimizer", None) is not None
     }
     return sum(12.0 * role_shape(recipe, name, section, shape).parameters for name, section in learning.items())
 

@@ -135,10 +135,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(
 ) -> None:
     run = folder / "runs" / "killed"
     with torchrun(2, TRAIN, "grpo.yaml", "name=killed", folder=folder) as command:
-        deadline = time.time() + 300
-        while not (run / "checkpoints" / "step-2" / "manifest.json").exists():
-            assert command.is_running() and time.time() < deadline
-            time.sleep(0.05)
+        wait_for(command, (run / "checkpoints" / "step-2" / "manifest.json").exists)
         command.rank(1).kill()
         assert command.finish().status != 0
     # And the newest checkpoint is damaged besides: the run must take the one before.

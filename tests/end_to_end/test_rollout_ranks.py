@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from end_to_end.commands import torchrun
-from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, make_sums, metrics_of, steps_of
+from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, make_sums, metrics_of, steps_of, wait_for
 from hugging_face import make_model as make_hugging_face_model
 from rlhf_megatron.rollout.environment import has_gpu
 
@@ -133,10 +132,7 @@ def test_generating_and_learning_overlap(folder: Path, ahead: dict[int, dict[str
 def test_a_killed_run_goes_on_with_the_batch_that_was_ready(folder: Path, ahead: dict[int, dict[str, float]]) -> None:
     run = folder / "runs" / "killed"
     with torchrun(2, TRAIN, "recipe.yaml", "name=killed", *AHEAD, folder=folder) as command:
-        deadline = time.time() + 300
-        while not (run / "checkpoints" / "step-2" / "manifest.json").exists():
-            assert command.is_running() and time.time() < deadline
-            time.sleep(0.05)
+        wait_for(command, (run / "checkpoints" / "step-2" / "manifest.json").exists)
         command.rank(1).kill()
         assert command.finish().status != 0
     for later in ("step-3", "step-4"):  # where the ranks were faster than the kill
