@@ -73,6 +73,7 @@ setup(
         "dev": [
             "hypothesis==6.170.15",
             "mypy==2.4.1",
+            "peft==0.21.2",
             "pytest==9.2.0",
             "pytest-timeout==2.4.0",
             "pytest-xdist==3.8.0",

@@ -253,6 +253,7 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
 def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, model: Path | None) -> dict[str, Any]:
     """Write the folder and return what was written: role, step, parameters, dtype.
 
+    Of a role with adapters the checkpoint has these alone: the folder is one of PEFT's, for the model of the run.
     `model` is the folder that the config and tokenizer come from; default: those of the run that the checkpoint lies
     in, with its chat template. One tensor is in memory at a time, beside the shard being written. Raises UserError for
     a checkpoint that is damaged or does not fit, and for an `output` that exists.
@@ -261,11 +262,11 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rich.console import Console
     from rich.progress import track
 
+    from rlhf_megatron.models.adapters import write_peft
     from rlhf_megatron.models.architecture import read_architecture
     from rlhf_megatron.models.hf_files import Companions, write_checkpoint
-    from rlhf_megatron.models.weight_map import whole_blocks
     from rlhf_megatron.regather.plan import elements
-    from rlhf_megatron.roles.saved import SavedRole
+    from rlhf_megatron.roles.saved import SavedRole, saved_adaptation
     from rlhf_megatron.runtime.checkpoint import TensorFile, damage, read_manifest, step_of
 
     if output.exists():
@@ -281,10 +282,14 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     architecture = read_architecture(companions.model).with_head(state["architecture"]["head"])
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(TensorFile(checkpoint / manifest.files[rank].name)) for rank in state["ranks"]]
-        tensors = SavedRole(role, architecture, state, files).tensors(getattr(torch, dtype))
-        blocks = whole_blocks(architecture)
+        adaptation = saved_adaptation(state)
+        saved = SavedRole(role, architecture, state, files, adaptation)
+        blocks, tensors = saved.whole_blocks(), saved.tensors(getattr(torch, dtype))
         told = track(tensors, f"{role} of step {step}", len(blocks), console=Console(stderr=True))
-        write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
+        if adaptation:
+            write_peft(output, told, adaptation, str(companions.model))
+        else:
+            write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
     parameters = sum(elements(block.region) for block in blocks)
     return {"output": str(output), "role": role, "step": step, "parameters": parameters, "dtype": dtype}
 
@@ -308,7 +313,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("gguf-to-hf", help="a GGUF file (Llama architecture) to a Hugging Face folder")
     command.add_argument("--input", type=Path, required=True, help="the .gguf file")
-    saved = commands.add_parser("checkpoint-to-hf", help="a run's checkpoint to a Hugging Face folder")
+    saved = commands.add_parser(
+        "checkpoint-to-hf", help="a run's checkpoint to a Hugging Face folder, or one of PEFT's"
+    )
     saved.add_argument("--input", type=Path, required=True, help="such as runs/NAME/checkpoints/step-40")
     saved.add_argument("--role", default="actor", help="actor or critic (default %(default)s)")
     saved.add_argument("--model", type=Path, help="folder with config and tokenizer (default: the run's model.path)")

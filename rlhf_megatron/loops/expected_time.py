@@ -96,6 +96,13 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
             passes["update"][name] = _update(
                 recipe, section, model, whole, sum(responses), len(ranks), speed, streamed, twice
             )
+    if recipe.reference_is_base:
+        ranks = placed["actor"]
+        speed = len(ranks) * peak * _share_of_peak(architectures["actor"], recipe.actor.layout.tensor, peak)
+        # With old logprobs the same ranks do one after the other.
+        passes["logprobs"]["actor"] = passes["logprobs"].get("actor", 0.0) + (
+            forward_flops(architectures["actor"], whole, sum(responses)) / speed
+        )
     for phase, of_roles in passes.items():
         phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))
     taken = {phase: seconds for phase, seconds in phases.items() if seconds}
@@ -182,7 +189,7 @@ def _update(
     batch = recipe.batch
     forward = forward_flops(model, whole, outputs)
     logits = forward - forward_flops(model, whole, 0) if twice else 0.0
-    once = training_flops(model, whole, outputs) + logits
+    once = training_flops(model, whole, outputs, frozen=getattr(section, "lora", None) is not None) + logits
     given = layout_of(recipe, section)
     stages = stage_layers(given, model.layers)
     work = stage_work(stages, _head_in_layers(model, whole, outputs, twice))

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import torch
 
+from rlhf_megatron.models.adapters import Adaptation
 from rlhf_megatron.models.hf_files import companions_of
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError
-from rlhf_megatron.regather.export import export_weights
+from rlhf_megatron.regather.export import export_adapters, export_weights
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime.watchdog import watchdog
 
+ADAPTER_FOLDER = "adapter"  # of an export, in PEFT's format
 # Seconds between attempts to write what nothing else has: half an hour in all.
 _PAUSES = (5, 10, 20, 40, 75, 150, 300, 300, 300, 600)
 
@@ -33,17 +35,29 @@ class Exports:
         self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
 
     def write(self, step: int) -> str | None:
-        """Writes the actor as it is now; why that failed, where it did."""
+        """Writes the actor as it is now, and in its folder the adapters that it has; why that failed, where it did."""
+        lora, actor = self._recipe.actor.lora, self._actor
         try:
             export_weights(
                 self._run.export(step),
                 self._companions,
-                self._actor.architecture,
-                self._actor.side(),
-                self._actor.parameters(),
+                actor.architecture,
+                actor.side(),
+                actor.parameters(),
                 getattr(torch, self._recipe.model.dtype),
                 self._device,
             )
+            if lora:
+                adaptation = Adaptation.of(lora)
+                export_adapters(
+                    self._run.export(step) / ADAPTER_FOLDER,
+                    self._recipe.model.path,
+                    actor.architecture,
+                    adaptation,
+                    actor.adapter_side(adaptation),
+                    actor.adapter_parameters(),
+                    self._device,
+                )
         except OSError as error:
             return str(error)
         return None

@@ -103,6 +103,8 @@ def with_outputs(
         calls["old"] = (actor, lambda role: role.logprobs(batch))
     if reference:
         calls["reference"] = (reference, lambda role: role.logprobs(batch))
+    elif recipe.reference_is_base:
+        calls["reference"] = (actor, lambda role: role.base_logprobs(batch))
     if critic:
         calls["values"] = (critic, lambda role: role.values(batch))
     found = side_by_side(calls)
@@ -112,7 +114,7 @@ def with_outputs(
         batch = batch.with_fields(old_logprobs=found["old"].logprobs)
     elif recipe.old_logprobs == "rollout":
         batch = batch.with_fields(old_logprobs=batch.rollout_logprobs)
-    reference_logprobs = found["reference"].logprobs if reference else None
+    reference_logprobs = found["reference"].logprobs if "reference" in found else None
     return batch.with_fields(reference_logprobs=reference_logprobs, values=found.get("values")), metrics
 
 

@@ -24,6 +24,7 @@ from rlhf_megatron.loops.layouts import make_layout
 from rlhf_megatron.loops.phases import Phases
 from rlhf_megatron.loops.report import Report
 from rlhf_megatron.loops.skipped_steps import SkippedSteps
+from rlhf_megatron.models.adapters import Adaptation, PeftAdapter
 from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.flops import peak_flops, training_flops
 from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
@@ -155,12 +156,14 @@ class Session:
                 team=self.generators if name == "reward_model" else self.learners,
             )
             self._roles.append(role)
+            lora = getattr(section, "lora", None)
+            start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
             with self.span("weights"):
                 if recipe.model.random_weights:
-                    role.load(RandomWeights(architecture, recipe.seed, torch.device(self.device)))
+                    role.load(RandomWeights(architecture, recipe.seed, torch.device(self.device)), start)
                 else:
                     with CheckpointFiles(path, architecture, recipe.seed if optimizer else None) as files:
-                        role.load(files)
+                        role.load(files, start)
         return role
 
     def make_reward_model(self, section: RewardModelSection) -> RewardModel:
@@ -318,7 +321,8 @@ class Session:
         peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
         if peak:
             outputs = int(learnt.response_mask.sum())
-            done = training_flops(self.actor.architecture, learnt.lengths.tolist(), outputs)
+            frozen = self.recipe.actor.lora is not None
+            done = training_flops(self.actor.architecture, learnt.lengths.tolist(), outputs, frozen=frozen)
             speed["perf/mfu_training"] = done / gpu_seconds / peak
         return speed
 

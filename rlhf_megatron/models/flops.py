@@ -5,7 +5,7 @@ What the model needs, not what was done: recomputed activations and padding do n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rlhf_megatron.models.architecture import Architecture
 
@@ -37,14 +37,28 @@ def forward_flops(architecture: Architecture, lengths: Iterable[float], outputs:
     else:
         weights += 3 * a.hidden * a.feed_forward
     rows = list(lengths)
-    pairs = sum(n * (n + 1) / 2 if causal else n * n for n in rows)
     head = 1 if a.head == "scalar" else a.vocabulary
-    return 2.0 * (a.layers * (weights * sum(rows) + 2 * query * pairs) + a.hidden * head * outputs)
+    return 2.0 * (a.layers * weights * sum(rows) + a.hidden * head * outputs) + _attention_flops(a, rows, causal)
 
 
-def training_flops(architecture: Architecture, lengths: Iterable[float], outputs: float, causal: bool = True) -> float:
-    """Operations of a forward and a backward pass, which has two products for each of the forward's."""
-    return 3.0 * forward_flops(architecture, lengths, outputs, causal)
+def training_flops(
+    architecture: Architecture, lengths: Iterable[float], outputs: float, causal: bool = True, frozen: bool = False
+) -> float:
+    """Operations of a forward and a backward pass, which has two products for each of the forward's.
+
+    With ``frozen`` weights it has one for each product with a weight. What adapters add, less than a tenth of that at
+    the usual ranks, does not count, as it is not the model's.
+    """
+    rows = list(lengths)
+    forward = forward_flops(architecture, rows, outputs, causal)
+    return 2.0 * forward + _attention_flops(architecture, rows, causal) if frozen else 3.0 * forward
+
+
+def _attention_flops(architecture: Architecture, rows: Sequence[float], causal: bool) -> float:
+    """Of a forward pass, the operations of queries with keys, and of their softmax with values: 4 for a pair and a
+    column of a head."""
+    pairs = sum(n * (n + 1) / 2 if causal else n * n for n in rows)
+    return 4.0 * architecture.layers * architecture.heads * architecture.head_dim * pairs
 
 
 def attention_cost(architecture: Architecture) -> float:

@@ -158,7 +158,18 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
             _check_divides(where, tensor, "experts (rollout.layout.expert_parallel)", experts_of(config))
         elif experts_of(config):
             _check_divides(where, tensor, _EXPERT_COLUMNS, size(config, "moe_intermediate_size"))
+    _check_adapters(recipe, config)
     _check_positions(recipe, config)
+
+
+def _check_adapters(recipe: Recipe, config: dict[str, Any]) -> None:
+    """Experts have no adapters: their layers are grouped, and tokens come to them in another order."""
+    lora, attention = recipe.actor.lora, ("q_proj", "k_proj", "v_proj", "o_proj")
+    if lora is not None and experts_of(config) and not set(lora.modules) <= set(attention):
+        raise RecipeError(
+            f"actor.lora.target_modules={lora.target_modules}: layers of experts have no adapters; name some of "
+            f"{', '.join(attention)}"
+        )
 
 
 def _check_positions(recipe: Recipe, config: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
     memory = estimate(recipe, shape, world_size)
     sections = [
         ("Recipe", resolved_yaml(recipe).rstrip().splitlines()),
-        ("Model", [_model_line(recipe, shape)]),
+        ("Model", [_model_line(recipe, shape), *_adapter_lines(recipe, shape)]),
         ("Layouts", list(_layout_lines(recipe, shape, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", [regather_summary] if regather_summary else []),
@@ -72,6 +72,16 @@ def _model_line(recipe: Recipe, shape: ModelShape) -> str:
     )
 
 
+def _adapter_lines(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    lora = recipe.actor.lora
+    if lora is not None:
+        learns = shape.layers * shape.adapter_parameters(lora)
+        yield (
+            f"{learns:,} parameters of adapters learn, {learns / shape.parameters:.2%} of these: rank {lora.rank} on "
+            f"{', '.join(lora.modules)}"
+        )
+
+
 def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterator[str]:
     for name, section in roles_of(recipe).items():
         if not is_made(recipe, name):
@@ -81,6 +91,8 @@ def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterato
         own = role_shape(recipe, name, section, shape)
         ranks = role_ranks(recipe, name, world_size)
         yield from _role_lines(name, section, layout_of(recipe, section), own, len(ranks))
+    if recipe.reference_is_base:
+        yield "reference: the actor without its adapters"
     if recipe.loop == "rl" and recipe.rollout is not None:
         tensor = recipe.rollout.layout.tensor
         ranks = role_ranks(recipe, "rollout", world_size)
@@ -208,6 +220,7 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
     where = f", stage {role.stage}" if len(stages) > 1 else ""
     parts: Sequence[tuple[str, float]] = (
         ("weights", role.weights),
+        *([("adapters and weights without them", role.adapters)] if role.adapters else []),
         ("gradients", role.gradients),
         ("optimizer", role.optimizer),
         ("activations", role.activations),

@@ -10,7 +10,13 @@ import dataclasses
 from rlhf_megatron.recipe.checks import layout_of, role_ranks, roles_made, stage_layers
 from rlhf_megatron.recipe.model_shape import ModelShape, role_config, shape_of
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.roles import LayoutSection, OffloadSection, RoleSection, transformer_engine_can
+from rlhf_megatron.recipe.roles import (
+    LayoutSection,
+    LoraSection,
+    OffloadSection,
+    RoleSection,
+    transformer_engine_can,
+)
 
 GB = 2**30
 TIGHT = 0.95  # of the memory, beyond which what the estimate leaves out may decide
@@ -39,11 +45,13 @@ class StageMemory:
     """Of the optimizer's state, in host memory."""
     passing: float
     """What of it is on the GPU at a time, in the optimizer's step."""
+    adapters: float = 0.0
+    """What learns in place of the weights, and those without it where they are on the GPU."""
 
     @property
     def held(self) -> float:
         """Weights, gradients and optimizer together, as in an update."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.adapters + self.gradients + self.optimizer
 
     @property
     def resident(self) -> float:
@@ -141,12 +149,23 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> float:
     learning = {
         name: section for name, section in roles_made(recipe).items() if getattr(section, "optimizer", None) is not None
     }
-    return sum(12.0 * role_shape(recipe, name, section, shape).parameters for name, section in learning.items())
+    return sum(
+        12.0 * _learning_parameters(section, role_shape(recipe, name, section, shape))
+        for name, section in learning.items()
+    )
+
+
+def _learning_parameters(section: RoleSection, shape: ModelShape) -> int:
+    """Those of a learning role that change: all, or its adapters'."""
+    lora: LoraSection | None = getattr(section, "lora", None)
+    return shape.layers * shape.adapter_parameters(lora) if lora else shape.parameters
 
 
 def export_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Size of one export: the actor's weights in model.dtype."""
-    return float(_ELEMENT_BYTES[recipe.model.dtype] * role_shape(recipe, "actor", recipe.actor, shape).parameters)
+    """Size of one export: the actor's weights in model.dtype, and its adapters beside them."""
+    own = role_shape(recipe, "actor", recipe.actor, shape)
+    adapters = 4.0 * _learning_parameters(recipe.actor, own) if recipe.actor.lora else 0.0
+    return _ELEMENT_BYTES[recipe.model.dtype] * own.parameters + adapters
 
 
 def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
@@ -183,8 +202,18 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
         count = shape.rank_parameters(layout.tensor, stages, stage, expert_shards=layout.expert_gpus)
         of_experts = stages[stage] * shape.expert_parameters(layout.expert_gpus)
         last = stage == layout.pipeline - 1
-        gradients = optimizer = activations = logits = streamed = passing = 0.0
-        if learning is not None:
+        gradients = optimizer = activations = logits = streamed = passing = adapters = 0.0
+        lora: LoraSection | None = getattr(section, "lora", None)
+        if learning is not None and lora is not None:
+            learns = stages[stage] * shape.adapter_parameters(lora)  # whole on every GPU of the stage
+            gradients = 4.0 * learns
+            # Adam's moments; the adapters are in float32, and their own master weights.
+            optimizer = 8.0 * learns / (gpus // layout.pipeline if learning.distributed else 1)
+            streamed = section.offload.streamed_optimizer * optimizer
+            optimizer, passing = optimizer - streamed, min(streamed, 3.0 * _STREAMED_PIECE_BYTES)
+            adapted = sum(rows * columns for rows, columns in shape.linear_layers(lora.modules)) // layout.tensor
+            adapters = 4.0 * learns + (0 if lora.offload_base else size * stages[stage] * adapted)
+        elif learning is not None:
             # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
             gradients, moments = 4.0 * count, 8.0 if size == 4 else 12.0
             copies, expert_copies = data * layout.context, gpus // layout.pipeline // layout.expert_gpus
@@ -197,15 +226,19 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
             vocabulary = moments * shape.padded_vocabulary(layout.tensor) // layout.tensor * shape.hidden / copies
             piece = vocabulary if section.offload.streamed_optimizer == 1 else 0.0
             passing = min(streamed, max(piece, _STREAMED_PIECE_BYTES) + 2 * _STREAMED_PIECE_BYTES)
+        if learning is not None:
             in_flight = min(_micro_batches_in_flight(layout, stage), _most_micro_batches(recipe, tokens, data))
             activations = _stage_activations(section, shape, layout, stages[stage], tokens, size, in_flight)
             activations /= layout.context
         if learning is not None and last:
             kept = keeps_logits(recipe, section, shape)
-            logits = _logit_bytes(shape, tokens // layout.context, layout.tensor, size, gradients=True, kept=kept)
+            logits = _logit_bytes(
+                shape, tokens // layout.context, layout.tensor, size, gradients=True, kept=kept, frozen=lora is not None
+            )
         forward = _logit_bytes(shape, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
         parts = (
-            size * count, gradients, optimizer, activations, logits, max(forward, forward_layer), streamed, passing
+            size * count, gradients, optimizer, activations, logits, max(forward, forward_layer), streamed, passing,
+            adapters,
         )  # fmt: skip
         per_stage.append(StageMemory(stage, count, section.offload, *(part / GB for part in parts)))
     return per_stage
@@ -287,16 +320,17 @@ def _stage_activations(
 
 
 def _logit_bytes(
-    shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool, kept: bool = False
+    shape: ModelShape, tokens: int, tensor: int, size: int, *, gradients: bool, kept: bool = False, frozen: bool = False
 ) -> float:
-    """A block of logits, or all where they are ``kept``; the tokens that are read, their gradient in float32 and the
-    gradient of the output layer."""
+    """A block of logits, or all where they are ``kept``; the tokens that are read, their gradient in float32 and,
+    unless it is ``frozen``, the gradient of the output layer."""
     if shape.scalar_head:
         return 0.0
     columns = shape.padded_vocabulary(tensor) // tensor
     pieces = max(1, _LOGIT_BLOCK_BYTES // (size * tokens * _LOGIT_PIECE))
     block = size * tokens * (columns if kept else min(columns, pieces * _LOGIT_PIECE))
-    learning = 4 * tokens * shape.hidden + size * columns * shape.hidden if gradients else 0
+    of_layer = 0 if frozen else size * columns * shape.hidden
+    learning = 4 * tokens * shape.hidden + of_layer if gradients else 0
     return float(block + size * tokens * shape.hidden + learning)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.recipe.errors import RecipeError
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.roles import RoleSection
+from rlhf_megatron.recipe.roles import LoraSection, RoleSection
 
 _VOCABULARY_MULTIPLE = 64  # as in models.architecture: vLLM pads to it too
 
@@ -80,6 +81,24 @@ class ModelShape:
     def expert_parameters(self, shards: int = 1) -> int:
         """Parameters of one layer's experts on each of the ``shards`` ranks that they are dealt out to and cut over."""
         return self.experts * 3 * self.hidden * self.expert_feed_forward // shards
+
+    def linear_layers(self, modules: Collection[str]) -> list[tuple[int, int]]:
+        """(rows, columns) of those of a dense decoder layer's linear layers, or of its attention, that have these
+        Hugging Face names."""
+        shapes = {
+            "q_proj": (self.query, self.hidden),
+            "k_proj": (self.key_value, self.hidden),
+            "v_proj": (self.key_value, self.hidden),
+            "o_proj": (self.hidden, self.query),
+            "gate_proj": (self.feed_forward, self.hidden),
+            "up_proj": (self.feed_forward, self.hidden),
+            "down_proj": (self.hidden, self.feed_forward),
+        }
+        return [shape for name, shape in shapes.items() if name in modules]
+
+    def adapter_parameters(self, lora: LoraSection) -> int:
+        """Parameters of one decoder layer's low-rank adapters."""
+        return sum(lora.rank * (rows + columns) for rows, columns in self.linear_layers(lora.modules))
 
     def padded_vocabulary(self, tensor: int) -> int:
         """Rows of the embedding over all ranks: a multiple of 64 that ``tensor`` divides."""

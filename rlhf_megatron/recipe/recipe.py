@@ -62,7 +62,8 @@ class Recipe(Section):
     actor: ActorSection
     """The model that is trained; for reward_modeling: with a scalar head."""
     reference: FrozenRoleSection | None = None
-    """The frozen model that kl_coef compares with."""
+    """The frozen model that kl_coef compares with. With actor.lora: only one of another path, since the actor without
+    its adapters is there already."""
     critic: CriticSection | None = None
     """The value model of PPO."""
     reward_model: RewardModelSection | None = None
@@ -120,11 +121,18 @@ class Recipe(Section):
                 f"batch.responses_per_prompt={self.batch.responses_per_prompt}: {self.loop} learns {learns} per row; "
                 "leave it out"
             )
+        if self.actor.lora is not None:
+            self._check_lora()
         if self.loop == "rl":
             self._check_rl()
         else:
             self._check_supervised()
         return self
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether what kl_coef compares with is the actor without its adapters, for which there is no role."""
+        return self.actor.lora is not None and self.reference is None and self.algorithm.kl_coef != 0.0
 
     @property
     def old_logprobs(self) -> Literal["update", "recompute", "rollout"]:
@@ -177,6 +185,15 @@ class Recipe(Section):
             return f"rollout.dtype is {self.rollout.dtype} and model.dtype {self.model.dtype}"
         return None
 
+    def _check_lora(self) -> None:
+        if self.loop == "reward_modeling":
+            raise ValueError("actor.lora: a reward model's head has to learn too, and adapters have none; leave it out")
+        if self.reference is not None and self.reference.path is None:
+            raise ValueError(
+                "reference: with actor.lora it is the actor without its adapters; set reference=null, or "
+                "reference.path to another model"
+            )
+
     def _check_keep_best(self) -> None:
         """Refuses a metric that no evaluation of this recipe has; what those of rewards have is known at run time."""
         best = self.checkpoint.keep_best
@@ -220,7 +237,7 @@ class Recipe(Section):
                 "rollout.steps_ahead=1: the policy of an update before answers; correct for it by "
                 "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
             )
-        if algorithm.kl_coef and self.reference is None:
+        if algorithm.kl_coef and self.reference is None and not self.reference_is_base:
             raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the section reference; add it, or use 0")
         if algorithm.advantage in COMPARING_ADVANTAGES and group < 2:
             raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -167,11 +168,54 @@ class LearningRoleSection(RoleSection):
         return self
 
 
+LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraSection(Section):
+    """Low-rank adaptation (LoRA, arXiv 2106.09685): of each adapted weight W only B and A of W + scale x B A learn."""
+
+    rank: int = Field(gt=0)
+    """Columns of B and rows of A."""
+    alpha: float | None = Field(default=None, gt=0)
+    """The scale is alpha / rank; default: rank, for a scale of 1."""
+    rank_stabilized: bool = False
+    """Make the scale alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
+    target_modules: Literal["all-linear"] | list[LinearLayer] = "all-linear"
+    """Linear layers with adapters, by their Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
+    down_proj; all-linear: all of these. Those of experts cannot have any."""
+    path: str | None = None
+    """A folder with an adapter in PEFT's format to start from, of the same rank and modules; default: a new one, with
+    which the model is as it was."""
+    offload_base: bool = False
+    """Keep the weights without adapters in host memory: they are read after each optimizer step and for the reference,
+    and otherwise take as much of the GPU as the adapted layers do."""
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied with."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The adapted layers, in one order."""
+        wanted = self.target_modules
+        return tuple(name for name in get_args(LinearLayer) if wanted == "all-linear" or name in wanted)
+
+    @model_validator(mode="after")
+    def _something_is_adapted(self) -> LoraSection:
+        if not self.modules:
+            raise ValueError("target_modules names no layer; name some, or leave it out for all")
+        return self
+
+
 class ActorSection(LearningRoleSection):
     """The model that is trained."""
 
     layout: LayoutSection = LayoutSection()
     """Degrees of parallelism."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters instead of the weights; the reference is then the model without them."""
     kept_logits_gb: float = Field(default=0.0, ge=0)
     """Memory in which an update keeps the logits of a micro-batch until its backward pass, if all of them fit: tokens x
     vocabulary / layout.tensor, 2 bytes each in bfloat16. Otherwise they are made twice, a block at a time."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.models.adapters import Adaptation, whole_adapter_blocks, write_peft
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.hf_files import Companions, write_checkpoint
 from rlhf_megatron.models.weight_map import Block, whole_blocks
@@ -34,18 +35,54 @@ def export_weights(
     About ``PORTION_BYTES`` of full tensors are in memory at a time, beside the shard being written.
     Raises OSError on all ranks where the writer's disk fails.
     """
+
+    def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        write_checkpoint(folder, companions, tensors, dtype, head=architecture.head)
+
+    _write_gathered(write, whole_blocks(architecture), sources, parameters, dtype, device)
+
+
+def export_adapters(
+    folder: Path,
+    base: str,
+    architecture: Architecture,
+    adaptation: Adaptation,
+    sources: Side,
+    parameters: Mapping[str, Tensor],
+    device: torch.device | str,
+) -> None:
+    """Writes the adapters that ``sources`` hold as PEFT does, for the model in the folder ``base``; as above.
+
+    Raises OSError on all ranks where the writer's disk fails.
+    """
+
+    def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        write_peft(folder, tensors, adaptation, base)
+
+    blocks = whole_adapter_blocks(architecture, adaptation)
+    _write_gathered(write, blocks, sources, parameters, torch.float32, device)
+
+
+def _write_gathered(
+    write: Callable[[Iterable[tuple[str, Tensor]]], None],
+    wanted: Sequence[Block],
+    sources: Side,
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:
+    """Has the first rank that holds something ``write`` the tensors of ``wanted``, as they come; collective."""
     writer = min(sources.shard_of)
     held = {shard: sources.blocks_of(shard) for shard in sources.ranks}
-    portions = _portions(whole_blocks(architecture), dtype)
     tensors = (
         pair
-        for blocks in portions
+        for blocks in _portions(wanted, dtype)
         for pair in _gather(blocks, _part(sources.shard_of, held, blocks), parameters, writer, dtype, device)
     )
     problem = None
     if dist.get_rank() == writer:
         try:
-            write_checkpoint(folder, companions, tensors, dtype, head=architecture.head)
+            write(tensors)
         except OSError as error:
             problem = str(error)
     for _ in tensors:  # all of them, or what a failure has left: the others take part to the end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlhf_megatron.models.adapters import Adaptation, adapter_blocks, adapter_layout
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks, rollout_blocks
 from rlhf_megatron.regather.plan import Shard, Side
@@ -22,6 +23,16 @@ def trainer_side(
         position_of.setdefault(shard, position)
         shard_of[rank] = shard
     return Side(shard_of, lambda shard: megatron_blocks(architecture, layout, position_of[shard], implementation))
+
+
+def adapter_side(architecture: Architecture, adaptation: Adaptation, layout: Layout, ranks: Sequence[int]) -> Side:
+    """What a Megatron role in ``layout`` holds of its adapters; the ranks of a pipeline stage are one shard."""
+    flat = adapter_layout(layout)
+    stage = flat.size // flat.pipeline
+    return Side(
+        {rank: position // stage for position, rank in enumerate(ranks)},
+        lambda shard: adapter_blocks(architecture, adaptation, flat, shard * stage),
+    )
 
 
 def rollout_side(architecture: Architecture, tensor: int, ranks: Sequence[int], expert_parallel: bool = False) -> Side:

@@ -20,9 +20,10 @@ from rlhf_megatron.roles.streaming import streamed_states
 class RoleMemory:
     """What of a role's memory is to leave the device, by kind: parameters, gradients, the optimizer's."""
 
-    def __init__(self, section: OffloadSection, chunks: Sequence[Any], optimizer: Any) -> None:
-        """``chunks`` are the modules, or Megatron's DistributedDataParallel where there is an ``optimizer``."""
-        self._chunks, self._optimizer = chunks, optimizer
+    def __init__(self, section: OffloadSection, chunks: Sequence[Any], learning: Sequence[Any], optimizer: Any) -> None:
+        """``chunks`` are those of the model; ``learning``, where there is an ``optimizer``, Megatron's
+        DistributedDataParallel around what learns: the same chunks, or adapters."""
+        self._chunks, self._learning, self._optimizer = chunks, learning, optimizer
         share = section.streamed_optimizer if optimizer is not None else 0.0
         self._streamed = streamed_states(optimizer, share)  # which moves by itself, in and after each step
         asked = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(section, kind)]
@@ -32,7 +33,8 @@ class RoleMemory:
         """Frees the device of all that is to leave. Gradients are lost: not between the backward pass and the step."""
         self.park()
         for kind, memory in self._kinds.items():
-            memory.leave(self._tensors(kind), besides=self._tensors("parameters") if kind == "optimizer" else [])
+            besides = [*self._chunks, *self._learning] if kind == "optimizer" else []
+            memory.leave(self._tensors(kind), [each.data for chunk in besides for each in chunk.parameters()])
         if self._kinds and torch.cuda.is_available():
             torch.cuda.empty_cache()  # vLLM's memory is not of torch's cache
 
@@ -70,7 +72,7 @@ class RoleMemory:
         if self._optimizer is None:
             return []
         if kind == "gradients":
-            buffers = [each for chunk in self._chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            buffers = [each for chunk in self._learning for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             return [buffer.grad_data for buffer in buffers]
         inner = [each.optimizer for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer])]
         masters = [

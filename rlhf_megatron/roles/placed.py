@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.models.adapters import Adaptation, adapter_layout
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import choose_implementation
 from rlhf_megatron.models.hf_files import WeightSource
 from rlhf_megatron.recipe import RoleSection
 from rlhf_megatron.regather.plan import Side
-from rlhf_megatron.regather.sides import trainer_side
+from rlhf_megatron.regather.sides import adapter_side, trainer_side
 from rlhf_megatron.roles.outputs import Objective, TokenOutputs
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.topology.exchange import from_rank, sum_over_ranks
@@ -55,6 +56,8 @@ class PlacedRole:
             self.local = Role(name, architecture, layout, self.ranks, section, dtype=dtype, **settings)
         else:
             make_groups(layout, self.ranks)
+            if getattr(section, "lora", None):  # whose role makes groups for its adapters
+                make_groups(adapter_layout(layout), self.ranks)
 
     def everywhere(self, found: Found | None) -> Found:
         """What the role's first rank has ``found``, on every rank of the world."""
@@ -70,10 +73,10 @@ class PlacedRole:
         assert found is not None
         return found
 
-    def load(self, source: WeightSource) -> None:
-        """Fills the parameters of the role's ranks."""
+    def load(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
+        """As ``Role.load``, on the role's ranks."""
         if self.local:
-            self.local.load(source)
+            self.local.load(source, adapters)
 
     def offload(self) -> None:
         """As ``Role.offload``."""
@@ -87,6 +90,15 @@ class PlacedRole:
     def side(self) -> Side:
         """What each of the role's ranks holds, for a regathering."""
         return trainer_side(self.architecture, self.layout, self.ranks, self.implementation)
+
+    def adapter_side(self, adaptation: Adaptation) -> Side:
+        """What each of the role's ranks holds of its adapters."""
+        return adapter_side(self.architecture, adaptation, self.layout, self.ranks)
+
+    def adapter_parameters(self) -> Mapping[str, Tensor]:
+        """This rank's live A and B; none where the role is not."""
+        adapters = self.local.adapters if self.local else None
+        return {name: each.data for name, each in adapters.module.named_parameters()} if adapters else {}
 
     def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
         """As ``Role.logprobs``, on every rank of the team."""

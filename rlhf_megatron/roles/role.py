@@ -29,6 +29,7 @@ from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
+from rlhf_megatron.roles.adapters import Adapters
 from rlhf_megatron.roles.offload import RoleMemory
 from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, TokenLogprobs, TokenOutputs
 from rlhf_megatron.roles.passes import Passes
@@ -97,25 +98,49 @@ class Role:
         self._chunks: list[Any] = list(build_model(architecture, self.config, groups, self.implementation, seed))
         # Parameters of several chunks are named by the chunk's number first.
         self.module: torch.nn.Module = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
+        self.adapters = self._make_adapters(seed)
+        self._learning: list[Any] = []  # Megatron's DistributedDataParallel, of the chunks or of their adapters
         self._optimizer: Any = None
         self._gradient_sync = Stopwatch()
-        if optimizer is None:
+        if optimizer is None or self.adapters:
             self.module.requires_grad_(False).eval()
-        else:
+        if optimizer is not None:
             self._make_trainable(optimizer, dtype)
         self._passes = Passes(architecture, layout, self.config, groups, self._chunks)
-        self._memory = RoleMemory(section.offload, self._chunks, self._optimizer)
+        self._memory = RoleMemory(section.offload, self._chunks, self._learning, self._optimizer)
+
+    def _make_adapters(self, seed: int) -> Adapters | None:
+        """What learns in place of the weights, where the recipe asks for that."""
+        lora = getattr(self.section, "lora", None)
+        if lora is None:
+            return None
+        return Adapters(
+            lora,
+            self.architecture,
+            self.layout,
+            self.ranks,
+            self.position,
+            self._chunks,
+            self.blocks(),
+            seed,
+            self.groups,
+        )
 
     def _make_trainable(self, section: OptimizerSection, dtype: str) -> None:
         self.module.train()
+        groups, learning, params_dtype = self.groups, self._chunks, dtype
+        if self.adapters:
+            groups, learning, params_dtype = self.adapters.groups, self.adapters.chunks, "float32"
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed, check_for_nan_in_grad=False
         )
-        self._chunks = [
-            DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=self.groups) for chunk in self._chunks
+        self._learning = [
+            DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=groups) for chunk in learning
         ]
-        for chunk in self._chunks:
-            sum_gradients_in_products(chunk)
+        if self.adapters is None:
+            self._chunks = self._learning
+            for chunk in self._chunks:
+                sum_gradients_in_products(chunk)
         settings = OptimizerConfig(
             optimizer="adam",
             lr=section.learning_rate,
@@ -125,20 +150,40 @@ class Role:
             adam_beta2=section.beta2,
             adam_eps=section.epsilon,
             clip_grad=section.clip_grad,
-            params_dtype=getattr(torch, dtype),
-            bf16=dtype == "bfloat16",
+            params_dtype=getattr(torch, params_dtype),
+            bf16=params_dtype == "bfloat16",
             use_distributed_optimizer=section.distributed,
         )
-        with as_world(self.groups.intra_dist_opt):
+        with as_world(groups.intra_dist_opt):
             self._optimizer = get_megatron_optimizer(
                 settings,
-                self._chunks,
+                self._learning,
                 config_overrides=get_standard_config_overrides(settings),  # no weight decay on norms and biases
                 use_gloo_process_groups=False,
-                pg_collection=self.groups,
+                pg_collection=groups,
             )
         self.config.grad_scale_func = self._optimizer.scale_loss
-        self.config.finalize_model_grads_func = functools.partial(_sum_gradients, self._gradient_sync)
+        sums = functools.partial(_sum_gradients_of_adapters, self._learning) if self.adapters else finalize_model_grads
+        self.config.finalize_model_grads_func = functools.partial(_sum_gradients, self._gradient_sync, sums)
+
+    @property
+    def learning(self) -> torch.nn.Module:
+        """What holds the parameters that learn: the model, or its adapters."""
+        return self.adapters.module if self.adapters else self.module
+
+    def learning_blocks(self) -> list[Block]:
+        """As ``blocks``, of what learns: rectangles of Hugging Face tensors, or of the adapters' A and B."""
+        return self.adapters.blocks() if self.adapters else self.blocks()
+
+    @property
+    def learning_layout(self) -> Layout:
+        """The layout of what learns on the role's ranks."""
+        return self.adapters.layout if self.adapters else self.layout
+
+    @property
+    def learning_groups(self) -> Any:
+        """The process groups of ``learning_layout``."""
+        return self.adapters.groups if self.adapters else self.groups
 
     def take_gradient_sync_ms(self) -> float:
         """For how long this rank did nothing but sum its gradients with others', the wait for these included, since
@@ -177,15 +222,31 @@ class Role:
         """What all ranks of the role hold, as one end of a regathering."""
         return trainer_side(self.architecture, self.layout, self.ranks, self.implementation)
 
-    def load(self, source: WeightSource) -> None:
-        """Fills this rank's parameters; the optimizer's own copies follow."""
+    def load(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
+        """Fills this rank's parameters; the optimizer's own copies follow.
+
+        Where the role has adapters they are filled from ``adapters``, by default with new ones, and merged.
+        """
         self._memory.come_back()
         load_blocks(self.blocks(), self.parameters(), source)
+        if self.adapters:
+            self.adapters.load(self.parameters(), adapters)
         if self._optimizer is not None:
             self._memory.unpark()
             self._optimizer.reload_model_params()
 
+    def merge_adapters(self) -> None:
+        """Has the weights follow adapters that were written to; nothing where there are none."""
+        if self.adapters:
+            self.adapters.merge(self.parameters())
+
     # ---- computing
+
+    def base_logprobs(self, batch: RolloutBatch) -> TokenOutputs:
+        """``logprobs`` of the model without its adapters."""
+        assert self.adapters is not None, f"{self.name} has no adapters"
+        with self.adapters.left_out(self.parameters()):
+            return self.logprobs(batch)
 
     def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
         """Logprob and entropy of every sampled token of ``batch``, without gradients; of a language head."""
@@ -273,10 +334,10 @@ class Role:
         rate = learning_rate(self.steps_taken, self._optimizer_section, self._training_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        for chunk in self._chunks:
+        for chunk in self._learning:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        faults.spoil(self.module.parameters())
+        faults.spoil(self.learning.parameters())
         read, budget = output or self._output, self.section.tokens_per_gpu
         with self._span("gradients"):
             balance = self._passes.run(
@@ -300,11 +361,12 @@ class Role:
         taken = math.isfinite(grad_norm) and grad_norm <= highest
         if taken:
             self._optimizer.step()
+            self.merge_adapters()
         elif math.isfinite(grad_norm):
             self.bad_gradients = f"its norm {grad_norm:.4g} is above optimizer.skip_grad_norm={highest:g}"
         else:
             self.bad_gradients = "not finite: " + describe_nonfinite_gradients(
-                self.module.named_parameters(), self.groups.intra_dist_opt
+                self.learning.named_parameters(), self.groups.intra_dist_opt
             )
         self.steps_taken += 1
         return grad_norm, taken
@@ -329,7 +391,15 @@ class Role:
         }
 
 
-def _sum_gradients(stopwatch: Stopwatch, chunks: list[Any], _tokens: Tensor | None, **settings: Any) -> None:
+def _sum_gradients(
+    stopwatch: Stopwatch, sums: Callable[..., None], chunks: list[Any], _tokens: Tensor | None, **settings: Any
+) -> None:
     """Sums over ranks. Losses carry their global weights already, so no token count is divided by."""
     with stopwatch.running():
-        finalize_model_grads(chunks, None, **settings)
+        sums(chunks, None, **settings)
+
+
+def _sum_gradients_of_adapters(adapters: Sequence[Any], *_: Any, **__: Any) -> None:
+    """Every rank of a pipeline stage has a part of the gradient of each A and B, and nothing is tied."""
+    for chunk in adapters:
+        chunk.finish_grad_sync()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.models.adapters import Adaptation, adapter_blocks, whole_adapter_blocks
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, whole_blocks
 from rlhf_megatron.regather.plan import Copy, Side, plan_regather
@@ -38,6 +39,25 @@ def _check_architecture(role: str, wanted: Architecture, saved: Mapping[str, Any
         )
 
 
+def saved_adaptation(state: Mapping[str, Any]) -> Adaptation | None:
+    """What adapters a role's ``state`` in a manifest is of, where it is not of the whole model."""
+    saved = state.get("adapters")
+    return Adaptation(saved["rank"], saved["scale"], tuple(saved["modules"])) if saved else None
+
+
+def _check_adaptation(role: str, wanted: Adaptation | None, saved: Adaptation | None) -> None:
+    if wanted == saved:
+        return
+    has, asked = (
+        f"adapters of rank {each.rank} and scale {each.scale:g} on {', '.join(each.modules)}" if each else "the weights"
+        for each in (saved, wanted)
+    )
+    raise CheckpointError(
+        f"the checkpoint has {has} of {role}, and the recipe asks for {asked} ({role}.lora); change it back, give "
+        "--resume none, or the run another name"
+    )
+
+
 _Place = tuple[str, int, int, int]
 
 
@@ -54,14 +74,22 @@ class SavedRole:
     """What the files of a role's ranks hold of its model; they stay open as long as it is used."""
 
     def __init__(
-        self, name: str, architecture: Architecture, state: Mapping[str, Any], files: Sequence[TensorFile]
+        self,
+        name: str,
+        architecture: Architecture,
+        state: Mapping[str, Any],
+        files: Sequence[TensorFile],
+        adaptation: Adaptation | None = None,
     ) -> None:
         """``state`` is the role's in the manifest, ``files`` are those of its ranks in their order.
 
+        ``adaptation`` is the reader's; with one, the files are to hold its adapters and nothing else.
         Raises CheckpointError where they do not belong together, or are of another version.
         """
         self._role, self._architecture, self._files = name, architecture, files
+        self._adaptation = adaptation
         _check_architecture(name, architecture, state["architecture"])
+        _check_adaptation(name, adaptation, saved_adaptation(state))
         if state.get("rows_of_attention") != ROWS_OF_ATTENTION:
             raise CheckpointError(
                 f"the checkpoint was written by another version, with {name}'s queries, keys and values in another "
@@ -82,14 +110,22 @@ class SavedRole:
 
     def copies(self, wanted: Sequence[Block]) -> dict[str, list[Copy]]:
         """Which rectangles fill each parameter of ``wanted``, for ``fill``."""
-        held = {
-            position: megatron_blocks(self._architecture, self._layout, position, self._implementation)
-            for position in self._positions
-        }
+        held = {position: self._blocks(position) for position in self._positions}
         by_parameter: dict[str, list[Copy]] = defaultdict(list)
         for copy in plan_regather(Side.of(held), Side.of({_READER: wanted}), rank=_READER).receives:
             by_parameter[copy.destination_parameter].append(copy)
         return by_parameter
+
+    def _blocks(self, position: int) -> list[Block]:
+        if self._adaptation:
+            return adapter_blocks(self._architecture, self._adaptation, self._layout, position)
+        return megatron_blocks(self._architecture, self._layout, position, self._implementation)
+
+    def whole_blocks(self) -> list[Block]:
+        """What ``tensors`` gives."""
+        if self._adaptation:
+            return whole_adapter_blocks(self._architecture, self._adaptation)
+        return whole_blocks(self._architecture)
 
     def fill(self, whole: Tensor, copies: Sequence[Copy], kind: str) -> None:
         """Writes the rectangles of ``copies`` into the reader's parameter; ``kind``: "weights" or a moment's name."""
@@ -101,8 +137,8 @@ class SavedRole:
             whole[target] = source[window]
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor whole, with its name, one at a time."""
-        blocks = whole_blocks(self._architecture)
+        """Every Hugging Face tensor whole, with its name, one at a time; of adapters, every A and B."""
+        blocks = self.whole_blocks()
         copies = self.copies(blocks)
         for block in blocks:
             whole = torch.empty([stop for _, stop in block.region])

@@ -46,7 +46,8 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     pieces: dict[str, Any] = {}
     distributed = _is_distributed(role)
     for owned in _owned(role):
-        group = role.groups.expt_dp if is_expert(owned.name) else role.groups.dp_cp
+        groups = role.learning_groups
+        group = groups.expt_dp if is_expert(owned.name) else groups.dp_cp
         if group.rank() and not distributed:
             continue  # the first data-parallel rank has the same
         pieces[owned.name] = {"start": owned.start, "stop": owned.stop, "shape": list(owned.shape)}
@@ -64,10 +65,11 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
 def role_state(role: Role) -> dict[str, Any]:
     """What is the same on all ranks of a role (plain JSON): its layout, and how far it has learnt."""
     return {
-        "layout": dataclasses.asdict(role.layout),
+        "layout": dataclasses.asdict(role.learning_layout),
         "ranks": role.ranks,
         "architecture": dataclasses.asdict(role.architecture),
         "implementation": role.implementation,
+        "adapters": dataclasses.asdict(role.adapters.adaptation) if role.adapters else None,
         "rows_of_attention": ROWS_OF_ATTENTION,
         "steps_taken": role.steps_taken,
         "optimizer_steps": max((int(owned.counters.get("step", 0)) for owned in _owned(role)), default=0),
@@ -77,14 +79,16 @@ def role_state(role: Role) -> dict[str, Any]:
 def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
     """Fills weights, moments and counters of this rank from the files of the role's ranks that wrote the checkpoint.
 
+    Of a role with adapters these are the adapters', and its weights follow.
     Raises CheckpointError where they do not hold all of the model, or another one.
     """
-    saved = SavedRole(role.name, role.architecture, state, files)
+    adaptation = role.adapters.adaptation if role.adapters else None
+    saved = SavedRole(role.name, role.architecture, state, files, adaptation)
     steps = int(state["optimizer_steps"])
     owned = {part.name: part for part in _owned(role)}
-    live = dict(role.module.named_parameters())
+    live = dict(role.learning.named_parameters())
     with torch.no_grad():
-        for name, copies in saved.copies(role.blocks()).items():
+        for name, copies in saved.copies(role.learning_blocks()).items():
             parameter = live[name]
             whole = parameter.detach().float().cpu()  # the rows of a padded vocabulary stay
             saved.fill(whole, copies, "weights")
@@ -100,12 +104,13 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
                     part.state[kind] = moment.reshape(-1)[part.start : part.stop].to(part.weights.device).clone()
                 # A tensor of its own for each parameter: torch adds to it in place.
                 part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps
+    role.merge_adapters()
     role.steps_taken = int(state["steps_taken"])
 
 
 def _owned(role: Role) -> Iterator[_Owned]:
     """The ranges that this rank's optimizer owns."""
-    names = {parameter: name for name, parameter in role.module.named_parameters()}
+    names = {parameter: name for name, parameter in role.learning.named_parameters()}
     for optimizer in getattr(role.optimizer, "chained_optimizers", [role.optimizer]):
         inner = optimizer.optimizer
         for parameter, main, group, (start, stop) in _masters(optimizer):

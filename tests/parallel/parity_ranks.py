@@ -18,10 +18,12 @@ megatron_groups.install()
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
+from rlhf_megatron.models.adapters import Adaptation, PeftAdapter  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection  # noqa: E402
-from rlhf_megatron.regather.export import export_weights  # noqa: E402
+from rlhf_megatron.regather.export import export_adapters, export_weights  # noqa: E402
+from rlhf_megatron.regather.sides import adapter_side  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.roles.state import restore_role, role_state, role_tensors  # noqa: E402
@@ -52,17 +54,25 @@ def learn(
             training_steps=steps,
         )
 
+    def load(role: Role) -> None:
+        lora = ActorSection(**section, optimizer=learning).lora
+        start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
+        with CheckpointFiles(model, architecture) as files:
+            role.load(files, start)
+
     role = make_role(layout)
-    with CheckpointFiles(model, architecture) as files:
-        role.load(files)
+    load(role)
     prompts, responses = rows
     batch = batch_from_rows(prompts, responses)
     outputs = role.logprobs(batch)
+    base = role.base_logprobs(batch).logprobs[batch.response_mask].tolist() if role.adapters else None
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     updates = [role.update(batch, {"weights": weights}, negative_log_likelihood)]
     refused = ""
     if then is not None:
         before, role = role, make_role(then)
+        if role.adapters:
+            load(role)  # a checkpoint has no weights without adapters
         refused = _hand_over(before, role, Path(f"{model}, checkpoint"))
     updates += [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(1, steps)]
     if exported:
@@ -75,7 +85,13 @@ def learn(
             torch.float32,
             role.device,
         )
+        if role.adapters:
+            adaptation = role.adapters.adaptation
+            held = {name: parameter.data for name, parameter in role.learning.named_parameters()}
+            side = adapter_side(architecture, adaptation, role.layout, role.ranks)
+            export_adapters(Path(exported) / "adapter", model, architecture, adaptation, side, held, role.device)
     return {
+        "base_logprobs": base,
         "logprobs": outputs.logprobs[batch.response_mask].tolist(),
         "entropy": outputs.entropy[batch.response_mask].tolist(),
         "losses": [metrics["loss"] for metrics in updates],
@@ -95,8 +111,8 @@ def _hand_over(before: Role, after: Role, folder: Path) -> str:
     write_tensors(folder, f"rank-{before.position}.safetensors", tensors, about)
     state = json.loads(json.dumps(role_state(before)))
     dist.barrier()
-    for parameter in after.parameters().values():
-        parameter.zero_()
+    for parameter in after.learning.parameters():
+        parameter.data.zero_()
     with contextlib.ExitStack() as stack:
         paths = [partial_folder(folder) / f"rank-{position}.safetensors" for position in range(before.layout.size)]
         files = [stack.enter_context(TensorFile(path)) for path in paths]

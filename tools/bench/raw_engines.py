@@ -57,7 +57,7 @@ def forward(role: Role, micros: Sequence[MicroBatch]) -> None:
 
 def forward_and_backward(role: Role, micros: Sequence[MicroBatch]) -> None:
     """The gradients of all micro-batches."""
-    role._chunks[0].zero_grad_buffer()
+    role._learning[0].zero_grad_buffer()
     _pass(role, micros, forward_only=False)
 
 

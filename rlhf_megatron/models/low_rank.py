@@ -1,0 +1,131 @@
+"""Gradients of low-rank factors, for layers that compute with weights which have them added in already.
+
+The usual way to train an adapter computes W x and B (A x) apart, forward and backward. Here the weight is W + scale x
+B A as it stands, merged after each optimizer step, so a forward pass costs what it costs without adapters, and trainer
+and rollout have the very same numbers. No gradient of the weight is made. That of its factors needs the layer's input
+x [t, columns] and the gradient g [t, rows] of its output alone:
+
+    d A = scale x (g B)^T x        d B = scale x g^T (x A^T)
+
+which are products as thin as the rank, of the sums that tensor parallelism leaves to others: factors are whole on every
+rank, each rank has the part of their gradient that comes through its part of the layer and its tokens, and the caller
+adds the parts up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """One of the weights that a linear layer has behind each other, and the windows of its A and B on this rank."""
+
+    columns: Span  # of A: those of the layer on this rank
+    rows: Sequence[tuple[Span, Span]]  # (of the layer and its output, the same ones of B); there may be none
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """What of its adapters a layer has on this rank. Ranks of a tensor-parallel group have the same list of weights."""
+
+    weights: Sequence[Adapted]
+    scale: float
+    cut_by_columns: bool  # over the tensor-parallel ranks
+    sequence_group: dist.ProcessGroup | None  # over which the sequence is cut outside the layer
+    norm_epsilon: float | None = None  # of an RMSNorm that the layer begins with
+
+
+def attach(layer: torch.nn.Module, low_rank: LowRank, factors: Sequence[Tensor]) -> None:
+    """Has backward passes through ``layer`` give the gradients of ``factors``; its own weight's is not asked for.
+
+    ``factors`` are A and B of one weight after the other, float32; ``layer`` is a linear layer of Megatron's or of
+    Transformer Engine's, whose output is a pair (output, bias).
+    """
+    norm = getattr(layer, "layer_norm_weight", None) if low_rank.norm_epsilon is not None else None
+
+    def after(_: torch.nn.Module, arguments: tuple[Any, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+        if not torch.is_grad_enabled():
+            return None
+        output, *rest = result
+        learning: Tensor = _FactorGradients.apply(output, arguments[0], norm, low_rank, *factors)  # type: ignore[no-untyped-call]
+        return learning, *rest
+
+    layer.register_forward_hook(after)
+
+
+class _FactorGradients(torch.autograd.Function):
+    """Passes a layer's output on as it is; its gradient goes to the layer as it is, and to the factors as above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, inputs: Tensor, norm: Tensor | None, low_rank: LowRank, *factors: Tensor
+    ) -> Tensor:
+        # What comes before a norm is kept for it anyway; what comes behind it is made again.
+        ctx.save_for_backward(inputs, norm, *factors)
+        ctx.low_rank = low_rank
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, norm, *factors = ctx.saved_tensors
+        low_rank: LowRank = ctx.low_rank
+        if norm is not None:
+            assert low_rank.norm_epsilon is not None
+            inputs = torch.nn.functional.rms_norm(inputs, norm.shape, norm, low_rank.norm_epsilon)
+        of_factors = factor_gradients(inputs.flatten(0, -2), gradient.flatten(0, -2), low_rank, factors)
+        return gradient, None, None, None, *of_factors
+
+
+def factor_gradients(x: Tensor, g: Tensor, low_rank: LowRank, factors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's part of the gradients of ``factors``, each of its factor's shape and type.
+
+    x [t, columns of this rank] is the layer's input, g [t, rows of this rank] the gradient of its output. With a
+    ``sequence_group`` the t of x (with ``cut_by_columns`` those of g) are this rank's part of the other's.
+    """
+    pairs = list(zip(low_rank.weights, factors[::2], factors[1::2], strict=True))
+    rank = len(factors[0])
+    down = torch.cat([a[:, slice(*weight.columns)] for weight, a, _ in pairs]).to(x.dtype)
+    read = x @ down.T  # [t, rank x weights]
+    pulled = g.new_zeros(len(g), rank * len(pairs))
+    for number, (weight, _, b) in enumerate(pairs):
+        for own, of_factor in weight.rows:
+            pulled[:, number * rank : (number + 1) * rank] += g[:, slice(*own)] @ b[slice(*of_factor)].to(g.dtype)
+    if low_rank.sequence_group is not None:
+        # What is made of a part of the columns or rows is a part of a sum, over ranks that have other tokens next.
+        if low_rank.cut_by_columns:
+            pulled = gather_from_sequence_parallel_region(pulled, group=low_rank.sequence_group)
+            read = reduce_scatter_to_sequence_parallel_region(read, group=low_rank.sequence_group)
+        else:
+            read = gather_from_sequence_parallel_region(read, group=low_rank.sequence_group)
+            pulled = reduce_scatter_to_sequence_parallel_region(pulled, group=low_rank.sequence_group)
+    gradients = [torch.zeros_like(factor) for factor in factors]
+    of_down = _product(pulled.T, x, low_rank.scale)
+    for number, (weight, _, _) in enumerate(pairs):
+        of_weight = slice(number * rank, (number + 1) * rank)
+        gradients[2 * number][:, slice(*weight.columns)] = of_down[of_weight]
+        for own, of_factor in weight.rows:
+            of_up = _product(g[:, slice(*own)].T, read[:, of_weight], low_rank.scale)
+            gradients[2 * number + 1][slice(*of_factor)] = of_up
+    return gradients
+
+
+def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """scale x left @ right, a sum over all tokens; on a GPU not rounded to the factors' own type."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        product: Tensor = torch.mm(left, right, out_dtype=torch.float32)  # type: ignore[call-overload]
+    else:
+        product = left @ right
+    return product.mul_(scale)

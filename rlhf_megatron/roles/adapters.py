@@ -1,0 +1,193 @@
+"""A role that learns low-rank adapters: what of them is on this rank, and the weights that they are merged into.
+
+The model's own parameters always hold W + scale x B A. So loading, regathering, views for vLLM, exports and passes
+without gradients know nothing of adapters; only learning does (``models.low_rank``), and checkpoints, which have the
+adapters alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.models.adapters import (
+    Adaptation,
+    NewAdapters,
+    adapted_shapes,
+    adapter_blocks,
+    adapter_layout,
+    factor_of,
+    fused_with,
+)
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.hf_files import WeightSource, load_blocks, window
+from rlhf_megatron.models.low_rank import Adapted, LowRank, Span, attach
+from rlhf_megatron.models.weight_map import Block
+from rlhf_megatron.recipe import LoraSection
+from rlhf_megatron.roles.host_memory import pinned_buffers
+from rlhf_megatron.topology.layout import Layout, make_groups
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A rectangle of a parameter that has a part of an adapter in it."""
+
+    block: Block
+    down: Tensor  # A
+    up: Tensor  # B
+
+    def window(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The rectangle itself."""
+        return window(weights[self.block.parameter], self.block.offset, self.block.region)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The windows of B and A whose product belongs here."""
+        (row, end), (column, last) = self.block.region
+        return self.up[row:end], self.down[:, column:last]
+
+
+class Adapters:
+    """The adapters of one rank's part of a model, and its weights with and without them.
+
+    Attributes:
+        layout: how they lie on the role's ranks, with ``groups`` of its own.
+        chunks: modules that hold them, one for each of the model's.
+    """
+
+    def __init__(
+        self,
+        section: LoraSection,
+        architecture: Architecture,
+        layout: Layout,
+        ranks: Sequence[int],
+        position: int,
+        models: Sequence[torch.nn.Module],
+        blocks: Sequence[Block],
+        seed: int,
+        model_groups: Any,
+    ) -> None:
+        """Hangs adapters on the linear layers of ``models``, this rank's chunks, whose ``blocks`` are the weight map's.
+
+        Collective over the world, as ``make_groups`` is. Nothing is in them before ``load``.
+        """
+        self.adaptation = Adaptation.of(section)
+        self._architecture, self._seed, self._on_host = architecture, seed, section.offload_base
+        self.layout = adapter_layout(layout)
+        self.groups: Any = make_groups(self.layout, ranks)
+        self._position = position
+        device = next(models[0].parameters()).device
+        self._places: list[_Place] = []
+        self._base: list[Tensor] = []
+        self.chunks = [torch.nn.Module() for _ in models]
+        self._several = len(models) > 1
+        factors = self._make(device)
+        by_parameter: dict[str, list[Block]] = defaultdict(list)
+        for block in blocks:
+            if block.tensor in factors:
+                by_parameter[block.parameter].append(block)
+        config: Any = models[0].config
+        if config.recompute_granularity == "full" and hasattr(models[0], "embedding"):
+            models[0].get_submodule("embedding").register_forward_hook(_ask_for_gradient)
+        sequence_group = model_groups.tp if config.sequence_parallel and layout.tensor > 1 else None
+        for parameter, of_parameter in by_parameter.items():
+            number, path = self._chunk_of(parameter)
+            layer = models[number].get_submodule(path.removesuffix(".weight"))
+            layer_has = [tensor for tensor in fused_with(of_parameter[0].tensor) if tensor in factors]
+            columns = of_parameter[0].region[1]
+            low_rank = LowRank(
+                [_adapted(columns, [block for block in of_parameter if block.tensor == each]) for each in layer_has],
+                self.adaptation.scale,
+                cut_by_columns=columns != (0, factors[of_parameter[0].tensor][0].shape[1]),
+                sequence_group=sequence_group,
+                norm_epsilon=architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
+            )
+            attach(layer, low_rank, [factor for tensor in layer_has for factor in factors[tensor]])
+            self._places += [_Place(block, *factors[block.tensor]) for block in of_parameter]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """All of this rank's, named as ``blocks`` name them."""
+        return torch.nn.ModuleList(self.chunks) if self._several else self.chunks[0]
+
+    def blocks(self) -> list[Block]:
+        """Which of A and B this rank holds."""
+        return adapter_blocks(self._architecture, self.adaptation, self.layout, self._position)
+
+    def load(self, weights: Mapping[str, Tensor], source: WeightSource | None) -> None:
+        """Takes what ``weights`` hold, which are whole, as those without adapters; fills these from ``source``, by
+        default with new ones, and merges them."""
+        windows = [place.window(weights) for place in self._places]
+        if not self._base:
+            self._base = self._memory(windows)
+        for base, own in zip(self._base, windows, strict=True):
+            base.copy_(own)
+        held = {name: parameter.data for name, parameter in self.module.named_parameters()}
+        load_blocks(self.blocks(), held, source or NewAdapters(self._architecture, self.adaptation, self._seed))
+        self.merge(weights)
+
+    @torch.no_grad()
+    def merge(self, weights: Mapping[str, Tensor]) -> None:
+        """``weights``, the model's own, become those with the adapters as they are now."""
+        for place, base in zip(self._places, self._base, strict=True):
+            up, down = place.factors()
+            target = place.window(weights)
+            whole = base.to(target.device, non_blocking=True).float()
+            target.copy_(torch.addmm(whole, up, down, alpha=self.adaptation.scale))
+
+    @contextlib.contextmanager
+    def left_out(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, ``weights`` are those without adapters."""
+        with torch.no_grad():
+            for place, base in zip(self._places, self._base, strict=True):
+                place.window(weights).copy_(base, non_blocking=True)
+        yield
+        self.merge(weights)
+
+    def _memory(self, windows: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous tensors like ``windows``, on the host where they are to be there."""
+        if not self._on_host:
+            return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in windows]
+        buffers = pinned_buffers([each.nbytes for each in windows])
+        return [buffer.view(each.dtype).view(each.shape) for buffer, each in zip(buffers, windows, strict=True)]
+
+    def _chunk_of(self, parameter: str) -> tuple[int, str]:
+        """(a chunk's number, the name of the parameter in it)."""
+        if not self._several:
+            return 0, parameter
+        number, name = parameter.split(".", 1)
+        return int(number), name
+
+    def _make(self, device: torch.device) -> dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+        """A and B of each weight of this stage, in float32: they are their own master weights.
+
+        Every rank of the stage has all of them, also of a weight that it has no part of.
+        """
+        made: dict[str, torch.nn.Parameter] = {}
+        for block in self.blocks():
+            number, name = self._chunk_of(block.parameter)
+            size = [stop for _, stop in block.region]
+            made[block.tensor] = torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
+            self.chunks[number].register_parameter(name, made[block.tensor])
+        weights = adapted_shapes(self._architecture, self.adaptation)
+        pairs = {tensor: (factor_of(tensor, "A"), factor_of(tensor, "B")) for tensor in weights}
+        return {tensor: (made[a], made[b]) for tensor, (a, b) in pairs.items() if a in made}
+
+
+def _ask_for_gradient(_: torch.nn.Module, __: Any, output: Tensor) -> None:
+    """A layer that is computed again has a backward pass only if its input has a gradient, and frozen embeddings have
+    none."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _adapted(columns: Span, blocks: Sequence[Block]) -> Adapted:
+    """What a layer has of one weight; a layer's own columns are those of all its weights."""
+    assert all(block.offset[1] == 0 and block.region[1] == columns for block in blocks)
+    spans = ((block.offset[0], block.region[0]) for block in blocks)
+    return Adapted(columns, [((at, at + stop - start), (start, stop)) for at, (start, stop) in spans])

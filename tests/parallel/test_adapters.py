@@ -1,0 +1,121 @@
+"""Roles that learn adapters, in several layouts, against PEFT and torch.optim.AdamW in one process, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from hugging_face import load_model, make_model, random_rows, row_logprobs, train
+from parallel.parity_ranks import run_cases
+from parallel.ranks import run_ranks
+from parallel.test_parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, Case, case
+from rlhf_megatron.topology.layout import Layout
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SOME = ["q_proj", "v_proj", "down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SEQUENCE = {"sequence_parallel": True}
+STREAMED = {"offload": {"streamed_optimizer": 0.7}}
+CASES: dict[str, tuple[Case, list[str]]] = {
+    "one rank": (Case("qwen3", True, {}), ALL),
+    "some layers": (Case("llama", False, {}, {"recompute": {"granularity": "full"}}), SOME),
+    "TP2": (Case("qwen2", True, {"tensor": 2}), ALL),
+    "TP2, sequence parallel": (Case("qwen3", False, {"tensor": 2}, SEQUENCE), ALL),
+    "PP2": (Case("qwen2", False, {"pipeline": 2}), ALL),
+    "DP2, then TP2": (Case("qwen3", True, {"data": 2}, {"tokens_per_gpu": 25}, then={"tensor": 2}), ALL),
+    "CP2, streamed": (Case("llama", False, {"context": 2}, STREAMED), ALL),
+    "PP2 VP2, then CP2": (Case("qwen2", True, {"pipeline": 2, "virtual_pipeline": 2}, then={"context": 2}), SOME),
+    "TP4, more ranks than key-value heads": (Case("qwen2", True, {"tensor": 4}, SEQUENCE), ALL),
+    "TP2 PP2, sequence parallel": (Case("qwen3", True, {"tensor": 2, "pipeline": 2}, SEQUENCE), ALL),
+    "TP2 CP2, then PP2 VP2 DP2": (
+        Case("mistral", False, {"tensor": 2, "context": 2}, then={"pipeline": 2, "virtual_pipeline": 2, "data": 2}),
+        ALL,
+    ),
+    "experts, TP2 EP2": (Case("qwen3_moe", False, {"tensor": 2, "data": 2, "expert": 2}), ATTENTION),
+}
+RANK, ALPHA = 3, 5.0
+
+
+def make_adapter(folder: Path, modules: list[str], path: Path) -> Path:
+    """An adapter by PEFT with random A and B: one that has learnt something."""
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, use_rslora=True, task_type="CAUSAL_LM")
+    model = get_peft_model(load_model(folder), config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(path)
+    return path
+
+
+def given_adapter(name: str, modules: list[str], path: Path) -> dict[str, Any]:
+    """What a recipe's section says to start from it."""
+    lora = {"rank": RANK, "alpha": ALPHA, "rank_stabilized": True, "target_modules": modules, "path": str(path)}
+    return {"lora": lora | {"offload_base": name == "PP2"}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def results(home: Path) -> dict[str, list[dict[str, Any]]]:
+    """Each case's results by rank; all cases of as many ranks share a launch."""
+    cases: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
+    for name, (given, modules) in CASES.items():
+        folder = make_model(home / name, given.family, tied=given.tied, vocabulary=VOCABULARY)
+        adapter = make_adapter(folder, modules, home / f"{name}, adapter")
+        cases[Layout(**given.layout).size][name] = case(
+            folder,
+            given.layout,
+            list(random_rows(7, VOCABULARY)),
+            section=(given.section or {}) | given_adapter(name, modules, adapter),
+            then=given.then,
+            exported=str(home / f"{name}, exported"),
+        )
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks, of_size in cases.items():
+        by_rank = run_ranks(run_cases, ranks, {"cases": of_size}, timeout=600)
+        found |= {name: [result[name] for result in by_rank] for name in of_size}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_steps_equal_peft(name: str, home: Path, results: dict[str, list[dict[str, Any]]]) -> None:
+    by_rank = results[name]
+    assert all(result["losses"] == by_rank[0]["losses"] for result in by_rank)
+    assert all(result["parallel_state_untouched"] for result in by_rank)
+    result = by_rank[0]
+    prompts, responses = random_rows(7, VOCABULARY)
+    model = PeftModel.from_pretrained(load_model(home / name), home / f"{name}, adapter", is_trainable=True)
+    with torch.no_grad():
+        expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
+        with model.disable_adapter():
+            base = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
+    assert (expected - base).abs().max() > 0.01
+    assert (torch.tensor(result["logprobs"]) - expected).abs().max() < 1e-5
+    assert (torch.tensor(result["base_logprobs"]) - base).abs().max() < 1e-5
+
+    losses, norms = train(model, prompts, responses, STEPS, LEARNING_RATE, CLIP, OPTIMIZER["epsilon"])
+    assert result["losses"] == pytest.approx(losses, abs=1e-5)
+    assert result["grad_norms"] == pytest.approx(norms, rel=1e-5)
+    exported = home / f"{name}, exported"
+    model.save_pretrained(home / f"{name}, expected")
+    wanted = load_file(home / f"{name}, expected" / "adapter_model.safetensors")
+    found = load_file(exported / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == wanted.keys()
+    for tensor, value in wanted.items():
+        assert (found[tensor] - value).abs().max() < 1e-5, tensor
+    again = PeftModel.from_pretrained(load_model(home / name), exported / "adapter")
+    merged, trained = load_model(exported), model.merge_and_unload()
+    with torch.no_grad():
+        for row in zip(prompts, responses, strict=True):
+            assert (row_logprobs(merged, *row) - row_logprobs(trained, *row)).abs().max() < 1e-5
+            assert (row_logprobs(merged, *row) - row_logprobs(again, *row)).abs().max() < 1e-5
