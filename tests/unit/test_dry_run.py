@@ -36,6 +36,7 @@ RECIPES = {
     "tiny_reward_model": 2,
     "smollm_grpo": 1,
     "qwen7b_grpo": 8,
+    "qwen7b_lora": 1,
     "qwen7b_one_gpu": 1,
     "qwen7b_one_step_off": 8,
     "qwen7b_sft": 8,

@@ -173,10 +173,34 @@ def test_verls_defaults_are_ppo(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (recipe.reward.rule, recipe.reward_model.path) == ("none", "/models/judge")
 
 
+def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "actor_rollout_ref.model"
+    some = f"{model}.target_modules=[q_proj,v_proj]"
+    recipe, _, err = translated(
+        tmp_path,
+        capsys,
+        *PLAIN,
+        f"{model}.lora_rank=64",
+        f"{model}.lora_adapter_path=/a",
+        some,
+        f"{ACTOR}.use_kl_loss=True",
+    )
+    lora = recipe.actor.lora
+    assert lora is not None and recipe.reference is None and recipe.reference_is_base and "lora" not in err
+    assert (lora.rank, lora.scale, lora.modules, lora.path) == (64, 16 / 64, ("q_proj", "v_proj"), "/a")
+    layers = f"{model}.lora.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]"
+    recipe, _, err = translated(
+        tmp_path, capsys, "--rows=1000", *MEGATRON, f"{model}.lora.rank=32", layers, f"{model}.lora.dropout=0.1"
+    )
+    lora = recipe.actor.lora
+    assert lora is not None and recipe.reference is None
+    assert (lora.rank, lora.scale, lora.target_modules) == (32, 1.0, "all-linear")
+    assert "adapters have no dropout" in err and "have an A each" in err
+
+
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank=8: all weights are trained"),
         (f"{ROLLOUT}.multi_turn.enable=True", "conversations have one turn"),
         (f"{ROLLOUT}.name=sglang", "the rollout is vLLM's"),
         (f"{ACTOR}.policy_loss.loss_mode=novel", "loss_mode=novel: here are vanilla, gspo"),

@@ -49,7 +49,6 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     f"{ROLLOUT}.val_kwargs.top_k": (lambda value: value == -1, "evaluation has no top_k"),
     "reward_model.reward_manager": (lambda value: value in ("naive", "dapo"), "see docs/rewards.md"),
     "trainer.val_only": (lambda value: not value, "see launch/evaluate.py"),
-    f"{MODEL}.lora_rank": (lambda value: not value, "all weights are trained"),
     f"{ACTOR}.optim.optimizer": (lambda value: str(value).lower() in ("adam", "adamw"), "the optimizer is AdamW"),
 }
 

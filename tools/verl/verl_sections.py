@@ -68,6 +68,13 @@ DEGREES = {
 }  # fmt: skip
 
 
+# Megatron's linear layers, and what they hold by Hugging Face's names.
+LINEAR_LAYERS = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"],
+}  # fmt: skip
+
+
 class Tree(dict[str, Any]):
     """Plain values of a recipe, set by paths of keys."""
 
@@ -278,7 +285,8 @@ def put_roles(command: Command, tree: Tree) -> None:
     logprobs = logprob_budget(command, ROLLOUT, longest)
     tree.put("actor.logprob_tokens_per_gpu", logprobs if logprobs != budget else None)
     put_optimizer(command, tree, ACTOR, 1e-6)
-    if tree["algorithm"].get("kl_coef"):
+    put_adapters(command, tree)
+    if tree["algorithm"].get("kl_coef") and "lora" not in tree["actor"]:
         put_role(command, tree, REFERENCE, longest, budget)
         tree["reference"]["tokens_per_gpu"] = logprob_budget(command, REFERENCE, longest) or budget
     else:
@@ -302,6 +310,37 @@ def put_roles(command: Command, tree: Tree) -> None:
         section = tree.get(role, {})
         if section.get("layout", {}) == of_actor.get("layout", {}):
             section.pop("layout", None)  # the actor's, unless it is another
+
+
+def put_adapters(command: Command, tree: Tree) -> None:
+    """Low-rank adapters of the actor, by the keys of FSDP or by those of Megatron; the reference is without them."""
+    of_fsdp, of_megatron = command.number(f"{MODEL}.lora_rank", 0), command.number(f"{MODEL}.lora.rank", 0)
+    if not of_fsdp and not of_megatron:
+        command.pass_over(f"{MODEL}.lora", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules")
+        return
+    alpha = command.number(f"{MODEL}.lora_alpha", 16) if of_fsdp else command.number(f"{MODEL}.lora.alpha", 32)
+    tree.put("actor.lora.rank", int(of_fsdp or of_megatron))
+    tree.put("actor.lora.alpha", alpha)
+    key = f"{MODEL}.target_modules" if of_fsdp else f"{MODEL}.lora.target_modules"
+    asked = command.take(key, "all-linear")
+    if asked != "all-linear":
+        listed = asked if isinstance(asked, list) else [asked]
+        known = {name for names in LINEAR_LAYERS.values() for name in names}
+        layers = [layer for name in listed for layer in LINEAR_LAYERS.get(name, [name] if name in known else [])]
+        tree.put("actor.lora.target_modules", layers if len(layers) < len(known) else None)
+        others = [str(name) for name in listed if name not in known and name not in LINEAR_LAYERS]
+        if others:
+            command.remark(key, f"adapters are on {', '.join(sorted(known))} alone")
+    if of_megatron:
+        command.remark(f"{MODEL}.lora.rank", "queries, keys and values have an A each, and so have gate and up")
+    for excluded in (f"{MODEL}.exclude_modules", f"{MODEL}.lora.exclude_modules"):
+        if command.take(excluded):
+            command.remark(excluded, "name the layers that are left in actor.lora.target_modules")
+    if command.number(f"{MODEL}.lora.dropout", 0.0):
+        command.remark(f"{MODEL}.lora.dropout", "adapters have no dropout")
+    path = command.first(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path")
+    tree.put("actor.lora.path", path and str(Path(path).expanduser()))
+    command.pass_over(f"{MODEL}.lora.merge", f"{MODEL}.lora.type")  # always merged, and always what is called canonical
 
 
 def put_role(command: Command, tree: Tree, role: str, longest: int, default: int) -> int:
