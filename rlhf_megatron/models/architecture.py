@@ -281,7 +281,7 @@ def transformer_config(
     fused: bool = False,
     deterministic: bool = False,
 ) -> TransformerConfig:
-    """Megatron's config for ``architecture`` cut into ``layout``, computing in ``dtype`` ("float32" or "bfloat16").
+    """Megatron's config for ``architecture`` cut into ``layout``, computing in ``dtype``, one of torch's types by name.
 
     ``fused`` asks for Transformer Engine's kernels for rotary embeddings and activations, and for its grouped experts.
     ``deterministic`` asks for Megatron's own kernels that give the same bits each time.
@@ -325,6 +325,7 @@ def transformer_config(
         params_dtype=compute_dtype,
         pipeline_dtype=compute_dtype,
         bf16=compute_dtype == torch.bfloat16,
+        fp16=compute_dtype == torch.float16,
         variable_seq_lengths=layout.virtual_pipeline == 1,  # the interleaved schedule would wait for shapes in a circle
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, also without experts
         calculate_per_token_loss=True,

@@ -20,10 +20,6 @@ class Limit(NamedTuple):
 # launch/evaluate.py takes recipes of all loops.
 _FOR_EVALUATIONS = "leave it out, or give it to launch/evaluate.py as an override"
 
-_ALWAYS: tuple[Limit, ...] = (
-    Limit("model.dtype", lambda r: r.model.dtype == "float16", "there is no loss scaling yet; use bfloat16 or float32"),
-)
-
 _SUPERVISED: tuple[Limit, ...] = (
     Limit("rollout", lambda r: r.rollout is not None, f"this loop generates nothing; {_FOR_EVALUATIONS}"),
     Limit("reward", lambda r: r.reward != RewardSection(), f"this loop has no rewards; {_FOR_EVALUATIONS}"),
@@ -43,5 +39,5 @@ _SUPERVISED: tuple[Limit, ...] = (
 
 def unsupported(recipe: Recipe) -> list[str]:
     """One line for each key that asks for what this version cannot do: "key: why; what to do"."""
-    limits = _ALWAYS + (() if recipe.loop == "rl" else _SUPERVISED)
+    limits = () if recipe.loop == "rl" else _SUPERVISED
     return [f"{limit.key}: {limit.advice}" for limit in limits if limit.asked(recipe)]

@@ -30,6 +30,7 @@ from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.adapters import Adapters
+from rlhf_megatron.roles.loss_scale import LossScale
 from rlhf_megatron.roles.offload import RoleMemory
 from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, TokenLogprobs, TokenOutputs
 from rlhf_megatron.roles.passes import Passes
@@ -101,6 +102,7 @@ class Role:
         self.adapters = self._make_adapters(seed)
         self._learning: list[Any] = []  # Megatron's DistributedDataParallel, of the chunks or of their adapters
         self._optimizer: Any = None
+        self.loss_scale = LossScale() if dtype == "float16" and optimizer is not None else None
         self._gradient_sync = Stopwatch()
         if optimizer is None or self.adapters:
             self.module.requires_grad_(False).eval()
@@ -152,6 +154,9 @@ class Role:
             clip_grad=section.clip_grad,
             params_dtype=getattr(torch, params_dtype),
             bf16=params_dtype == "bfloat16",
+            fp16=params_dtype == "float16",
+            # Ours is gone when the optimizer gets the gradients, and with None it would have one of its own.
+            loss_scale=1.0 if params_dtype == "float16" else None,
             use_distributed_optimizer=section.distributed,
         )
         with as_world(groups.intra_dist_opt):
@@ -162,7 +167,7 @@ class Role:
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
-        self.config.grad_scale_func = self._optimizer.scale_loss
+        self.config.grad_scale_func = self.loss_scale.scaled if self.loss_scale else None
         sums = functools.partial(_sum_gradients_of_adapters, self._learning) if self.adapters else finalize_model_grads
         self.config.finalize_model_grads_func = functools.partial(_sum_gradients, self._gradient_sync, sums)
 
@@ -314,7 +319,8 @@ class Role:
         Returns the objective's metrics over the whole batch (sum / count), ``loss``, ``grad_norm``, ``learning_rate``,
         and ``imbalance`` of its packing.
         A step whose gradient is not finite, or whose norm is above ``skip_grad_norm``, is skipped and reported as
-        ``skipped`` = 1; ``bad_gradients`` then says why, or which parameters' gradients on which ranks.
+        ``skipped`` = 1; ``bad_gradients`` then says why, or which parameters' gradients on which ranks. In float16 the
+        passes are made again where the loss's scale was too high, which ``loss_scale`` is.
         """
         assert self._optimizer is not None and self._optimizer_section is not None, f"{self.name} does not learn"
         totals: dict[str, Tensor] = {}
@@ -334,29 +340,46 @@ class Role:
         rate = learning_rate(self.steps_taken, self._optimizer_section, self._training_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        read, budget = output or self._output, self.section.tokens_per_gpu
+        finite = False
+        while not finite:
+            totals.clear()
+            found.clear()
+            self._forget_gradients()
+            with self._span("gradients"):
+                balance = self._passes.run(
+                    batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False
+                )
+            with self._span("optimizer"):
+                self._memory.come_back("optimizer")
+                grad_norm = self._gradient_norm()
+                finite = self.loss_scale is None or not self.loss_scale.was_too_high(grad_norm)
+                if finite:
+                    taken = self._step(grad_norm)
+        if outputs is not None:  # not before: it waits for the GPU
+            outputs.copy_(self._on_all_ranks(found, *outputs.shape))
+        step = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": float(not taken)}
+        if self.loss_scale:
+            step["loss_scale"] = self.loss_scale.value
+        return self._reduced(totals) | balance | step
+
+    def _forget_gradients(self) -> None:
         for chunk in self._learning:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         faults.spoil(self.learning.parameters())
-        read, budget = output or self._output, self.section.tokens_per_gpu
-        with self._span("gradients"):
-            balance = self._passes.run(
-                batch, fields, budget, read, loss_of, rows_together=rows_together, forward_only=False
-            )
-        with self._span("optimizer"):
-            self._memory.come_back("optimizer")
-            grad_norm, taken = self._step()
-        if outputs is not None:  # not before: it waits for the GPU
-            outputs.copy_(self._on_all_ranks(found, *outputs.shape))
-        step = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": float(not taken)}
-        return self._reduced(totals) | balance | step
 
-    def _step(self) -> tuple[float, bool]:
-        """(the gradients' norm, whether the optimizer took its step): not where that norm is not finite or too high."""
-        assert self._optimizer_section is not None
-        # Megatron looks for infinities under fp16's loss scaling only.
+    def _gradient_norm(self) -> float:
+        """Of all gradients, which the optimizer has then; not finite where one is not."""
+        if self.loss_scale:
+            self.loss_scale.unscale(self._learning)
+        # Megatron looks for infinities under a loss scale of its own only.
         self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
+        return float(self._optimizer.get_grad_norm())
+
+    def _step(self, grad_norm: float) -> bool:
+        """Whether the optimizer took its step: not where the gradients' norm is not finite or too high."""
+        assert self._optimizer_section is not None
         highest = self._optimizer_section.skip_grad_norm or math.inf
         taken = math.isfinite(grad_norm) and grad_norm <= highest
         if taken:
@@ -369,7 +392,7 @@ class Role:
                 self.learning.named_parameters(), self.groups.intra_dist_opt
             )
         self.steps_taken += 1
-        return grad_norm, taken
+        return taken
 
     def _speaks(self) -> bool:
         """Whether what this rank has at the end of the model counts: others of its model have the same, or nothing."""

@@ -72,6 +72,7 @@ def role_state(role: Role) -> dict[str, Any]:
         "adapters": dataclasses.asdict(role.adapters.adaptation) if role.adapters else None,
         "rows_of_attention": ROWS_OF_ATTENTION,
         "steps_taken": role.steps_taken,
+        "loss_scale": role.loss_scale.state() if role.loss_scale else None,
         "optimizer_steps": max((int(owned.counters.get("step", 0)) for owned in _owned(role)), default=0),
     }
 
@@ -106,6 +107,8 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
                 part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps
     role.merge_adapters()
     role.steps_taken = int(state["steps_taken"])
+    if role.loss_scale and state.get("loss_scale"):
+        role.loss_scale.load(state["loss_scale"])
 
 
 def _owned(role: Role) -> Iterator[_Owned]:

@@ -47,13 +47,15 @@ class Layers(NamedTuple):
     moved: float
 
 
-# Transformer Engine multiplies float32 matrices in TF32, which has 10 bits of mantissa; bfloat16 has 7.
+# Transformer Engine multiplies float32 matrices in TF32, which has 10 bits of mantissa, as float16 has; bfloat16 has 7.
 LAYERS = {
     "Megatron float32": Layers("local", "float32", 1e-5, 1e-6, 1e-5, 1e-6),
     "Transformer Engine float32": Layers("transformer_engine", "float32", 5e-3, 1e-3, 1e-2, 5e-5),
     "Transformer Engine bfloat16": Layers("transformer_engine", "bfloat16", 6e-2, 1e-2, 1e-2, 3e-4),
+    "Transformer Engine float16": Layers("transformer_engine", "float16", 1e-2, 2e-3, 1e-2, 1e-4),
 }
-# With experts, near ties of the router fall otherwise in bfloat16, and the few tokens concerned are far off.
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
+# With experts, near ties of the router fall otherwise in 16 bits, and the few tokens concerned are far off.
 LARGEST_WITH_EXPERTS = 1.0
 
 
@@ -147,14 +149,14 @@ def test_outputs_and_steps_equal_transformers(
         f"{name}, {layers}: logprobs {difference.max():.1e} (median {difference.median():.1e}), "
         f"parameters {moved.max():.1e} (median {moved.median():.1e}) from transformers"
     )
-    with_experts = kind.dtype == "bfloat16" and GRID[name].family.startswith("qwen3_moe")
+    with_experts = kind.dtype in ("bfloat16", "float16") and GRID[name].family.startswith("qwen3_moe")
     assert difference.max() < (LARGEST_WITH_EXPERTS if with_experts else kind.largest)
     assert difference.median() < kind.median
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
     assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative)
     assert moved.median() < kind.moved
     # AdamW moves no element further than its rate, so two runs part by twice that; and the result is rounded.
-    rounding = 2**-8 * max(float(value.abs().max()) for value in parameters.values()) if kind.dtype == "bfloat16" else 0
+    rounding = ROUNDING.get(kind.dtype, 0.0) * max(float(value.abs().max()) for value in parameters.values())
     assert moved.max() < (3e-5 if kind.implementation == "local" else 2.1 * STEPS * LEARNING_RATE + rounding)
 
 

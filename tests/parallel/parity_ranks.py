@@ -34,8 +34,11 @@ from rlhf_megatron.topology.layout import Layout  # noqa: E402
 def learn(
     model: str, layout: dict[str, int], rows: list[Any], steps: int, section: dict[str, Any], optimizer: dict[str, Any],
     dtype: str = "float32", exported: str | None = None, then: dict[str, int] | None = None,
+    loss_scale: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result.
+
+    In float16 the first of them begins with ``loss_scale``.
 
     With ``then``, the updates after the first are those of a role in that layout, which has the first one's state.
     """
@@ -62,6 +65,9 @@ def learn(
 
     role = make_role(layout)
     load(role)
+    if loss_scale is not None:
+        assert role.loss_scale is not None
+        role.loss_scale.load([loss_scale, 0])
     prompts, responses = rows
     batch = batch_from_rows(prompts, responses)
     outputs = role.logprobs(batch)
@@ -96,6 +102,7 @@ def learn(
         "entropy": outputs.entropy[batch.response_mask].tolist(),
         "losses": [metrics["loss"] for metrics in updates],
         "grad_norms": [metrics["grad_norm"] for metrics in updates],
+        "loss_scales": [metrics.get("loss_scale") for metrics in updates],
         "parallel_state_untouched": not _megatron_globals_exist(),
         "refused": refused,
     }

@@ -87,7 +87,9 @@ CUTS: dict[str, tuple[dict[str, int], int, str]] = {
     "over two ranks": ({"data": 2}, 10_000, "float32"),
     "over two ranks in micro-batches": ({"data": 2}, 25, "float32"),
     "bfloat16": ({"tensor": 2}, 60, "bfloat16"),
+    "float16": ({"tensor": 2}, 60, "float16"),
 }
+TOO_HIGH = 2.0**30
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "kept": {},
     "attention": {"granularity": "selective"},
@@ -140,11 +142,13 @@ def results(home: Path) -> dict[str, list[dict[str, Any]]]:
     folder, rows = make_model(home / "cut", "qwen3", vocabulary=VOCABULARY), list(random_rows(9, VOCABULARY))
     for name, (layout, tokens, dtype) in CUTS.items():
         cases[Layout(**layout).size][name] = case(folder, layout, rows, tokens, dtype=dtype)
+    overflow = {"dtype": "float16", "loss_scale": TOO_HIGH, "then": {"data": 2}}
+    cases[2]["float16, scale too high"] = case(folder, {"tensor": 2}, rows, **overflow)
     cases[1]["shuffled"] = case(folder, {}, [[part[row] for row in ORDER] for part in rows], 25)
     for name, recompute in RECOMPUTE.items():
         layout = {"context": 2, "tensor": 2}
         cases[4][f"recompute: {name}"] = case(folder, layout, rows, section={"recompute": recompute})
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         arguments = {"model": str(folder), "rows": rows, "dtype": dtype}
         cases[2][f"NaN in {dtype}"] = {"function": "learn_past_a_nan", "arguments": arguments}
     found: dict[str, list[dict[str, Any]]] = {}
@@ -213,7 +217,20 @@ def test_bfloat16_stays_near_float32(results: dict[str, list[dict[str, Any]]]) -
     assert half["losses"] == pytest.approx(full["losses"], rel=5e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float16_is_nearer_to_float32_and_loses_no_step_to_its_scale(results: dict[str, list[dict[str, Any]]]) -> None:
+    full, half, brain = (one_result(results[name]) for name in ("whole", "float16", "bfloat16"))
+    difference = (torch.tensor(half["logprobs"]) - torch.tensor(full["logprobs"])).abs()
+    assert difference.median() < (torch.tensor(brain["logprobs"]) - torch.tensor(full["logprobs"])).abs().median() / 4
+    assert half["losses"] == pytest.approx(full["losses"], rel=1e-3)
+    assert half["grad_norms"] == pytest.approx(full["grad_norms"], rel=5e-3)
+    # The passes that overflow are made again with less, and a checkpoint has the scale that was found.
+    again = one_result(results["float16, scale too high"])
+    assert again["losses"] == pytest.approx(full["losses"], rel=1e-3)
+    assert again["grad_norms"] == pytest.approx(full["grad_norms"], rel=5e-3)
+    assert again["loss_scales"][0] == again["loss_scales"][1] < TOO_HIGH
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(
     dtype: str, results: dict[str, list[dict[str, Any]]]
 ) -> None:

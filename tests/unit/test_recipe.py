@@ -420,7 +420,6 @@ def test_a_config_with_a_size_that_is_none_is_refused(small: Path, field: str, v
     [
         ("rollout", ["loop=sft", "batch.responses_per_prompt=1"]),
         ("reward", [*SFT, "reward.rule=math"]),
-        ("model.dtype", ["model.dtype=float16"]),
         (
             "algorithm.loss_aggregation",
             [*SFT, "algorithm.loss_aggregation=sequence_sum_constant"],
