@@ -17,7 +17,8 @@ class ModelSection(Section):
     tokenizer: str | None = None
     """Folder of the tokenizer, or a sentencepiece .model file; default: `path`."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Type of weights and activations; the optimizer keeps float32 master weights in any case."""
+    """Type of weights and activations; the optimizer keeps float32 master weights in any case. In float16 the loss is
+    scaled, by as much as gradients bear."""
     random_weights: bool = False
     """Draw weights from the seed instead of reading them; for benchmarks."""
     trust_remote_code: bool = False
