@@ -15,7 +15,8 @@ from rlhf_megatron.recipe import Recipe, load_recipe
 
 MEASURED = [
     row
-    for row in json.loads((ROOT / "docs/results/step.json").read_text())["rows"]
+    for name in ("step", "step_lora")
+    for row in json.loads((ROOT / f"docs/results/{name}.json").read_text())["rows"]
     if "failed" not in row and "quantization" not in row["recipe"].get("rollout", {})
 ]
 
@@ -43,7 +44,7 @@ def time_of(recipe: Recipe, model: str = "7B", world: int = 2) -> ExpectedTime:
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']} on {row['gpus']}")
 def test_whole_steps_that_were_measured_are_met_within_a_sixth(tmp_path: Path, row: dict[str, Any]) -> None:
-    found = time_of(recipe_of(tmp_path, **row["recipe"]), row["model"], row["gpus"])
+    found = time_of(recipe_of(tmp_path, **row["recipe"]), row["model"].removesuffix("-lora"), row["gpus"])
     phases = {phase: seconds["median"] for phase, seconds in row["phase_seconds"].items()}
     assert found.phases["generate"] == pytest.approx(phases["generate"] + phases["score"], rel=1 / 6)
     assert found.phases["update"] == pytest.approx(phases["update"], rel=1 / 6)
