@@ -98,6 +98,11 @@ def check(recipe: Recipe, world: int) -> None:
         raise RecipeError("data.validation_files: an evaluation needs some; name parquet files")
     if recipe.model.random_weights:
         raise RecipeError("model.random_weights: there is nothing to evaluate in random weights; use false")
+    if recipe.actor.lora and recipe.actor.lora.path:
+        raise RecipeError(
+            "actor.lora.path: an evaluation reads model.path alone; name an export, which has the adapters merged, and "
+            "leave it out"
+        )
     if recipe.reward.rule == "none":
         raise RecipeError("reward.rule=none: an evaluation asks no reward model; name a rule, or leave it out")
     tensor = recipe.rollout.layout.tensor

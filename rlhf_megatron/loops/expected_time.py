@@ -28,6 +28,7 @@ _SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does n
 # Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
 _BEST_SHARE, _COLUMNS_FOR_HALF = 0.67, 420.0
 _SUMMED_BYTES_PER_SECOND = 275e9  # what a rank has from the others in an all-reduce of many tokens, over NVLink
+_HOST_BYTES_PER_SECOND = 40e9  # of weights that come from page-locked memory
 _STREAMED_BYTES_PER_SECOND = 15e9  # each way, with several GPUs of a host at it
 # Generation: what of the memory's bandwidth reading weights and cache comes to, and what each token takes besides.
 _OF_WEIGHTS, _OF_CACHE, _SECONDS_PER_TOKEN = 0.95, 0.8, 1.9e-3
@@ -92,9 +93,11 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
             passes[phase][name] = forward_flops(model, whole, sum(responses)) / speed
         if getattr(section, "optimizer", None) is not None:
             streamed = fmean(stage.streamed for stage in memory.roles[name]) * GB
+            base_passes = fmean(stage.base_on_host for stage in memory.roles[name]) * GB / _HOST_BYTES_PER_SECOND
             twice = not keeps_logits(recipe, section, shape_of(config))
-            passes["update"][name] = _update(
-                recipe, section, model, whole, sum(responses), len(ranks), speed, streamed, twice
+            passes["update"][name] = (
+                _update(recipe, section, model, whole, sum(responses), len(ranks), speed, streamed, twice)
+                + base_passes * recipe.batch.updates_per_step
             )
     if recipe.reference_is_base:
         ranks = placed["actor"]
@@ -102,6 +105,7 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
         # With old logprobs the same ranks do one after the other.
         passes["logprobs"]["actor"] = passes["logprobs"].get("actor", 0.0) + (
             forward_flops(architectures["actor"], whole, sum(responses)) / speed
+            + 2 * fmean(stage.base_on_host for stage in memory.roles["actor"]) * GB / _HOST_BYTES_PER_SECOND
         )
     for phase, of_roles in passes.items():
         phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +29,13 @@ from rlhf_megatron.topology.layout import Layout
 Factor = Literal["A", "B"]
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of the model that it wraps
+_HIGHEST_RANK = 1 << 20
+_UNUSUAL = (
+    "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "fan_in_fan_out", "use_qalora", "lora_bias",
+    "alora_invocation_tokens", "layer_replication", "layers_to_transform", "target_parameters",
+    "trainable_token_indices",
+)  # fmt: skip
+_PLAIN_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -61,6 +69,8 @@ def adapted_shapes(architecture: Architecture, adaptation: Adaptation) -> dict[s
 
 def fused_with(tensor: str) -> list[str]:
     """The Hugging Face weights of the linear layer of Megatron's that has ``tensor``, in its order."""
+    if layer_of(tensor) is None:
+        return [tensor]
     before, module, kind = tensor.rsplit(".", 2)
     layer = next((names for names in _FUSED if module in names), (module,))
     return [f"{before}.{name}.{kind}" for name in layer]
@@ -143,7 +153,7 @@ class PeftAdapter:
         path = Path(folder)
         given = _read_json(path / PEFT_CONFIG)
         scale = _peft_scale(path / PEFT_CONFIG, given)
-        if given["r"] != adaptation.rank or abs(scale - adaptation.scale) > 1e-6 * scale:
+        if given["r"] != adaptation.rank or not math.isclose(scale, adaptation.scale, rel_tol=1e-6):
             raise ModelError(
                 f"{path / PEFT_CONFIG}: rank {given['r']} and scale {scale:g}, but actor.lora has rank "
                 f"{adaptation.rank} and scale {adaptation.scale:g}; set its rank, alpha and rank_stabilized to these"
@@ -153,6 +163,9 @@ class PeftAdapter:
                 self._tensors = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path / PEFT_WEIGHTS}: cannot be read as safetensors ({error})") from error
+        unfit = [name for name, tensor in self._tensors.items() if not bool(tensor.isfinite().all())]
+        if unfit:
+            raise ModelError(f"{path / PEFT_WEIGHTS}: {unfit[0]} is not finite; train the adapter anew")
         wanted = factor_shapes(architecture, adaptation)
         found = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         if found != wanted:
@@ -219,10 +232,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _peft_scale(path: Path, config: dict[str, Any]) -> float:
     """What B A is multiplied with by PEFT; raises ModelError for what a plain LoRA does not have."""
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if config.get("peft_type") != "LORA" or not isinstance(rank, int) or not isinstance(alpha, int | float):
+    ranked = type(rank) is int and 0 < rank < _HIGHEST_RANK
+    scaled = type(alpha) in (int, float) and 0 < alpha < math.inf  # type: ignore[operator]  # then it is a number
+    if config.get("peft_type") != "LORA" or not ranked or not scaled:
         raise ModelError(f"{path}: peft_type, r or lora_alpha is not that of a LoRA, which alone can be read")
-    unusual = [key for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora") if config.get(key)]
+    assert rank is not None and alpha is not None
+    unusual = [key for key in _UNUSUAL if config.get(key)]
     unusual += [key for key in ("bias",) if config.get(key, "none") != "none"]
+    # Others have A and B belong to weights that PEFT changes as it loads them.
+    unusual += [key for key in ("init_lora_weights",) if config.get(key, True) not in _PLAIN_BEGINNINGS]
     if unusual:
         raise ModelError(f"{path}: {unusual[0]}={config[unusual[0]]!r} is not supported; train it without")
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    try:
+        return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    except OverflowError as error:
+        raise ModelError(f"{path}: lora_alpha is not that of a LoRA ({error})") from error

@@ -232,9 +232,10 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
     away = role.held - role.resident
     offloaded = f", of which {away:.1f} leave between phases" if away else ""
     streamed = f"; {role.streamed:.1f} of its optimizer in host memory, {role.passing:.1f} at a time on the GPU"
+    base = f"; {role.base_on_host:.1f} of weights without adapters in host memory"
     return (
         f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}{offloaded}"
-        f"{streamed if role.streamed else ''}"
+        f"{streamed if role.streamed else ''}{base if role.base_on_host else ''}"
     )
 
 

@@ -47,6 +47,8 @@ class StageMemory:
     """What of it is on the GPU at a time, in the optimizer's step."""
     adapters: float = 0.0
     """What learns in place of the weights, and those without it where they are on the GPU."""
+    base_on_host: float = 0.0
+    """Weights without adapters in host memory."""
 
     @property
     def held(self) -> float:
@@ -202,7 +204,7 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
         count = shape.rank_parameters(layout.tensor, stages, stage, expert_shards=layout.expert_gpus)
         of_experts = stages[stage] * shape.expert_parameters(layout.expert_gpus)
         last = stage == layout.pipeline - 1
-        gradients = optimizer = activations = logits = streamed = passing = adapters = 0.0
+        gradients = optimizer = activations = logits = streamed = passing = adapters = on_host = 0.0
         lora: LoraSection | None = getattr(section, "lora", None)
         if learning is not None and lora is not None:
             learns = stages[stage] * shape.adapter_parameters(lora)  # whole on every GPU of the stage
@@ -212,7 +214,8 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
             streamed = section.offload.streamed_optimizer * optimizer
             optimizer, passing = optimizer - streamed, min(streamed, 3.0 * _STREAMED_PIECE_BYTES)
             adapted = sum(rows * columns for rows, columns in shape.linear_layers(lora.modules)) // layout.tensor
-            adapters = 4.0 * learns + (0 if lora.offload_base else size * stages[stage] * adapted)
+            base = float(size * stages[stage] * adapted)
+            adapters, on_host = 4.0 * learns + (0.0 if lora.offload_base else base), base if lora.offload_base else 0.0
         elif learning is not None:
             # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
             gradients, moments = 4.0 * count, 8.0 if size == 4 else 12.0
@@ -238,7 +241,7 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
         forward = _logit_bytes(shape, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
         parts = (
             size * count, gradients, optimizer, activations, logits, max(forward, forward_layer), streamed, passing,
-            adapters,
+            adapters, on_host,
         )  # fmt: skip
         per_stage.append(StageMemory(stage, count, section.offload, *(part / GB for part in parts)))
     return per_stage

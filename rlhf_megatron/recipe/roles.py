@@ -176,7 +176,7 @@ class LoraSection(Section):
 
     rank: int = Field(gt=0)
     """Columns of B and rows of A."""
-    alpha: float | None = Field(default=None, gt=0)
+    alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """The scale is alpha / rank; default: rank, for a scale of 1."""
     rank_stabilized: bool = False
     """Make the scale alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.adapters import (
@@ -32,6 +33,8 @@ from rlhf_megatron.models.weight_map import Block
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.topology.layout import Layout, make_groups
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}  # as wide as a weight, by bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Adapters:
     Attributes:
         layout: how they lie on the role's ranks, with ``groups`` of its own.
         chunks: modules that hold them, one for each of the model's.
+        base: tells the weights without adapters from others; 0 before ``load``.
     """
 
     def __init__(
@@ -80,8 +84,9 @@ class Adapters:
         self._architecture, self._seed, self._on_host = architecture, seed, section.offload_base
         self.layout = adapter_layout(layout)
         self.groups: Any = make_groups(self.layout, ranks)
-        self._position = position
-        device = next(models[0].parameters()).device
+        self._position, self.base = position, 0
+        self._model_group: dist.ProcessGroup = model_groups.mp
+        self._device = device = next(models[0].parameters()).device
         self._places: list[_Place] = []
         self._base: list[Tensor] = []
         self.chunks = [torch.nn.Module() for _ in models]
@@ -89,7 +94,8 @@ class Adapters:
         factors = self._make(device)
         by_parameter: dict[str, list[Block]] = defaultdict(list)
         for block in blocks:
-            if block.tensor in factors:
+            # Also where no adapted rows of a layer are here: others of the tensor-parallel group wait for this rank.
+            if block.tensor.endswith(".weight") and factors.keys() & set(fused_with(block.tensor)):
                 by_parameter[block.parameter].append(block)
         config: Any = models[0].config
         if config.recompute_granularity == "full" and hasattr(models[0], "embedding"):
@@ -103,12 +109,13 @@ class Adapters:
             low_rank = LowRank(
                 [_adapted(columns, [block for block in of_parameter if block.tensor == each]) for each in layer_has],
                 self.adaptation.scale,
-                cut_by_columns=columns != (0, factors[of_parameter[0].tensor][0].shape[1]),
+                cut_by_columns=columns != (0, factors[layer_has[0]][0].shape[1]),
                 sequence_group=sequence_group,
                 norm_epsilon=architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
             )
             attach(layer, low_rank, [factor for tensor in layer_has for factor in factors[tensor]])
-            self._places += [_Place(block, *factors[block.tensor]) for block in of_parameter]
+            adapted = [block for block in of_parameter if block.tensor in factors]
+            self._places += [_Place(block, *factors[block.tensor]) for block in adapted]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -127,6 +134,7 @@ class Adapters:
             self._base = self._memory(windows)
         for base, own in zip(self._base, windows, strict=True):
             base.copy_(own)
+        self.base = self._checksum(windows)
         held = {name: parameter.data for name, parameter in self.module.named_parameters()}
         load_blocks(self.blocks(), held, source or NewAdapters(self._architecture, self.adaptation, self._seed))
         self.merge(weights)
@@ -146,8 +154,22 @@ class Adapters:
         with torch.no_grad():
             for place, base in zip(self._places, self._base, strict=True):
                 place.window(weights).copy_(base, non_blocking=True)
-        yield
-        self.merge(weights)
+        try:
+            yield
+        finally:
+            self.merge(weights)
+
+    def _checksum(self, windows: Sequence[Tensor]) -> int:
+        """Of the adapted weights of the whole model without adapters: their bits as numbers, added up.
+
+        Another order, as another layout has, gives the same sum.
+        """
+        total = torch.zeros([], dtype=torch.int64, device=windows[0].device if windows else "cpu")
+        for each in windows:
+            total += each.view(_INTEGERS[each.itemsize]).sum(dtype=torch.int64)
+        total = total.to(self._device)
+        dist.all_reduce(total, group=self._model_group)
+        return int(total)
 
     def _memory(self, windows: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors like ``windows``, on the host where they are to be there."""

@@ -389,7 +389,8 @@ class Role:
             self.bad_gradients = f"its norm {grad_norm:.4g} is above optimizer.skip_grad_norm={highest:g}"
         else:
             self.bad_gradients = "not finite: " + describe_nonfinite_gradients(
-                self.learning.named_parameters(), self.groups.intra_dist_opt
+                ((name.replace("/", "."), each) for name, each in self.learning.named_parameters()),
+                self.groups.intra_dist_opt,
             )
         self.steps_taken += 1
         return taken

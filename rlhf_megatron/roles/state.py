@@ -18,7 +18,7 @@ from rlhf_megatron.models.weight_map import is_expert
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.roles.saved import ROWS_OF_ATTENTION, SavedRole
-from rlhf_megatron.runtime.checkpoint import TensorFile
+from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -70,6 +70,7 @@ def role_state(role: Role) -> dict[str, Any]:
         "architecture": dataclasses.asdict(role.architecture),
         "implementation": role.implementation,
         "adapters": dataclasses.asdict(role.adapters.adaptation) if role.adapters else None,
+        "base": role.adapters.base if role.adapters else None,
         "rows_of_attention": ROWS_OF_ATTENTION,
         "steps_taken": role.steps_taken,
         "loss_scale": role.loss_scale.state() if role.loss_scale else None,
@@ -85,6 +86,11 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
     """
     adaptation = role.adapters.adaptation if role.adapters else None
     saved = SavedRole(role.name, role.architecture, state, files, adaptation)
+    if role.adapters and state.get("base") != role.adapters.base:
+        raise CheckpointError(
+            f"the checkpoint's adapters of {role.name} belong to other weights than those of model.path; name the "
+            "folder that the run began with, give --resume none, or the run another name"
+        )
     steps = int(state["optimizer_steps"])
     owned = {part.name: part for part in _owned(role)}
     live = dict(role.learning.named_parameters())

@@ -140,6 +140,13 @@ def test_a_run_starts_from_an_adapter(
     assert "rank 4 and scale 2, but actor.lora has rank 2 and scale 1" in refused.only_error()
 
 
+def test_adapters_of_another_model_are_refused(
+    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    make_model(folder, 2, "--seed=7", name="other")
+    assert "belong to other weights than those of model.path" in train("model.path=other", "steps=5").only_error()
+
+
 def test_a_checkpoint_of_other_adapters_is_refused(
     whole: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:

@@ -20,6 +20,10 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 SOME = ["q_proj", "v_proj", "down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SEQUENCE = {"sequence_parallel": True}
+AWAY = {
+    "offload": {"parameters": True, "gradients": True, "optimizer": True},
+    "recompute": {"granularity": "full", "layers": 1},
+}
 STREAMED = {"offload": {"streamed_optimizer": 0.7}}
 CASES: dict[str, tuple[Case, list[str]]] = {
     "one rank": (Case("qwen3", True, {}), ALL),
@@ -31,6 +35,13 @@ CASES: dict[str, tuple[Case, list[str]]] = {
     "CP2, streamed": (Case("llama", False, {"context": 2}, STREAMED), ALL),
     "PP2 VP2, then CP2": (Case("qwen2", True, {"pipeline": 2, "virtual_pipeline": 2}, then={"context": 2}), SOME),
     "TP4, more ranks than key-value heads": (Case("qwen2", True, {"tensor": 4}, SEQUENCE), ALL),
+    # Some ranks have no rows of what is adapted in a layer, and exchange for it all the same.
+    "TP4, keys alone": (Case("qwen2", True, {"tensor": 4}, SEQUENCE), ["k_proj"]),
+    "TP4, queries, recomputed": (
+        Case("qwen2", False, {"tensor": 4}, SEQUENCE | {"recompute": {"granularity": "full"}}),
+        ["q_proj", "o_proj"],
+    ),
+    "PP2 VP2, away between calls": (Case("qwen3", True, {"pipeline": 2, "virtual_pipeline": 2}, AWAY), ALL),
     "TP2 PP2, sequence parallel": (Case("qwen3", True, {"tensor": 2, "pipeline": 2}, SEQUENCE), ALL),
     "TP2 CP2, then PP2 VP2 DP2": (
         Case("mistral", False, {"tensor": 2, "context": 2}, then={"pipeline": 2, "virtual_pipeline": 2, "data": 2}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,11 @@ def test_new_ones_leave_the_model_as_it_is(model: Path) -> None:
         ({"r": 3}, {"bias": "all"}, "bias='all' is not supported"),
         ({"r": 3}, {"peft_type": "IA3"}, "is not that of a LoRA"),
         ({"r": 3}, {"r": None}, "is not that of a LoRA"),
+        ({"r": 3}, {"r": 0}, "is not that of a LoRA"),
+        ({"r": 3}, {"lora_alpha": math.nan}, "is not that of a LoRA"),
+        ({"r": 3}, {"lora_alpha": 10**400}, "is not that of a LoRA"),
+        ({"r": 3}, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+        ({"r": 3}, {"fan_in_fan_out": True}, "fan_in_fan_out=True is not supported"),
     ],
 )
 def test_a_folder_of_pefts(
@@ -177,7 +183,8 @@ def test_the_plan_of_a_recipe_with_adapters(monkeypatch: pytest.MonkeyPatch) -> 
     assert stage.adapters * GB == 4 * learns + 2 * linear
     on_host = load_recipe(ROOT / "recipes" / "qwen7b_lora.yaml", ["actor.lora.offload_base=true"])
     [stage] = estimate(on_host, shape, 1).roles["actor"]
-    assert stage.adapters * GB == 4 * learns
+    assert stage.adapters * GB == 4 * learns and stage.base_on_host * GB == 2 * linear
+    assert "12.2 of weights without adapters in host memory" in dry_run(on_host, 1)
 
 
 def test_operations_of_frozen_weights_are_those_that_torch_counts(model: Path) -> None:

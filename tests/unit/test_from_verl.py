@@ -202,6 +202,7 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
     ("argument", "expected"),
     [
         (f"{ROLLOUT}.multi_turn.enable=True", "conversations have one turn"),
+        ("actor_rollout_ref.model.lora_adapter_path=/a", "give its rank too, as lora_rank"),
         (f"{ROLLOUT}.name=sglang", "the rollout is vLLM's"),
         (f"{ACTOR}.policy_loss.loss_mode=novel", "loss_mode=novel: here are vanilla, gspo"),
         (f"{ACTOR}.optim.lr_decay_style=WSD", "a schedule WSD is not here"),

@@ -315,8 +315,11 @@ def put_roles(command: Command, tree: Tree) -> None:
 def put_adapters(command: Command, tree: Tree) -> None:
     """Low-rank adapters of the actor, by the keys of FSDP or by those of Megatron; the reference is without them."""
     of_fsdp, of_megatron = command.number(f"{MODEL}.lora_rank", 0), command.number(f"{MODEL}.lora.rank", 0)
+    path = command.first(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path")
     if not of_fsdp and not of_megatron:
-        command.pass_over(f"{MODEL}.lora", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules")
+        if path:
+            command.remark(f"{MODEL}.lora_adapter_path", "all weights are trained; give its rank too, as lora_rank")
+        command.pass_over(*(f"{MODEL}.{key}" for key in ("lora_alpha", "lora.", "target_modules", "exclude_modules")))
         return
     alpha = command.number(f"{MODEL}.lora_alpha", 16) if of_fsdp else command.number(f"{MODEL}.lora.alpha", 32)
     tree.put("actor.lora.rank", int(of_fsdp or of_megatron))
@@ -326,8 +329,10 @@ def put_adapters(command: Command, tree: Tree) -> None:
     if asked != "all-linear":
         listed = asked if isinstance(asked, list) else [asked]
         known = {name for names in LINEAR_LAYERS.values() for name in names}
-        layers = [layer for name in listed for layer in LINEAR_LAYERS.get(name, [name] if name in known else [])]
-        tree.put("actor.lora.target_modules", layers if len(layers) < len(known) else None)
+        layers = [
+            layer for name in filter(None, listed) for layer in LINEAR_LAYERS.get(name, [name] if name in known else [])
+        ]
+        tree.put("actor.lora.target_modules", layers if 0 < len(layers) < len(known) else None)
         others = [str(name) for name in listed if name not in known and name not in LINEAR_LAYERS]
         if others:
             command.remark(key, f"adapters are on {', '.join(sorted(known))} alone")
@@ -338,7 +343,6 @@ def put_adapters(command: Command, tree: Tree) -> None:
             command.remark(excluded, "name the layers that are left in actor.lora.target_modules")
     if command.number(f"{MODEL}.lora.dropout", 0.0):
         command.remark(f"{MODEL}.lora.dropout", "adapters have no dropout")
-    path = command.first(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path")
     tree.put("actor.lora.path", path and str(Path(path).expanduser()))
     command.pass_over(f"{MODEL}.lora.merge", f"{MODEL}.lora.type")  # always merged, and always what is called canonical
 

@@ -135,6 +135,9 @@ def _model_files(recipe: Recipe) -> Iterator[Path]:
     for folder in dict.fromkeys(Path(name) for name in folders if name is not None):
         found = sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern))
         yield from found or [folder if folder.is_file() else folder / "config.json"]
+    lora = recipe.actor.lora
+    if lora is not None and lora.path is not None:
+        yield from (Path(lora.path) / name for name in ("adapter_config.json", "adapter_model.safetensors"))
 
 
 def _reward_files(recipe: Recipe) -> Iterator[Path]:
