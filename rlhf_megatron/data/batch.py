@@ -170,12 +170,18 @@ def batch_from_rows(
     weight_version: int | Sequence[int] = 0,
     truncated: Sequence[bool] | None = None,
     rewards: Sequence[float] | None = None,
+    sampled: Sequence[Sequence[bool] | None] | None = None,
 ) -> RolloutBatch:
-    """Packs rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own."""
+    """Packs rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own.
+
+    ``sampled``: which tokens of a response were; None: all.
+    """
     count = len(prompts)
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
     tokens = [token for p, r in zip(prompts, responses, strict=True) for token in (*p, *r)]
-    mask = [flag for p, r in zip(prompts, responses, strict=True) for flag in [False] * len(p) + [True] * len(r)]
+    marks = sampled or [None] * count
+    of_responses = [of_row or [True] * len(r) for of_row, r in zip(marks, responses, strict=True)]
+    mask = [flag for p, flags in zip(prompts, of_responses, strict=True) for flag in (*[False] * len(p), *flags)]
     given = logprobs if logprobs is not None else [[0.0] * len(r) for r in responses]
     reported = [value for p, row in zip(prompts, given, strict=True) for value in [0.0] * len(p) + list(row)]
     versions = [weight_version] * count if isinstance(weight_version, int) else list(weight_version)

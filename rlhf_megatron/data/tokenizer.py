@@ -82,7 +82,22 @@ class Tokenizer(ABC):
         ]
         return self.encode_many(texts)
 
-    def _turn_end_token(self) -> int | None:
+    def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
+        """Return what the chat template puts behind a turn of the assistant's that has ended, where `messages` follow:
+        up to and with the header of its next turn. Its end itself is not part of that.
+
+        Raises:
+            DataError: see `render_chat`; or the template puts no control token behind an assistant's turn.
+        """
+        end = self.turn_end_token()
+        if end is None:
+            raise DataError("the chat template puts no control token behind an assistant's turn")
+        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN_PROBE}, *messages]
+        _, _, behind = self.render_chat(conversation).partition(TURN_PROBE)
+        _, _, following = behind.partition(self.decode([end], skip_special_tokens=False))
+        return self.encode(following)
+
+    def turn_end_token(self) -> int | None:
         """Return the control token that the chat template puts behind an assistant's turn, if there is one."""
         conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN_PROBE}]
         try:
@@ -96,7 +111,7 @@ class Tokenizer(ABC):
     def _collect_stop_tokens(self, folder: Path) -> tuple[int, ...]:
         """Return the sorted ids that end a response (see the class)."""
         stops = {self.eos_token_id, *_generation_config_eos(folder)}
-        turn_end = self._turn_end_token()
+        turn_end = self.turn_end_token()
         if turn_end is not None:
             stops.add(turn_end)
         return tuple(sorted(stops))

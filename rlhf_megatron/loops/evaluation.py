@@ -29,6 +29,7 @@ from rich.table import Table
 from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.loops.conversations import Conversations, TurnFunction, text_of_model
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.monitor.environment import redact
@@ -71,7 +72,12 @@ def evaluate(recipe: Recipe) -> None:
     prompts = validation.prompts
     assert recipe.rollout is not None, "checked above"
     leads = rank % recipe.rollout.layout.tensor == 0  # its replica: the others generate the same and score nothing
-    with Scorer(recipe.reward) if leads else contextlib.nullcontext() as scorer:
+    turns = recipe.rollout.multi_turn
+    with contextlib.ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(recipe.reward)) if leads else None
+        function = TurnFunction(turns) if turns and leads else None
+        if function:
+            stack.callback(function.close)
         if scorer:
             scorer.check_sources(dict.fromkeys(prompt.data_source for prompt in prompts))
         engine = VllmEngine(
@@ -81,7 +87,7 @@ def evaluate(recipe: Recipe) -> None:
         dist.barrier()  # time that others need to start is not this rank's generation
         started = time.perf_counter()
         with Progress(console=Console(stderr=True), transient=True, disable=rank != 0) as progress:
-            own = answer(recipe, prompts, engine, scorer, tokenizer, progress)
+            own = answer(recipe, prompts, engine, scorer, function, tokenizer, progress)
     samples = gather_tables(own)
     if samples is not None:
         report(recipe, samples, time.perf_counter() - started, validation.left_out)
@@ -117,6 +123,7 @@ def answer(
     prompts: Sequence[Prompt],
     engine: VllmEngine,
     scorer: Scorer | None,
+    function: TurnFunction | None,
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> pa.Table:
@@ -134,7 +141,9 @@ def answer(
     sampling = Sampling(
         settings.temperature, settings.top_p, -1, recipe.rollout.max_response_length, tokenizer.stop_token_ids
     )
-    scoring = GroupScoring(scorer, [Group(prompt) for prompt in prompts], count, tokenizer)
+    groups, turns = [Group(prompt) for prompt in prompts], recipe.rollout.multi_turn
+    conversations = Conversations(turns, function, groups, count, tokenizer, recipe.rollout_repeats) if turns else None
+    scoring = GroupScoring(scorer, groups, count, tokenizer, conversations=conversations)
     task = progress.add_task("generate", total=None)
     tickets = TicketOffice(recipe.rollout.scheduling, replica, replicas).open(len(prompts))
     completions = engine.generate(
@@ -143,6 +152,7 @@ def answer(
         lambda done, begun: progress.update(task, completed=done, total=begun),
         scoring.take,
         tickets,
+        conversations,
     )
     scores = scoring.results(scoring.submitted())
     scored = [completion for completion in completions if completion.row_id in scores]
@@ -172,6 +182,7 @@ def sample_table(
     """
     count = recipe.evaluation.samples_per_prompt
     responses = [tokenizer.decode(completion.token_ids) for completion in completions]
+    said = [text_of_model(completion, tokenizer) for completion in completions]
     columns: dict[str, list[Any]] = {
         "question": [completion.row_id // count for completion in completions],
         "sample": [completion.row_id % count for completion in completions],
@@ -180,12 +191,12 @@ def sample_table(
         "response": responses,
         "ground_truth": [prompt.ground_truth for prompt in prompts],
         "answer": [
-            answer_of(recipe.reward, prompt.data_source, text) for prompt, text in zip(prompts, responses, strict=True)
+            answer_of(recipe.reward, prompt.data_source, text) for prompt, text in zip(prompts, said, strict=True)
         ],
         "score": [score.value for score in scores],
         **{f"score_{name}": [score.parts[place] for score in scores] for place, name in enumerate(part_names)},
         "correct": [score.parts[0] >= recipe.evaluation.correct_from for score in scores],
-        "tokens": [len(completion.token_ids) for completion in completions],
+        "tokens": [completion.sampled_tokens for completion in completions],
         "truncated": [completion.finish_reason == "length" for completion in completions],
         "unscored": [score.timed_out or score.failed for score in scores],
     }

@@ -26,7 +26,8 @@ from rlhf_megatron.data.rows import (
     parse_messages,
     with_system_prompt,
 )
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.loops.conversations import TurnFunction
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError
 from rlhf_megatron.recipe.estimate import checkpoint_bytes, export_bytes
@@ -100,6 +101,7 @@ def see_alone(recipe: Recipe, rank: int, world: int, seconds: float) -> dict[str
     if rank == 0:
         run("tokenizer", lambda: tokenizer_check(recipe))
         run("rewards", lambda: reward_check(recipe))
+        run("turns", lambda: turns_check(recipe))
     return {"facts": facts[0] if facts else None, "checks": checks}
 
 
@@ -118,12 +120,7 @@ def disk_check(recipe: Recipe, share: float) -> Check:
 
 def tokenizer_check(recipe: Recipe) -> Check:
     """Whether the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
-    tokenizer = load_tokenizer(
-        recipe.model.tokenizer or recipe.model.path,
-        recipe.model.trust_remote_code,
-        recipe.data.chat_template,
-        recipe.data.chat_template_kwargs,
-    )
+    tokenizer = _tokenizer_of(recipe)
     rows = ParquetRows(recipe.data.training_files, ["prompt"])
     lengths = []
     for row in range(min(ROWS, len(rows))):
@@ -156,6 +153,48 @@ def reward_check(recipe: Recipe) -> Check:
     return Check("rewards", "ok", seen)
 
 
+def turns_check(recipe: Recipe) -> list[Check]:
+    """What the function says that speaks between turns, where there is one, behind right answers to a few rows.
+
+    Raises RolloutError or DataError where it cannot be loaded, or the chat template does not go on from turns.
+    """
+    section = recipe.rollout.multi_turn if recipe.loop == "rl" and recipe.rollout else None
+    if section is None:
+        return []
+    tokenizer = _tokenizer_of(recipe)
+    rows = ParquetRows(recipe.data.training_files, ["prompt", "reward_model"], ["extra_info"])
+    function = TurnFunction(section)
+    try:
+        asked = []
+        for row in range(min(ROWS, len(rows))):
+            values, place = rows.read(row), rows.place(row)
+            messages = with_system_prompt(parse_messages(values["prompt"], place), recipe.data.system_prompt)
+            truth = parse_ground_truth(values["reward_model"], place)
+            said = {"role": "assistant", "content": truth}
+            asked.append(function.call([*messages, said], truth, parse_extra_info(values.get("extra_info"), place)))
+        outcomes = [future.result() for future in asked]
+        heard = [function.messages_of(outcome) for outcome in outcomes]
+    finally:
+        function.close()
+    for messages in filter(None, heard):
+        tokenizer.encode_next_turn(messages)
+    failed = [outcome for outcome, found in zip(outcomes, heard, strict=True) if found is None]
+    seen = f"{len(heard)} right answers: {sum(map(bool, heard))} answered, {heard.count([])} ended"
+    if failed:
+        why = failed[0].message or failed[0].state
+        return [Check("turns", "fail", f"{seen}, {len(failed)} failed: {why}", f"mend {section.function}")]
+    return [Check("turns", "ok", seen)]
+
+
+def _tokenizer_of(recipe: Recipe) -> Tokenizer:
+    return load_tokenizer(
+        recipe.model.tokenizer or recipe.model.path,
+        recipe.model.trust_remote_code,
+        recipe.data.chat_template,
+        recipe.data.chat_template_kwargs,
+    )
+
+
 def _right_answers(recipe: Recipe) -> list[ScoreItem]:
     """The first rows with their ground truth as the response, in the form that their rule wants."""
     rows = ParquetRows(recipe.data.training_files, ["data_source", "reward_model"], ["extra_info"])
@@ -164,6 +203,8 @@ def _right_answers(recipe: Recipe) -> list[ScoreItem]:
         values, place = rows.read(row), rows.place(row)
         truth = parse_ground_truth(values["reward_model"], place)
         extra_info = parse_extra_info(values.get("extra_info"), place)
+        if recipe.rollout and recipe.rollout.multi_turn:
+            extra_info |= {"turns": [{"role": "assistant", "content": truth}]}
         item = ScoreItem(parse_data_source(values["data_source"], place), truth, truth, extra_info, row)
         form = _form(recipe, item)
         items.append(dataclasses.replace(item, solution=form.format(truth)) if form else item)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows, concatenate
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.loops.conversations import Conversations
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.rewards.score import Score
@@ -46,6 +47,7 @@ def _pack(prompt: Prompt, index: int, rows: Sequence[Completion]) -> RolloutBatc
         row_id=[completion.row_id for completion in rows],
         weight_version=[completion.weight_version for completion in rows],
         truncated=[completion.finish_reason == "length" for completion in rows],
+        sampled=[completion.sampled for completion in rows],
     )
 
 
@@ -58,6 +60,7 @@ class Rolled:
         completions: this replica's rows of the other groups, in the order of their ids, on the rank that leads it.
         prompts: of each completion.
         record: of this replica's engine.
+        conversations: of responses of several turns, on the ranks of the replica.
         tokens: of all replicas, prompts and responses, once they are gathered.
     """
 
@@ -69,10 +72,11 @@ class Rolled:
         scoring: GroupScoring,
         packing: Packing,
         record: GenerationRecord,
+        conversations: Conversations | None = None,
     ) -> None:
         """``chosen``: the numbers of the groups that are not left, of all replicas, rising."""
         self.asked = [group.prompt for group in groups]
-        self.left, self.record = list(left), record
+        self.left, self.record, self.conversations = list(left), record, conversations
         own = sorted(set(scoring.submitted()).intersection(chosen))
         self.completions = [completion for index in own for completion in scoring.rows_of(index)]
         self.prompts = [self.asked[index] for index in own for _ in scoring.rows_of(index)]

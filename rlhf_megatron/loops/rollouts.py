@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.loops.conversations import Conversations, TurnFunction
 from rlhf_megatron.loops.groups import Group, groups_left, requests_for
 from rlhf_megatron.loops.rolled import Packing, Rolled
 from rlhf_megatron.loops.scoring import GroupScoring
@@ -52,6 +53,8 @@ class Rollouts:
         if self._scorer:
             held_out = (prompt.data_source for prompt in session.validation or [])
             self._scorer.check_sources(dict.fromkeys([*session.train.data_sources(), *held_out]))
+        self._turns = section.multi_turn
+        self._turn_function = TurnFunction(self._turns) if self._turns and self._leads else None
         judge = recipe.reward_model
         self._reward_model = session.make_reward_model(judge) if judge else None
         self.version = 0
@@ -165,8 +168,19 @@ class Rollouts:
         whole = [index for index, group in enumerate(groups) if group.whole() == responses_per_prompt]
         lacking = None if wanted is None else max(wanted - len(whole), 0)
         packing = Packing(self._packer, groups)
+        conversations = None
+        if self._turns:
+            repeatable = self._session.recipe.rollout_repeats
+            conversations = Conversations(
+                self._turns, self._turn_function, groups, responses_per_prompt, self._session.tokenizer, repeatable
+            )
         scoring = GroupScoring(
-            self._scorer, groups, responses_per_prompt, self._session.tokenizer, on_group=packing.begin
+            self._scorer,
+            groups,
+            responses_per_prompt,
+            self._session.tokenizer,
+            on_group=packing.begin,
+            conversations=conversations,
         )
         for index in whole[:wanted]:
             if index % self._replicas == self._replica:
@@ -192,11 +206,12 @@ class Rollouts:
                 lambda done, total: self._session.progress("generate", done, total),
                 scoring.take,
                 self._office.open(len({request.group_id for request in requests}), lacking),
+                conversations,
             )
             record = self.engine.record
         chosen, left = list(range(len(groups))), list[Group]()
         if not self._team.here:
-            return Rolled(groups, chosen, left, scoring, packing, record)
+            return Rolled(groups, chosen, left, scoring, packing, record, conversations)
         with self._session.span("wait"):  # else rank 0 would time a slower replica as scoring
             dist.barrier(self._team.group)
         if wanted is not None:
@@ -204,7 +219,7 @@ class Rollouts:
             chosen = sorted(finished.union(whole))[:wanted]
             own = completions if self._leads else []
             left = groups_left(groups, chosen, own, responses_per_prompt, self._discards, self._team.group)
-        return Rolled(groups, chosen, left, scoring, packing, record)
+        return Rolled(groups, chosen, left, scoring, packing, record, conversations)
 
     def gather(self, rolled: Rolled) -> RolloutBatch:
         """All replicas' rows as one batch with their rewards, the reward model's included.
@@ -236,8 +251,12 @@ class Rollouts:
         ``rollout/replica_imbalance`` is how long the slowest generated, over the mean of all, 1 at best.
         """
         records = [each.record if self._leads else GenerationRecord() for each in rolled]
-        counts = ("sampled_tokens", "aborted", "resumed")
+        counts: tuple[str, ...] = ("sampled_tokens", "aborted", "resumed")
         own = [float(sum(getattr(record, name) for record in records)) for name in counts]
+        if self._turns:
+            of_turns = [each.conversations.counts for each in rolled if each.conversations and self._leads]
+            counts += ("turn_answers", "turn_ends", "turn_failures")
+            own += [float(sum(getattr(of, name) for of in of_turns)) for name in ("answers", "ended", "failed")]
         seconds = torch.zeros(len(rolled), self._replicas, dtype=torch.float64)
         if self._leads:
             seconds[:, self._replica] = torch.tensor([record.seconds for record in records])
@@ -260,6 +279,8 @@ class Rollouts:
         """Ends the engine and the reward workers."""
         if self._scorer:
             self._scorer.close()
+        if self._turn_function:
+            self._turn_function.close()
         self._packer.shutdown()
         if self.engine:
             self.engine.close()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.loops.conversations import Conversations, text_of_model
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.rewards.score import Pending, Score, ScoreItem, Scorer
 from rlhf_megatron.rollout.engine import Completion
@@ -26,11 +27,14 @@ class GroupScoring:
         responses_per_prompt: int,
         tokenizer: Tokenizer,
         on_group: OnGroup | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         """``groups`` as asked for: row ``i * responses + k`` is response k to the prompt of group i.
 
-        ``on_group`` is called with the number and the rows of each group that is sent to the scorer.
+        ``on_group`` is called with the number and the rows of each group that is sent to the scorer. Where responses
+        have several turns, ``conversations`` knows them: what the model has said is scored, without what others have.
         """
+        self._conversations = conversations
         self._scorer, self._tokenizer, self._on_group = scorer, tokenizer, on_group
         self._asked, self._responses = groups, responses_per_prompt
         self._rows: dict[int, list[Completion]] = {}
@@ -78,11 +82,12 @@ class GroupScoring:
 
     def _item(self, completion: Completion) -> ScoreItem:
         prompt = self._asked[completion.row_id // self._responses].prompt
+        turns = {"turns": self._conversations.messages(completion)} if self._conversations else {}
         return ScoreItem(
             prompt.data_source,
-            self._tokenizer.decode(completion.token_ids),
+            text_of_model(completion, self._tokenizer),
             prompt.ground_truth,
-            prompt.extra_info,
+            prompt.extra_info | turns,
             completion.row_id,
-            len(completion.token_ids),
+            completion.sampled_tokens,
         )

@@ -18,7 +18,7 @@ from rlhf_megatron.recipe.roles import (
     RewardModelSection,
     RoleSection,
 )
-from rlhf_megatron.recipe.rollout import RolloutSection
+from rlhf_megatron.recipe.rollout import MultiTurnSection, RolloutSection
 from rlhf_megatron.recipe.unsupported import unsupported
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "LayoutSection",
     "LoraSection",
     "MonitorSection",
+    "MultiTurnSection",
     "OptimizerSection",
     "Recipe",
     "RecipeError",

@@ -154,6 +154,11 @@ class Recipe(Section):
         return self.loop == "rl" and self.rollout is not None and self.rollout.steps_ahead > 0
 
     @property
+    def rollout_repeats(self) -> bool:
+        """Whether what the engines compute together is to be the same in every run."""
+        return self.rollout is not None and self.rollout.scheduling == "static"
+
+    @property
     def longest_sequence(self) -> int:
         """Most tokens of one row through the models, of what the recipe does not leave out for its length.
 
@@ -256,6 +261,10 @@ class Recipe(Section):
             raise ValueError(
                 f"critic.warmup_steps={self.critic.warmup_steps}: the actor would learn in none of {self.steps} steps; "
                 "lower it"
+            )
+        if self.rollout.multi_turn and self.reward_model is not None:
+            raise ValueError(
+                "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
             )
         if self.reward.rule == "none" and self.reward_model is None:
             raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")

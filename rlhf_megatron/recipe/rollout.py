@@ -37,6 +37,22 @@ class DrawnLengthsSection(Section):
         return max(1, round(random.Random(row).lognormvariate(location, self.sigma)))
 
 
+class MultiTurnSection(Section):
+    """Responses of several turns: behind a turn of the model's a function of yours speaks, as a tool or a user does."""
+
+    function: str
+    """path/to/file.py:function (default name: respond). It is given the conversation and returns the next message, or
+    None where the response ends (docs/multi_turn.md)."""
+    max_assistant_turns: int = Field(default=4, gt=1)
+    """Most turns of the model in a response; nobody answers the last one."""
+    max_answer_tokens: int = Field(default=1024, gt=0)
+    """An answer's content is cut to so many tokens. They count among max_response_length, and are not learnt."""
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """For one answer; a response that has none by then ends, and so does one whose function fails."""
+    workers: int = Field(default=4, gt=0)
+    """Processes of each replica that call the function."""
+
+
 class RolloutSection(Section):
     """vLLM's settings, under vLLM's names where it has them."""
 
@@ -50,6 +66,8 @@ class RolloutSection(Section):
     """Degrees of parallelism."""
     max_response_length: int = Field(gt=0)
     """Most tokens of a response."""
+    multi_turn: MultiTurnSection | None = None
+    """Responses of several turns; default: of one."""
     drawn_lengths: DrawnLengthsSection | None = None
     """For benchmarks: each response ends at a length that is drawn in advance, whatever its tokens are."""
     temperature: float = Field(default=1.0, gt=0)
@@ -106,6 +124,16 @@ class RolloutSection(Section):
             raise ValueError("partial=resume: without oversample no group is given up; set it, such as 1.25")
         if self.partial == "resume" and self.drawn_lengths:
             raise ValueError("partial=resume: drawn_lengths ends each response by its row, which changes; use discard")
+        return self
+
+    @model_validator(mode="after")
+    def _turns_are_of_one_generation(self) -> RolloutSection:
+        if self.multi_turn is None:
+            return self
+        if self.partial == "resume":
+            raise ValueError("partial=resume: with multi_turn what was given up begins anew; use discard")
+        if self.drawn_lengths:
+            raise ValueError("drawn_lengths: with multi_turn a turn ends where the model ends it; leave one out")
         return self
 
     @model_validator(mode="after")

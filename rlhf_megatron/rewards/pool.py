@@ -45,6 +45,8 @@ _BOOTSTRAP = (
 class Outcome:
     """What became of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
 
+    Of a job that answers a turn, `message` has the next messages as JSON when it is DONE.
+
     `awaited` is the answer to a job that only loads: whether several of its kind can be done together.
     """
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 HEADER = struct.Struct(">Q")
 
-USER_FUNCTION = "user_function"  # a kind of job; the others are names of rules
+USER_FUNCTION, TURN = "user_function", "turn"  # kinds of job; the others are names of rules
 # States of an answer.
 STARTED, DONE, FAILED, UNUSABLE, TIMED_OUT = "started", "done", "failed", "unusable", "timed_out"
 # Jobs that are awaited end here at their limit, before the pool kills the process.
@@ -127,7 +127,11 @@ def load(job: Job) -> bool:
         from rlhf_megatron.rewards import user_function
 
         return user_function.is_async(user_function.load(job["function"]))
-    if job["kind"] == "math":
+    if job["kind"] == TURN:
+        from rlhf_megatron.rewards import user_function
+
+        user_function.load(job["function"], user_function.TURN)
+    elif job["kind"] == "math":
         from rlhf_megatron.rewards import math
 
         math.load()
@@ -141,6 +145,11 @@ def load(job: Job) -> bool:
 def compute(job: Job) -> Answer:
     """Return the answer to one job that is not awaited."""
     try:
+        if job["kind"] == TURN:
+            from rlhf_megatron.rewards import user_function
+
+            conversation = (job["messages"], job["ground_truth"], job["extra_info"])
+            return {"state": DONE, "message": json.dumps(user_function.call_turn(job["function"], *conversation))}
         return {"state": DONE, "score": score(job)}
     except Exception as error:
         return refusal(error)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -40,6 +41,29 @@ class Completion:
     logprobs: list[float]  # of each sampled token, under the distribution that it was drawn from
     finish_reason: str  # "stop" or "length"; "abort": it was given up, and may be gone on with
     weight_versions: list[int]  # of the weights that sampled each token
+    sampled: list[bool] | None = None  # which tokens are the model's, where others have spoken between its turns
+
+    @property
+    def turns(self) -> int:
+        """How often the model has spoken."""
+        marks = self.sampled if self.sampled is not None else [True] * len(self.token_ids)
+        return sum(mark and (place == 0 or not marks[place - 1]) for place, mark in enumerate(marks))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens are the model's."""
+        return len(self.token_ids) if self.sampled is None else sum(self.sampled)
+
+    def answered(self, token_ids: Sequence[int]) -> Completion:
+        """With ``token_ids`` of somebody else behind it."""
+        count, before = len(token_ids), self.sampled or [True] * len(self.token_ids)
+        return dataclasses.replace(
+            self,
+            token_ids=[*self.token_ids, *token_ids],
+            logprobs=[*self.logprobs, *[0.0] * count],
+            weight_versions=[*self.weight_versions, *self.weight_versions[-1:] * count],
+            sampled=[*before, *[False] * count],
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -86,6 +110,30 @@ def request_seed(seed: int, step: int, row: int) -> int:
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
+class Turns(Protocol):
+    """Who speaks between the model's turns. Of the ranks of a replica only the first one asks and reads.
+
+    Attributes:
+        repeatable: the engine waits for all answers that it has asked for, and then goes on with all of them: what it
+            computes together depends on no answer's speed.
+    """
+
+    repeatable: bool
+
+    def goes_on(self, completion: Completion) -> bool:
+        """Whether somebody may have an answer to what the model has said; the same on all ranks of a replica."""
+        ...
+
+    def ask(self, completion: Completion) -> Future[Any]:
+        """Begins to find the answer, and returns at once."""
+        ...
+
+    def read(self, completion: Completion, found: Any) -> list[int] | None:
+        """The tokens that come behind ``completion``, up to the beginning of the model's next turn, given what ``ask``
+        has found; None where the response ends."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """One replica's share on this rank. All ranks of a replica make the same calls in the same order."""
 
@@ -99,8 +147,9 @@ class RolloutEngine(Protocol):
         on_progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
         tickets: Tickets | None = None,
+        turns: Turns | None = None,
     ) -> list[Completion]:
-        """Completions in the order of ``requests``.
+        """Completions in the order of ``requests``; with ``turns`` of several turns.
 
         With ``tickets``, one for each group, this replica answers those groups that it draws, and there are completions
         of these only; what is given up when enough groups are done comes as far as it went.

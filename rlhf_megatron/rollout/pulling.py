@@ -7,21 +7,25 @@ from what all peers see alike.
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.rollout.engine import Completion, Request, Sampling
+from rlhf_megatron.rollout.engine import Completion, Request, Sampling, Turns
 from rlhf_megatron.rollout.lengths import ResponseLengths, groups_that_fit
 from rlhf_megatron.rollout.sampled_logprobs import SampledLogprobs
 from rlhf_megatron.rollout.tickets import Tickets
 
 # Engine steps after which the replica asks at the latest whether enough is done, or whether there is memory again.
 _MOST_STEPS = 8
+_SEEDS_APART = 1_000_003  # of two turns of a row
 
 
 class Pull:
@@ -36,10 +40,12 @@ class Pull:
         peers: Any,
         version: int,
         lengths: ResponseLengths,
+        turns: Turns | None = None,
     ) -> None:
         """``core`` is vLLM's LLMEngine, ``peers`` its group of tensor-parallel ranks, or None for a replica of one.
 
         Without ``tickets`` all requests are this replica's. ``lengths`` learns from one generation for the next.
+        ``turns`` speak between the model's, where it has several.
         """
         self._core, self._sampling, self._peers = core, sampling, peers
         self._requests, self._version, self._lengths = requests, version, lengths
@@ -47,6 +53,7 @@ class Pull:
             list(places)
             for _, places in itertools.groupby(range(len(requests)), lambda place: requests[place].group_id)
         ]
+        self._group_of = {place: number for number, places in enumerate(self._groups) for place in places}
         self._rows_per_group = len(requests) / max(len(self._groups), 1)
         self._tickets = tickets or Tickets(range(len(self._groups)))
         config = core.vllm_config
@@ -60,6 +67,11 @@ class Pull:
         self._prompt_tokens += self._rows_per_group * config.cache_config.block_size / 2
         begun = sum(len(request.begun.token_ids) for request in requests if request.begun)
         self._begun_tokens = begun / max(len(requests), 1)
+        self._turns = turns
+        self._so_far = {place: request.begun for place, request in enumerate(requests) if request.begun}
+        self._asked: dict[int, Completion] = {}  # rows that wait for somebody's answer, by place
+        self._answers: dict[int, Future[Any]] = {}  # on the rank that leads: what is being found for them
+        self._ended: list[tuple[int, Completion]] = []  # by an answer, and not yet told
         self._flight: dict[str, int] = {}  # vLLM's name of a request that runs or waits there -> its group's number
         self._begun: dict[str, int] = {}  # vLLM's own, longer name of a request -> tokens that it began with
         self._left: dict[int, int] = {}  # group -> its rows that have not ended
@@ -75,15 +87,24 @@ class Pull:
                 self._decide()
                 if self._enough:
                     break
+            if self._ended:
+                ended, self._ended = self._ended, []
+                yield ended
             if self._flight:
                 yield self._step()
-        yield self.give_up()
+        yield [*self._ended, *self.give_up()]
 
     def give_up(self) -> list[tuple[int, Completion]]:
         """Ends what is in flight; what there is of it, if anything."""
         from vllm.v1.engine import FinishReason
 
-        partial = []
+        partial = [
+            (place, dataclasses.replace(completion, finish_reason="abort")) for place, completion in self._asked.items()
+        ]
+        self.aborted += len(partial)
+        for future in self._answers.values():
+            future.cancel()
+        self._asked, self._answers = {}, {}
         for state in list(self._core.output_processor.request_states.values()):
             name = state.external_req_id
             output = state.make_request_output([], None, FinishReason.ABORT, None)
@@ -106,7 +127,12 @@ class Pull:
     # ---- deciding
 
     def _is_over(self) -> bool:
-        return not self._flight and not self._more and not (self._finished and self._counts)
+        waits = self._flight or self._asked or self._ended
+        return not waits and not self._more and not (self._finished and self._counts)
+
+    @property
+    def _leads(self) -> bool:
+        return self._peers is None or bool(self._peers.is_first_rank)
 
     @property
     def _counts(self) -> bool:
@@ -120,12 +146,15 @@ class Pull:
     def _is_due(self) -> bool:
         if not self._flight or (self._has_room and self._has_ended):
             return True
-        return self._steps_since >= _MOST_STEPS and (self._has_room or self._counts)
+        hears_at_once = self._peers is None and self._turns is not None and not self._turns.repeatable
+        if hears_at_once and any(future.done() for future in self._answers.values()):
+            return True
+        return self._steps_since >= _MOST_STEPS and (self._has_room or self._counts or bool(self._asked))
 
     def _decide(self) -> None:
         """Draws what there is room for, and finds out whether enough is done."""
         decision = torch.zeros(self._capacity + 3, dtype=torch.int64)  # enough, more, how many, which
-        if self._peers is None or self._peers.is_first_rank:
+        if self._leads:
             decision[0] = enough = self._tickets.are_enough(self._finished)
             room = 0 if enough or not self._more else self._room()
             drawn, more = self._tickets.draw(room) if room else ([], self._more)
@@ -138,6 +167,42 @@ class Pull:
         self._finished, self._steps_since, self._has_ended = 0, 0, False
         for number in drawn[:count]:
             self._begin(number)
+        if self._asked and not self._enough:
+            for place, tokens in self._hear(wait=not self._flight):
+                self._go_on(place, tokens)
+
+    def _hear(self, wait: bool) -> list[tuple[int, list[int] | None]]:
+        """The answers that have come, by place, the same on all ranks of the replica; None where a response ends.
+
+        With ``wait``, since nothing else is to be done, at least one, unless none comes for a second; all of them where
+        a run is to be repeatable.
+        """
+        found: list[Any] = [None]
+        if self._leads:
+            assert self._turns is not None
+            if self._turns.repeatable:
+                concurrent.futures.wait(self._answers.values())
+            elif wait:
+                concurrent.futures.wait(self._answers.values(), 1.0, concurrent.futures.FIRST_COMPLETED)
+            done = sorted(place for place, future in self._answers.items() if future.done())
+            found = [
+                [(place, self._turns.read(self._asked[place], self._answers.pop(place).result())) for place in done]
+            ]
+        if self._peers is not None:
+            dist.broadcast_object_list(found, self._peers.first_rank, group=self._peers.cpu_group)
+        heard: list[tuple[int, list[int] | None]] = found[0]
+        return heard
+
+    def _go_on(self, place: int, tokens: list[int] | None) -> None:
+        """The model's next turn behind ``tokens``; or the end, also where these leave it nothing to say."""
+        completion = self._asked.pop(place)
+        if tokens is None:
+            self._ended.append(self._end(place, completion))
+        elif len(completion.token_ids) + len(tokens) >= self._limit(place):
+            self._ended.append(self._end(place, dataclasses.replace(completion, finish_reason="length")))
+        else:
+            self._so_far[place] = completion.answered(tokens)
+            self._submit(place)
 
     def _room(self) -> int:
         """How many groups more this replica could keep running, by its number of sequences and its free memory."""
@@ -162,46 +227,69 @@ class Pull:
         places = self._groups[number]
         self._left[number] = len(places)
         for place in places:
-            request = self._requests[place]
-            begun = request.begun.token_ids if request.begun else []
-            prompt = {"prompt_token_ids": [*request.prompt_token_ids, *begun]}
-            limit = min(request.max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
-            parameters = sampling_params(self._sampling, request.seed, limit - len(begun))
-            name = self._core.add_request(str(place), prompt, parameters)
-            self._core.output_processor.request_states[name].logprobs_processor = SampledLogprobs()
-            self._flight[str(place)], self._begun[name] = number, len(begun)
+            self._submit(place)
             self.begun += 1
-            self.resumed += bool(begun)
+            self.resumed += place in self._so_far
+
+    def _submit(self, place: int) -> None:
+        """Has vLLM generate what comes behind what there is of a row."""
+        request, begun = self._requests[place], self._so_far.get(place)
+        tokens = begun.token_ids if begun else []
+        # A turn that drew what the one before drew would say much the same.
+        spoken = begun.turns if begun and begun.sampled else 0
+        seed = (request.seed + spoken * _SEEDS_APART) & 0x7FFFFFFF
+        prompt = {"prompt_token_ids": [*request.prompt_token_ids, *tokens]}
+        parameters = sampling_params(self._sampling, seed, self._limit(place) - len(tokens))
+        name = self._core.add_request(str(place), prompt, parameters)
+        self._core.output_processor.request_states[name].logprobs_processor = SampledLogprobs()
+        self._flight[str(place)], self._begun[name] = self._group_of[place], len(tokens)
+
+    def _limit(self, place: int) -> int:
+        """Most tokens of a row behind its prompt."""
+        return min(self._requests[place].max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
 
     def _step(self) -> list[tuple[int, Completion]]:
         ended = []
         for output in self._core.step():
             if not output.finished:
                 continue
-            number = self._flight.pop(output.request_id)
-            self._left[number] -= 1
-            self._finished += not self._left[number]
-            self._has_ended = True
-            ended.append((int(output.request_id), self._completion(output)))
-            self._lengths.learn(len(ended[-1][1].token_ids))
+            place, completion = int(output.request_id), self._completion(output)
+            del self._flight[output.request_id]
+            if self._turns and completion.finish_reason == "stop" and self._turns.goes_on(completion):
+                self._asked[place] = completion
+                if self._leads:
+                    self._answers[place] = self._turns.ask(completion)
+            else:
+                ended.append(self._end(place, completion))
         self.steps += 1
         self._steps_since += 1
         return ended
 
+    def _end(self, place: int, completion: Completion) -> tuple[int, Completion]:
+        number = self._group_of[place]
+        self._left[number] -= 1
+        self._finished += not self._left[number]
+        self._has_ended = True
+        self._lengths.learn(len(completion.token_ids))
+        return place, completion
+
     def _completion(self, output: Any) -> Completion:
-        request, sample = self._requests[int(output.request_id)], output.outputs[0]
+        place, sample = int(output.request_id), output.outputs[0]
+        request, begun = self._requests[place], self._so_far.get(place)
         if sample.finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(
                 f"vLLM ended row {request.row_id} with {sample.finish_reason!r} after {len(sample.token_ids)} tokens"
             )
         tokens, logprobs = list(sample.token_ids), list(sample.logprobs)
-        versions = [self._version] * len(tokens)
+        versions, sampled = [self._version] * len(tokens), None
         self.sampled_tokens += len(tokens)
-        if request.begun:
-            tokens = [*request.begun.token_ids, *tokens]
-            logprobs = [*request.begun.logprobs, *logprobs]
-            versions = [*request.begun.weight_versions, *versions]
-        return Completion(request.row_id, tokens, logprobs, str(sample.finish_reason), versions)
+        if begun:
+            if begun.sampled is not None:
+                sampled = [*begun.sampled, *[True] * len(tokens)]
+            tokens = [*begun.token_ids, *tokens]
+            logprobs = [*begun.logprobs, *logprobs]
+            versions = [*begun.weight_versions, *versions]
+        return Completion(request.row_id, tokens, logprobs, str(sample.finish_reason), versions, sampled)
 
 
 def _free_tokens(core: Any) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout import sampled_logprobs, shared_weights
-from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, RolloutError, Sampling
+from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, RolloutError, Sampling, Turns
 from rlhf_megatron.rollout.lengths import ResponseLengths
 from rlhf_megatron.rollout.pulling import Pull
 from rlhf_megatron.rollout.random_state import preserved_random_state
@@ -226,6 +226,7 @@ class VllmEngine:
         on_progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
         tickets: Tickets | None = None,
+        turns: Turns | None = None,
     ) -> list[Completion]:
         """See RolloutEngine. The trainer's random state is left as it was.
 
@@ -236,7 +237,7 @@ class VllmEngine:
         if self._version is None:
             raise RuntimeError("the engine has no weights; write them and call weights_updated first")
         self._check(requests, sampling)
-        pull = Pull(self._core, requests, sampling, tickets, self._peers, self._version, self._lengths)
+        pull = Pull(self._core, requests, sampling, tickets, self._peers, self._version, self._lengths, turns)
         completions: dict[int, Completion] = {}
         started = time.perf_counter()
         with preserved_random_state(), sampled_logprobs.kept_as_numbers(self._core, self._on_gpu):

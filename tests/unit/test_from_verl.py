@@ -201,7 +201,7 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        (f"{ROLLOUT}.multi_turn.enable=True", "conversations have one turn"),
+        (f"{ROLLOUT}.multi_turn.enable=True", "tools are a function here"),
         ("actor_rollout_ref.model.lora_adapter_path=/a", "give its rank too, as lora_rank"),
         (f"{ROLLOUT}.name=sglang", "the rollout is vLLM's"),
         (f"{ACTOR}.policy_loss.loss_mode=novel", "loss_mode=novel: here are vanilla, gspo"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hugging_face import make_model
-from rlhf_megatron.loops.preflight import reward_check, tokenizer_check
+from rlhf_megatron.loops.preflight import reward_check, tokenizer_check, turns_check
 from rlhf_megatron.monitor.gpu import SLOWDOWNS, GpuState
 from rlhf_megatron.recipe import Recipe, make_recipe
 from rlhf_megatron.recipe.estimate import checkpoint_bytes
@@ -325,6 +325,30 @@ def test_right_answers_are_scored_by_rules_and_functions(recipe_of: Callable[...
     assert half == Check("rewards", "ok", "4 right answers: 0.5; empty ones: 0.5")
     [bad] = run_check("rewards", 60.0, lambda: reward_check(recipe_of(reward={"function": f"{path}:bad"})))
     assert bad.result == "fail" and "'str' object has no attribute 'length'" in bad.seen
+
+
+def test_who_speaks_between_turns_is_tried(recipe_of: Callable[..., Recipe], tmp_path: Path) -> None:
+    assert turns_check(recipe_of()) == []
+    path = tmp_path / "talk.py"
+    header = "def {}(messages, ground_truth, extra_info):\n    "
+    path.write_text(
+        header.format("respond")
+        + "return None if ground_truth == '3' else {'role': 'user', 'content': 'sure?'}\n\n"
+        + header.format("bad")
+        + "return messages[-1]['text']\n\n"
+        + header.format("tool")
+        + "return 'ok'\n"
+    )
+
+    def check(name: str) -> Check:
+        turns = {"max_response_length": 8, "multi_turn": {"function": f"{path}:{name}"}}
+        [found] = run_check("turns", 60.0, lambda: turns_check(recipe_of(rollout=turns)))
+        return found
+
+    assert check("respond") == Check("turns", "ok", "4 right answers: 3 answered, 1 ended")
+    assert check("bad").result == "fail" and "KeyError: 'text'" in check("bad").seen
+    assert check("tool").result == "fail" and "unknown role tool" in check("tool").seen
+    assert check("none").result == "fail" and "has no function none" in check("none").seen
 
 
 def test_beside_a_reward_model_rewards_are_tried_where_there_are_any(

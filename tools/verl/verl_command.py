@@ -45,7 +45,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     f"{ROLLOUT}.do_sample": (lambda value: value, "responses are always sampled"),
     f"{ROLLOUT}.name": (lambda value: value == "vllm", "the rollout is vLLM's"),
     f"{ROLLOUT}.ignore_eos": (lambda value: not value, "see rollout.drawn_lengths"),
-    f"{ROLLOUT}.multi_turn.enable": (lambda value: not value, "conversations have one turn here"),
+    f"{ROLLOUT}.multi_turn.enable": (lambda value: not value, "tools are a function here: see rollout.multi_turn"),
     f"{ROLLOUT}.val_kwargs.top_k": (lambda value: value == -1, "evaluation has no top_k"),
     "reward_model.reward_manager": (lambda value: value in ("naive", "dapo"), "see docs/rewards.md"),
     "trainer.val_only": (lambda value: not value, "see launch/evaluate.py"),

@@ -53,7 +53,7 @@ def facts(recipe: Recipe) -> Facts:
     sections = recipe.model_dump(mode="json")
     return {
         "versions": versions(),
-        "code": code_digests() | {str(path): fingerprint(path) for path in _reward_files(recipe)},
+        "code": code_digests() | {str(path): fingerprint(path) for path in _function_files(recipe)},
         "recipe": {key: _digest(yaml.safe_dump(value).encode()) for key, value in sections.items()},
         "data": {str(path): fingerprint(path) for path in _data_files(recipe)},
         "model": {str(path): fingerprint(path) for path in _model_files(recipe)},
@@ -140,11 +140,15 @@ def _model_files(recipe: Recipe) -> Iterator[Path]:
         yield from (Path(lora.path) / name for name in ("adapter_config.json", "adapter_model.safetensors"))
 
 
-def _reward_files(recipe: Recipe) -> Iterator[Path]:
-    for source in (recipe.reward, *recipe.reward.parts):
-        if source.function is not None:
-            path, colon, _ = source.function.rpartition(":")  # without a colon it is the path alone
-            yield Path(path if colon else source.function)
+def _function_files(recipe: Recipe) -> Iterator[Path]:
+    """The files of the user's own functions."""
+    functions = [source.function for source in (recipe.reward, *recipe.reward.parts)]
+    if recipe.rollout and recipe.rollout.multi_turn:
+        functions.append(recipe.rollout.multi_turn.function)
+    for function in functions:
+        if function is not None:
+            path, colon, _ = function.rpartition(":")  # without a colon it is the path alone
+            yield Path(path if colon else function)
 
 
 def _digest(data: bytes) -> str:

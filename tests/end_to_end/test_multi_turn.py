@@ -1,0 +1,198 @@
+"""Whole runs whose responses have several turns: a function of a file speaks between the model's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from end_to_end.commands import OWN_FRAME, Finished, torchrun
+from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, wait_for
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.rollout.environment import has_gpu
+
+pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
+
+MOST_TURNS, PROMPT_MESSAGES = 3, 1
+RECIPE: dict[str, Any] = {
+    "name": "whole",
+    "loop": "rl",
+    "steps": 3,
+    "deterministic": True,
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train_files": ["train.parquet"], "max_prompt_length": 64},
+    "batch": {"prompts_per_step": 4, "responses_per_prompt": 4},
+    "actor": {"tokens_per_gpu": 512, "optimizer": {"learning_rate": 1e-3}},
+    "rollout": {
+        "max_response_length": 60,
+        "scheduling": "static",
+        "multi_turn": {"function": "talk.py", "max_assistant_turns": MOST_TURNS, "timeout_seconds": 5.0},
+    },
+    "reward": {"function": "reward.py"},
+    "evaluation": {"at_start": False, "at_end": False},
+    "checkpoint": {"save_interval": 1, "export_at_end": False},
+    "monitor": {"plots": False},
+}
+# What is said depends on what was said; one in eight conversations ends here.
+TALK = """
+import time
+async def respond(messages, ground_truth, extra_info):
+    said = messages[-1]["content"]
+    assert messages[-1]["role"] == "assistant" and messages[0]["role"] in ("system", "user")
+    if len(said) % 8 == 1:
+        return None
+    return {"role": "user", "content": f"{len(messages)}: {len(said)}"}
+"""
+BADLY = TALK.replace("    if len", "    if len(said) % 4 == 2: raise KeyError(said[:1])\n    if len(said) % 4 == 3: "
+                     "time.sleep(60)\n    if len")  # fmt: skip
+REWARD = """
+import json
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open("seen.jsonl", "a") as seen:
+        seen.write(json.dumps([solution_str, extra_info["turns"]]) + "\\n")
+    return (len(solution_str) % 5) / 4
+"""
+
+
+def talkative(model: Path) -> None:
+    """Has a model with random weights end its turns every few tokens: all embeddings lean to one side, and that of the
+    token behind a turn, which is also its row of the output layer, the most."""
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    embedding = weights["model.embed_tokens.weight"]
+    lean = torch.zeros(embedding.shape[1])
+    lean[0] = 0.5
+    end = load_tokenizer(model).turn_end_token()
+    assert end is not None
+    embedding += lean
+    embedding[end] = 2.1 * lean
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("turns")
+    for name, text in (("talk.py", TALK), ("badly.py", BADLY), ("reward.py", REWARD)):
+        (path / name).write_text(text)
+    (path / "always.py").write_text("def respond(messages, ground_truth, extra_info):\n    return 7\n")
+    (path / "turns.yaml").write_text(yaml.safe_dump(RECIPE))
+    make_model(path, layers=2)
+    talkative(path / "model")
+    make_sums(path, 24, "--seed=1")
+    make_sums(path, 6, "--seed=9", name="held_out")
+    return path
+
+
+@pytest.fixture(scope="module")
+def train(folder: Path) -> Callable[..., Finished]:
+    def run(*arguments: str) -> Finished:
+        with torchrun(2, TRAIN, "turns.yaml", *arguments, folder=folder) as command:
+            return command.finish()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, float]]:
+    train().check()
+    return metrics_of(folder / "runs" / "whole")
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, whole: dict[int, dict[str, float]]) -> list[tuple[str, list[dict[str, str]]]]:
+    """What the reward function was given of each response of the first run: its text, and its turns."""
+    return [tuple(json.loads(line)) for line in (folder / "seen.jsonl").read_text().splitlines()[:48]]  # type: ignore[misc]
+
+
+def test_what_others_say_is_read_and_not_learnt(whole: dict[int, dict[str, float]]) -> None:
+    for metrics in whole.values():
+        assert metrics["rollout/turn_answers"] > 8
+        # Where a logprob came from another place of the row, or of a token that was not sampled, these differ.
+        assert metrics["train/mismatch_kl"] < 1e-9
+        assert metrics["train/rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_turns_alternate_and_answer_each_other(seen: Sequence[tuple[str, list[dict[str, str]]]]) -> None:
+    assert len(seen) == 48
+    assert {len(turns) for _, turns in seen} >= {1, 3, 5}
+    for text, turns in seen:
+        assert [turn["role"] for turn in turns] == (["assistant", "user"] * MOST_TURNS)[: len(turns)]
+        own = [turn["content"] for turn in turns[::2]]
+        assert len(own) <= MOST_TURNS and text == "\n".join(own)
+        for place, answer in enumerate(turns[1::2]):
+            found = re.fullmatch(r"(\d+): (\d+)", answer["content"])
+            assert found, answer
+            before, length = map(int, found.groups())
+            assert length == len(own[place]) and length % 8 != 1
+            # The conversation up to there: what the prompt has, and the turns before.
+            assert before == PROMPT_MESSAGES + 2 * place + 1
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(
+    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    with torchrun(2, TRAIN, "turns.yaml", "name=killed", folder=folder) as command:
+        wait_for(command, lambda: logged(folder / "runs" / "killed") >= 1)
+        command.rank(1).kill()
+        command.finish()
+    train("name=killed").check()
+    assert metrics_of(folder / "runs" / "killed") == whole
+
+
+def test_a_replica_of_two_ranks_hears_the_same(
+    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    train("name=pair", "rollout.layout.tensor=2", "actor.layout.tensor=2").check()
+    pair = metrics_of(folder / "runs" / "pair")
+    for step, metrics in whole.items():
+        for name in ("rollout/turn_answers", "rollout/turn_ends", "rollout/response_length_mean", "reward/mean"):
+            assert pair[step][name] == pytest.approx(metrics[name], rel=1e-6), (step, name)
+        assert pair[step]["train/mismatch_kl"] < 1e-9
+
+
+def test_answers_that_fail_or_take_too_long_end_their_response_alone(
+    folder: Path, train: Callable[..., Finished]
+) -> None:
+    slow = ("rollout.multi_turn.function=badly.py", "rollout.multi_turn.timeout_seconds=0.5", "steps=2")
+    train("name=badly", *slow, "rollout.scheduling=queue", "deterministic=false", "rollout.oversample=1.5").check()
+    for metrics in metrics_of(folder / "runs" / "badly").values():
+        assert metrics["rollout/turn_failures"] > 0 and metrics["rollout/turn_answers"] > 0
+        assert metrics["train/mismatch_kl"] < 1e-9
+
+
+def test_evaluations_have_turns_too(folder: Path, whole: dict[int, dict[str, float]]) -> None:
+    held_out = ("name=evaluated", "data.validation_files=[held_out.parquet]", "evaluation.temperature=1.0")
+    with torchrun(2, "launch/evaluate.py", "turns.yaml", *held_out, folder=folder) as command:
+        command.finish().check()
+    [file] = (folder / "runs" / "evaluated").rglob("*.parquet")
+    responses = pq.read_table(file).column("response").to_pylist()
+    assert len(responses) == 6
+    assert any(re.search(r"user\n\d+: \d+\n", response) for response in responses), "the whole conversation is kept"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.multi_turn.function=nowhere.py"], "rollout.multi_turn.function: there is no file nowhere.py"),
+        (["rollout.multi_turn.function=reward.py"], "reward.py has no function respond"),
+        (["rollout.multi_turn.function=reward.py:compute_score"], "must take (messages, ground_truth, extra_info)"),
+        (["rollout.multi_turn.function=always.py"], "never answered: respond returned 7"),
+        (["rollout.partial=resume", "rollout.oversample=1.5", "rollout.scheduling=queue", "deterministic=false"],
+         "partial=resume: with multi_turn what was given up begins anew"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_in_one_line(
+    overrides: list[str], expected: str, train: Callable[..., Finished]
+) -> None:
+    refused = train("name=refused", *overrides)
+    lines = refused.error_lines()  # of one rank or of both
+    assert refused.status and lines and all(expected in line for line in lines), refused.err
+    assert not OWN_FRAME.search(refused.err), refused.err
