@@ -151,8 +151,11 @@ def build_parser() -> argparse.ArgumentParser:
     shown.add_argument("--input", type=Path, required=True, help="parquet file made by reasoning-gym --task chain_sum")
     shown.add_argument("--output", type=Path, required=True, help="parquet file to write")
     shown.add_argument("--worked", type=float, default=0.5, help="fraction answered step by step (default: 0.5)")
+    shown.add_argument("--tool", action="store_true", help="these call a calculator instead (recipes/tiny_tools.yaml)")
     shown.add_argument("--seed", type=int, default=1, help="chooses these rows (default: 1)")
-    shown.set_defaults(make_rows=lambda options: demonstration_rows(options.input, options.worked, options.seed))
+    shown.set_defaults(
+        make_rows=lambda options: demonstration_rows(options.input, options.worked, options.seed, options.tool)
+    )
 
     paired = commands.add_parser(
         "pairs",

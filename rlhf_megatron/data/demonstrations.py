@@ -1,4 +1,4 @@
-"""Right responses to sums, some worked out step by step: what the demo's model first learns from."""
+"""Right responses to sums, some worked out step by step or by a tool: what the demo's model first learns from."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info
 
 
-def demonstration_rows(file: Path, worked_fraction: float, seed: int) -> list[dict[str, Any]]:
+def demonstration_rows(file: Path, worked_fraction: float, seed: int, tool: bool = False) -> list[dict[str, Any]]:
     """Return the rows of a chain_sum file with a response each, all of them right.
 
     Args:
         file: parquet file of reasoning-gym's chain_sum.
         worked_fraction: of the rows are answered step by step, the others at once.
         seed: chooses these rows.
+        tool: they are given to a tool instead, in a turn of their own.
 
     Raises:
         DataError: the file is not one of chain_sum.
@@ -36,7 +37,8 @@ def demonstration_rows(file: Path, worked_fraction: float, seed: int) -> list[di
             except (KeyError, TypeError, json.JSONDecodeError) as error:
                 raise place.error("extra_info", "no expression of chain_sum; make the file of that task") from error
             worked = draw.random() < worked_fraction
-            rows.append({**row, "response": worked_response(expression) if worked else str(chain_total(expression))})
+            working = tool_response if tool else worked_response
+            rows.append({**row, "response": working(expression) if worked else str(chain_total(expression))})
     return rows
 
 
@@ -47,6 +49,15 @@ def chain_total(expression: str) -> int:
     for sign, number in zip(rest[::2], rest[1::2], strict=True):
         total += int(number) if sign == "+" else -int(number)
     return total
+
+
+def tool_response(expression: str) -> str:
+    """Return two turns, with a tool's between them: a chain that ends with "=" is a call.
+
+    They are joined in the form of the chat template of ``tools/make_tiny_model.py``.
+    """
+    total = chain_total(expression)
+    return f"{expression} =<|im_end|>\n<|im_start|>tool\n{total}<|im_end|>\n<|im_start|>assistant\n{total}"
 
 
 def worked_response(expression: str) -> str:

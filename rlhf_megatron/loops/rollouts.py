@@ -168,12 +168,7 @@ class Rollouts:
         whole = [index for index, group in enumerate(groups) if group.whole() == responses_per_prompt]
         lacking = None if wanted is None else max(wanted - len(whole), 0)
         packing = Packing(self._packer, groups)
-        conversations = None
-        if self._turns:
-            repeatable = self._session.recipe.rollout_repeats
-            conversations = Conversations(
-                self._turns, self._turn_function, groups, responses_per_prompt, self._session.tokenizer, repeatable
-            )
+        conversations = self._conversations(groups, responses_per_prompt)
         scoring = GroupScoring(
             self._scorer,
             groups,
@@ -220,6 +215,15 @@ class Rollouts:
             own = completions if self._leads else []
             left = groups_left(groups, chosen, own, responses_per_prompt, self._discards, self._team.group)
         return Rolled(groups, chosen, left, scoring, packing, record, conversations)
+
+    def _conversations(self, groups: Sequence[Group], responses_per_prompt: int) -> Conversations | None:
+        """Who speaks between turns, where responses have several."""
+        if self._turns is None:
+            return None
+        repeatable = self._session.recipe.rollout_repeats
+        return Conversations(
+            self._turns, self._turn_function, groups, responses_per_prompt, self._session.tokenizer, repeatable
+        )
 
     def gather(self, rolled: Rolled) -> RolloutBatch:
         """All replicas' rows as one batch with their rewards, the reward model's included.

@@ -8,21 +8,18 @@ the whole batch come back on every rank.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.packing import MicroBatch
 from rlhf_megatron.models.architecture import Architecture, transformer_config
-from rlhf_megatron.models.build import build_model, choose_implementation, sum_gradients_in_products
+from rlhf_megatron.models.build import build_model, choose_implementation
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
 from rlhf_megatron.monitor.stopwatch import Stopwatch
@@ -30,6 +27,7 @@ from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import trainer_side
 from rlhf_megatron.roles.adapters import Adapters
+from rlhf_megatron.roles.learning import make_learning
 from rlhf_megatron.roles.loss_scale import LossScale
 from rlhf_megatron.roles.offload import RoleMemory
 from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, TokenLogprobs, TokenOutputs
@@ -38,7 +36,6 @@ from rlhf_megatron.roles.schedule import learning_rate
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.health import describe_nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
-from rlhf_megatron.topology.megatron_groups import as_world
 
 
 class Role:
@@ -130,46 +127,19 @@ class Role:
 
     def _make_trainable(self, section: OptimizerSection, dtype: str) -> None:
         self.module.train()
-        groups, learning, params_dtype = self.groups, self._chunks, dtype
-        if self.adapters:
-            groups, learning, params_dtype = self.adapters.groups, self.adapters.chunks, "float32"
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed, check_for_nan_in_grad=False
+        adapters = self.adapters
+        self._learning, self._optimizer = make_learning(
+            section,
+            self.config,
+            adapters.chunks if adapters else self._chunks,
+            self.learning_groups,
+            "float32" if adapters else dtype,
+            self._gradient_sync,
+            adapters is not None,
         )
-        self._learning = [
-            DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=groups) for chunk in learning
-        ]
-        if self.adapters is None:
+        if adapters is None:
             self._chunks = self._learning
-            for chunk in self._chunks:
-                sum_gradients_in_products(chunk)
-        settings = OptimizerConfig(
-            optimizer="adam",
-            lr=section.learning_rate,
-            min_lr=section.min_learning_rate,
-            weight_decay=section.weight_decay,
-            adam_beta1=section.beta1,
-            adam_beta2=section.beta2,
-            adam_eps=section.epsilon,
-            clip_grad=section.clip_grad,
-            params_dtype=getattr(torch, params_dtype),
-            bf16=params_dtype == "bfloat16",
-            fp16=params_dtype == "float16",
-            # Ours is gone when the optimizer gets the gradients, and with None it would have one of its own.
-            loss_scale=1.0 if params_dtype == "float16" else None,
-            use_distributed_optimizer=section.distributed,
-        )
-        with as_world(groups.intra_dist_opt):
-            self._optimizer = get_megatron_optimizer(
-                settings,
-                self._learning,
-                config_overrides=get_standard_config_overrides(settings),  # no weight decay on norms and biases
-                use_gloo_process_groups=False,
-                pg_collection=groups,
-            )
         self.config.grad_scale_func = self.loss_scale.scaled if self.loss_scale else None
-        sums = functools.partial(_sum_gradients_of_adapters, self._learning) if self.adapters else finalize_model_grads
-        self.config.finalize_model_grads_func = functools.partial(_sum_gradients, self._gradient_sync, sums)
 
     @property
     def learning(self) -> torch.nn.Module:
@@ -413,17 +383,3 @@ class Role:
             name: float(total / count) if count else float(total)
             for name, (total, count) in zip(names[0], values.tolist(), strict=True)
         }
-
-
-def _sum_gradients(
-    stopwatch: Stopwatch, sums: Callable[..., None], chunks: list[Any], _tokens: Tensor | None, **settings: Any
-) -> None:
-    """Sums over ranks. Losses carry their global weights already, so no token count is divided by."""
-    with stopwatch.running():
-        sums(chunks, None, **settings)
-
-
-def _sum_gradients_of_adapters(adapters: Sequence[Any], *_: Any, **__: Any) -> None:
-    """Every rank of a pipeline stage has a part of the gradient of each A and B, and nothing is tied."""
-    for chunk in adapters:
-        chunk.finish_grad_sync()

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
     "tiny_sft": 2,
     "tiny_grpo": 2,
+    "tiny_tools": 2,
     "tiny_ppo": 2,
     "tiny_reward_model": 2,
     "smollm_grpo": 1,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.data.batch import batch_from_rows
+from rlhf_megatron.data.demonstrations import chain_total, tool_response
 from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.loops.conversations import text_of_model
@@ -135,3 +138,26 @@ def test_the_calculator_of_the_recipes(said: str, expected: list[str]) -> None:
     assert len(found) == len(expected)
     for message, text in zip(found, expected, strict=True):
         assert message["role"] == "tool" and message["content"].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("4 - 1 + 12 =", "15"), ("-3 + 4 =", "1"), ("7 =", "7"), ("15", None), ("4 - 1 + =", None), ("4 - 1 = 3", None)],
+)
+def test_the_calculator_of_the_tiny_model(said: str, expected: str | None) -> None:
+    path = Path(__file__).resolve().parents[2] / "recipes" / "turns" / "sums.py"
+    found = call_turn(str(path), [{"role": "assistant", "content": said}], "", {})
+    assert found == ([{"role": "tool", "content": expected}] if expected is not None else [])
+
+
+def test_demonstrations_of_calls_are_what_a_rollout_would_have(tmp_path: Path) -> None:
+    """The text of the two turns is that of a conversation in which the calculator has answered."""
+    command = [sys.executable, "-P", "tools/make_tiny_model.py", f"--output={tmp_path}"]
+    subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[2], stdout=subprocess.DEVNULL)
+    tokenizer, expression = load_tokenizer(tmp_path), "4 - 1 - 7"
+    call = {"role": "assistant", "content": f"{expression} ="}
+    asked, heard = [{"role": "user", "content": "x"}], [{"role": "tool", "content": str(chain_total(expression))}]
+    answer = {"role": "assistant", "content": "-4"}
+    whole = tokenizer.render_chat([*asked, call, *heard, answer], add_generation_prompt=False)
+    end = tokenizer.decode([tokenizer.turn_end_token() or 0], skip_special_tokens=False)
+    assert tokenizer.render_chat(asked) + tool_response(expression) + end == whole.rstrip("\n")

@@ -1,0 +1,83 @@
+"""What makes the parameters of a model, or its adapters, learn: Megatron's gradient buffers and its optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rlhf_megatron.models.build import sum_gradients_in_products
+from rlhf_megatron.monitor.stopwatch import Stopwatch
+from rlhf_megatron.recipe import OptimizerSection
+from rlhf_megatron.topology.megatron_groups import as_world
+
+
+def make_learning(
+    section: OptimizerSection,
+    config: TransformerConfig,
+    chunks: Sequence[torch.nn.Module],
+    groups: Any,
+    dtype: str,
+    gradient_sync: Stopwatch,
+    adapters: bool,
+) -> tuple[list[Any], Any]:
+    """(DistributedDataParallel around each of ``chunks``, the optimizer of their parameters), over ``groups``.
+
+    ``config`` is the model's, whose schedule then sums gradients and times that by ``gradient_sync``. ``dtype`` is the
+    chunks' own. ``adapters``: they are not the model, but what hangs on its layers.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed, check_for_nan_in_grad=False
+    )
+    learning: list[Any] = [DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks]
+    sums: Callable[..., None] = functools.partial(_sum_gradients_of_adapters, learning)
+    if not adapters:
+        sums = finalize_model_grads
+        for chunk in learning:
+            sum_gradients_in_products(chunk)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=section.learning_rate,
+        min_lr=section.min_learning_rate,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.epsilon,
+        clip_grad=section.clip_grad,
+        params_dtype=getattr(torch, dtype),
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
+        # The role's own scale is gone when the optimizer gets the gradients; with None it would have another.
+        loss_scale=1.0 if dtype == "float16" else None,
+        use_distributed_optimizer=section.distributed,
+    )
+    with as_world(groups.intra_dist_opt):
+        optimizer = get_megatron_optimizer(
+            settings,
+            learning,
+            config_overrides=get_standard_config_overrides(settings),  # no weight decay on norms and biases
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
+    config.finalize_model_grads_func = functools.partial(_sum_gradients, gradient_sync, sums)
+    return learning, optimizer
+
+
+def _sum_gradients(
+    stopwatch: Stopwatch, sums: Callable[..., None], chunks: list[Any], _tokens: Tensor | None, **settings: Any
+) -> None:
+    """Sums over ranks. Losses carry their global weights already, so no token count is divided by."""
+    with stopwatch.running():
+        sums(chunks, None, **settings)
+
+
+def _sum_gradients_of_adapters(adapters: Sequence[Any], *_: Any, **__: Any) -> None:
+    """Every rank of a pipeline stage has a part of the gradient of each A and B, and nothing is tied."""
+    for chunk in adapters:
+        chunk.finish_grad_sync()
