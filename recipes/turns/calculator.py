@@ -41,8 +41,9 @@ def answer(call: str) -> str:
     try:
         asked = json.loads(call)
         if asked["name"] != "calculate":
-            return f"error: there is no tool {asked['name']}"
-        return f"{value(ast.parse(asked['arguments']['expression'], mode='eval').body):g}"
+            return "error: the only tool is calculate"
+        found = value(ast.parse(asked["arguments"]["expression"], mode="eval").body)
+        return str(found) if isinstance(found, int) else f"{found:.15g}"
     except (ArithmeticError, KeyError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         return f"error: {type(error).__name__}: {error}"
 

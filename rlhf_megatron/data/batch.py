@@ -57,6 +57,12 @@ class RolloutBatch:
         return marked_in_rows(self.response_mask, self.cu_seqlens)
 
     @property
+    def completion_lengths(self) -> Tensor:
+        """[R] int64: tokens of each row from the first sampled one on, those of others between its turns too."""
+        rows = zip(self.lengths.tolist(), self.response_mask.split(self.lengths.tolist()), strict=True)
+        return torch.tensor([size - int(mask.int().argmax()) if mask.any() else 0 for size, mask in rows])
+
+    @property
     def row_of_token(self) -> Tensor:
         """[T] int64: which row each token belongs to, counted from 0."""
         return on_tokens(torch.arange(self.rows), self.lengths)

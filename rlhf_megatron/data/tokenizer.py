@@ -87,15 +87,32 @@ class Tokenizer(ABC):
         up to and with the header of its next turn. Its end itself is not part of that.
 
         Raises:
-            DataError: see `render_chat`; or the template puts no control token behind an assistant's turn.
+            DataError: see `render_chat`; or the template puts no control token behind an assistant's turn, or another
+                one where others follow, or leaves a message out.
         """
         end = self.turn_end_token()
         if end is None:
             raise DataError("the chat template puts no control token behind an assistant's turn")
+        probes = [{**message, "content": f"{TURN_PROBE}{place}"} for place, message in enumerate(messages)]
+        tried = self._behind_turn(probes, end)
+        left_out = [
+            message["role"] for message, probe in zip(messages, probes, strict=True) if probe["content"] not in tried
+        ]
+        if left_out:
+            raise DataError(f"the chat template leaves out a message of role {left_out[0]}")
+        return self.encode(self._behind_turn(messages, end))
+
+    def _behind_turn(self, messages: Sequence[Message], end: int) -> str:
+        """Return the chat template's text behind the end of an assistant's turn that `messages` follow."""
         conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN_PROBE}, *messages]
         _, _, behind = self.render_chat(conversation).partition(TURN_PROBE)
-        _, _, following = behind.partition(self.decode([end], skip_special_tokens=False))
-        return self.encode(following)
+        begin, end_text = behind.lstrip(), self.decode([end], skip_special_tokens=False)
+        if not begin.startswith(end_text):
+            raise DataError(
+                f"the chat template ends an assistant's turn otherwise where others follow: by {begin[:20]!r}, and not "
+                f"by {end_text!r}"
+            )
+        return begin.removeprefix(end_text)
 
     def turn_end_token(self) -> int | None:
         """Return the control token that the chat template puts behind an assistant's turn, if there is one."""

@@ -130,7 +130,7 @@ class Collector:
         buffer = session.recipe.algorithm.overlong_buffer
         if buffer.enable and session.recipe.rollout:
             limit = session.recipe.rollout.max_response_length
-            penalty = overlong_penalty(batch.response_lengths, limit, buffer.len, buffer.penalty_factor)
+            penalty = overlong_penalty(batch.completion_lengths, limit, buffer.len, buffer.penalty_factor)
             batch = batch.with_fields(scores=batch.rewards, rewards=batch.rewards + penalty)
         return batch
 

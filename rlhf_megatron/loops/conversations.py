@@ -26,6 +26,8 @@ Message = dict[str, str]
 # A function that has failed this often and has never once answered does not work.
 HOPELESS_FAILURES = 8
 KEY = "rollout.multi_turn.function"
+# What an answer has beyond so many is not even tokenized, for which the engine would wait.
+_CHARACTERS_PER_TOKEN = 64
 
 
 @dataclasses.dataclass
@@ -42,7 +44,7 @@ class TurnFunction:
 
     def __init__(self, section: MultiTurnSection) -> None:
         """Loads it. Raises RolloutError where that cannot be done."""
-        self._function = section.function
+        self._function, self._section = section.function, section
         self._pool = WorkerPool(section.workers, section.timeout_seconds)
         outcome = self._pool.submit(self._job() | {"load_only": True}).result()
         if outcome.state != worker.DONE:
@@ -57,7 +59,8 @@ class TurnFunction:
         self, messages: Sequence[dict[str, Any]], ground_truth: str, extra_info: dict[str, Any]
     ) -> Future[Outcome]:
         """Has it answer a conversation; returns at once."""
-        given = {"messages": list(messages), "ground_truth": ground_truth, "extra_info": extra_info}
+        most = _CHARACTERS_PER_TOKEN * self._section.max_answer_tokens
+        given = {"messages": list(messages), "ground_truth": ground_truth, "extra_info": extra_info, "most": most}
         return self._pool.submit(self._job() | given)
 
     def messages_of(self, outcome: Outcome) -> list[Message] | None:
@@ -67,7 +70,9 @@ class TurnFunction:
             found: list[Message] = json.loads(outcome.message)
             return found
         self._failures += 1
-        if outcome.state == worker.UNUSABLE or (not self._returned and self._failures >= HOPELESS_FAILURES):
+        if outcome.state == worker.UNUSABLE:
+            raise RolloutError(f"{KEY}: {outcome.message}")
+        if not self._returned and self._failures >= HOPELESS_FAILURES:
             why = outcome.message or f"no answer within rollout.multi_turn.timeout_seconds ({outcome.state})"
             raise RolloutError(f"{KEY}: it has failed {self._failures} times and never answered: {why}")
         return None
@@ -77,9 +82,9 @@ class TurnFunction:
         self._pool.close()
 
 
-def text_of_model(completion: Completion, tokenizer: Tokenizer) -> str:
-    """What the model has said: the text of its tokens, a line for each of several turns."""
-    return "\n".join(turns_of_model(completion, tokenizer))
+def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:
+    """What a response is judged by: the text of the model's last turn."""
+    return turns_of_model(completion, tokenizer)[-1]
 
 
 def turns_of_model(completion: Completion, tokenizer: Tokenizer) -> list[str]:

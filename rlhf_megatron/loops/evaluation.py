@@ -29,7 +29,7 @@ from rich.table import Table
 from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.loops.conversations import Conversations, TurnFunction, text_of_model
+from rlhf_megatron.loops.conversations import Conversations, TurnFunction, answer_text
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.monitor.environment import redact
@@ -182,7 +182,7 @@ def sample_table(
     """
     count = recipe.evaluation.samples_per_prompt
     responses = [tokenizer.decode(completion.token_ids) for completion in completions]
-    said = [text_of_model(completion, tokenizer) for completion in completions]
+    said = [answer_text(completion, tokenizer) for completion in completions]
     columns: dict[str, list[Any]] = {
         "question": [completion.row_id // count for completion in completions],
         "sample": [completion.row_id % count for completion in completions],

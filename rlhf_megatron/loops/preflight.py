@@ -176,6 +176,7 @@ def turns_check(recipe: Recipe) -> list[Check]:
         heard = [function.messages_of(outcome) for outcome in outcomes]
     finally:
         function.close()
+    tokenizer.encode_next_turn([{"role": "user", "content": "x"}])
     for messages in filter(None, heard):
         tokenizer.encode_next_turn(messages)
     failed = [outcome for outcome, found in zip(outcomes, heard, strict=True) if found is None]

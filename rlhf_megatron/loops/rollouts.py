@@ -234,7 +234,7 @@ class Rollouts:
         if not self._team.here:
             return batch_from_rows([], [], [])
         batch = rolled.gather(self._team.group)
-        self._lengths = [*self._lengths, *batch.response_lengths.tolist()][-LATEST:]
+        self._lengths = [*self._lengths, *batch.completion_lengths.tolist()][-LATEST:]
         section = self._session.recipe.reward_model
         if self._reward_model is None or section is None:
             return batch

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.loops.conversations import Conversations, text_of_model
+from rlhf_megatron.loops.conversations import Conversations, answer_text
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.rewards.score import Pending, Score, ScoreItem, Scorer
 from rlhf_megatron.rollout.engine import Completion
@@ -85,7 +85,7 @@ class GroupScoring:
         turns = {"turns": self._conversations.messages(completion)} if self._conversations else {}
         return ScoreItem(
             prompt.data_source,
-            text_of_model(completion, self._tokenizer),
+            answer_text(completion, self._tokenizer),
             prompt.ground_truth,
             prompt.extra_info | turns,
             completion.row_id,

@@ -33,10 +33,21 @@ class Interface:
     key: str
     default_name: str
     parameters: tuple[str, ...]
+    instead: str  # of raising an error
 
 
-REWARD = Interface("reward.function", "compute_score", ("data_source", "solution_str", "ground_truth", "extra_info"))
-TURN = Interface("rollout.multi_turn.function", "respond", ("messages", "ground_truth", "extra_info"))
+REWARD = Interface(
+    "reward.function",
+    "compute_score",
+    ("data_source", "solution_str", "ground_truth", "extra_info"),
+    "return a number for such a sample",
+)
+TURN = Interface(
+    "rollout.multi_turn.function",
+    "respond",
+    ("messages", "ground_truth", "extra_info"),
+    "return None, which ends the response",
+)
 
 
 class FunctionUnusable(Exception):
@@ -123,7 +134,12 @@ def call_turn(specification: str, *conversation: Any) -> list[dict[str, str]]:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             shown, name = repr(result), split_specification(specification, TURN.default_name)[1]
             raise FunctionFailure(f"{name} returned {shown[:80]}; return a text, {{'role', 'content'}}, or None")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return [{key: _encodable(message[key]) for key in ("role", "content")} for message in messages]
+
+
+def _encodable(text: str) -> str:
+    """Without halves of characters, which no tokenizer takes; a model may write one, and a tool repeat it."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @lru_cache
@@ -145,9 +161,10 @@ def _failures_told(specification: str, interface: Interface = REWARD) -> Iterato
     path, name = split_specification(specification, interface.default_name)
     try:
         yield
-    except (Exception, SystemExit) as error:  # code that a model wrote may call sys.exit(): that is its sample's
+    # Code that a model wrote may call sys.exit(): that is its sample's.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise FunctionFailure(
-            f"{name} raised {describe(error, path)}; mend it, or have it return a number for such a sample"
+            f"{name} raised {describe(error, path)}; mend it, or have it {interface.instead}"
         ) from error
 
 

@@ -15,7 +15,6 @@ import pickle
 import resource
 import signal
 import struct
-import sys
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
@@ -37,8 +36,12 @@ def main(memory_limit_bytes: int) -> None:
     Args:
         memory_limit_bytes: address space of this process; 0: no limit.
     """
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    answers, asked = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # print() in a reward function must not break the protocol
+    # What a function starts, such as code that a model wrote, must not wait for the next job, or read it.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     # A scheduler's warnings reach every process of a job; the rank saves its state then, and still needs its scorers.
     for warning in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(warning, signal.SIG_IGN)
@@ -47,7 +50,7 @@ def main(memory_limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_limit_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
-    while (jobs := read_jobs(sys.stdin.buffer)) is not None:
+    while (jobs := read_jobs(asked)) is not None:
         answer(jobs, answers)
 
 
@@ -149,7 +152,9 @@ def compute(job: Job) -> Answer:
             from rlhf_megatron.rewards import user_function
 
             conversation = (job["messages"], job["ground_truth"], job["extra_info"])
-            return {"state": DONE, "message": json.dumps(user_function.call_turn(job["function"], *conversation))}
+            said = user_function.call_turn(job["function"], *conversation)
+            cut = [message | {"content": message["content"][: job["most"]]} for message in said]
+            return {"state": DONE, "message": json.dumps(cut)}
         return {"state": DONE, "score": score(job)}
     except Exception as error:
         return refusal(error)

@@ -25,6 +25,7 @@ from rlhf_megatron.rollout.tickets import Tickets
 
 # Engine steps after which the replica asks at the latest whether enough is done, or whether there is memory again.
 _MOST_STEPS = 8
+_SECONDS_TO_WAIT = 1.0  # for answers, at a time
 _SEEDS_APART = 1_000_003  # of two turns of a row
 
 
@@ -71,6 +72,7 @@ class Pull:
         self._so_far = {place: request.begun for place, request in enumerate(requests) if request.begun}
         self._asked: dict[int, Completion] = {}  # rows that wait for somebody's answer, by place
         self._answers: dict[int, Future[Any]] = {}  # on the rank that leads: what is being found for them
+        self._holds = False  # until all answers are there
         self._ended: list[tuple[int, Completion]] = []  # by an answer, and not yet told
         self._flight: dict[str, int] = {}  # vLLM's name of a request that runs or waits there -> its group's number
         self._begun: dict[str, int] = {}  # vLLM's own, longer name of a request -> tokens that it began with
@@ -90,8 +92,10 @@ class Pull:
             if self._ended:
                 ended, self._ended = self._ended, []
                 yield ended
-            if self._flight:
+            if self._flight and not self._holds:
                 yield self._step()
+            elif self._asked:
+                yield []  # time passes all the same, and who watches should know that it is not lost
         yield [*self._ended, *self.give_up()]
 
     def give_up(self) -> list[tuple[int, Completion]]:
@@ -126,6 +130,11 @@ class Pull:
 
     # ---- deciding
 
+    @property
+    def waits(self) -> bool:
+        """Whether the engine does nothing until an answer comes."""
+        return bool(self._asked) and (self._holds or not self._flight)
+
     def _is_over(self) -> bool:
         waits = self._flight or self._asked or self._ended
         return not waits and not self._more and not (self._finished and self._counts)
@@ -144,7 +153,7 @@ class Pull:
         return self._more and len(self._flight) < self._capacity
 
     def _is_due(self) -> bool:
-        if not self._flight or (self._has_room and self._has_ended):
+        if self._holds or not self._flight or (self._has_room and self._has_ended):
             return True
         hears_at_once = self._peers is None and self._turns is not None and not self._turns.repeatable
         if hears_at_once and any(future.done() for future in self._answers.values()):
@@ -156,7 +165,7 @@ class Pull:
         decision = torch.zeros(self._capacity + 3, dtype=torch.int64)  # enough, more, how many, which
         if self._leads:
             decision[0] = enough = self._tickets.are_enough(self._finished)
-            room = 0 if enough or not self._more else self._room()
+            room = 0 if enough or self._holds or not self._more else self._room()
             drawn, more = self._tickets.draw(room) if room else ([], self._more)
             decision[1], decision[2] = more, len(drawn)
             decision[3 : 3 + len(drawn)] = torch.tensor(drawn, dtype=torch.int64)
@@ -168,29 +177,32 @@ class Pull:
         for number in drawn[:count]:
             self._begin(number)
         if self._asked and not self._enough:
-            for place, tokens in self._hear(wait=not self._flight):
+            heard = self._hear(wait=not self._flight)
+            self._holds = heard is None
+            for place, tokens in heard or []:
                 self._go_on(place, tokens)
 
-    def _hear(self, wait: bool) -> list[tuple[int, list[int] | None]]:
-        """The answers that have come, by place, the same on all ranks of the replica; None where a response ends.
+    def _hear(self, wait: bool) -> list[tuple[int, list[int] | None]] | None:
+        """The answers that have come, by place, the same on all ranks of the replica; a row's tokens are None where its
+        response ends.
 
-        With ``wait``, since nothing else is to be done, at least one, unless none comes for a second; all of them where
-        a run is to be repeatable.
+        With ``wait``, since nothing else is to be done, it takes a second for the first of them. Where a run is to be
+        repeatable it is all of them, or None while one is not there.
         """
         found: list[Any] = [None]
         if self._leads:
             assert self._turns is not None
-            if self._turns.repeatable:
-                concurrent.futures.wait(self._answers.values())
-            elif wait:
-                concurrent.futures.wait(self._answers.values(), 1.0, concurrent.futures.FIRST_COMPLETED)
-            done = sorted(place for place, future in self._answers.items() if future.done())
-            found = [
-                [(place, self._turns.read(self._asked[place], self._answers.pop(place).result())) for place in done]
-            ]
+            repeatable, answers = self._turns.repeatable, self._answers
+            if repeatable or wait:
+                until = concurrent.futures.ALL_COMPLETED if repeatable else concurrent.futures.FIRST_COMPLETED
+                concurrent.futures.wait(answers.values(), _SECONDS_TO_WAIT, until)
+            done = sorted(place for place, future in answers.items() if future.done())
+            if not repeatable or len(done) == len(answers):
+                results = [(place, answers.pop(place).result()) for place in done]
+                found = [[(place, self._turns.read(self._asked[place], result)) for place, result in results]]
         if self._peers is not None:
             dist.broadcast_object_list(found, self._peers.first_rank, group=self._peers.cpu_group)
-        heard: list[tuple[int, list[int] | None]] = found[0]
+        heard: list[tuple[int, list[int] | None]] | None = found[0]
         return heard
 
     def _go_on(self, place: int, tokens: list[int] | None) -> None:

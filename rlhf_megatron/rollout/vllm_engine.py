@@ -247,7 +247,7 @@ class VllmEngine:
                         completions[place] = completion
                         if on_completion and completion.is_whole:
                             on_completion(completion)
-                    if on_progress and (ended or pull.steps % _STEPS_OF_PROGRESS == 0):
+                    if on_progress and (ended or pull.waits or pull.steps % _STEPS_OF_PROGRESS == 0):
                         on_progress(len(completions), pull.begun)
             except BaseException:
                 pull.give_up()

@@ -82,6 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("turns")
     for name, text in (("talk.py", TALK), ("badly.py", BADLY), ("reward.py", REWARD)):
         (path / name).write_text(text)
+    (path / "slow.py").write_text(TALK.replace("    said =", "    time.sleep(0.8)\n    said ="))
     (path / "always.py").write_text("def respond(messages, ground_truth, extra_info):\n    return 7\n")
     (path / "turns.yaml").write_text(yaml.safe_dump(RECIPE))
     make_model(path, layers=2)
@@ -126,7 +127,7 @@ def test_turns_alternate_and_answer_each_other(seen: Sequence[tuple[str, list[di
     for text, turns in seen:
         assert [turn["role"] for turn in turns] == (["assistant", "user"] * MOST_TURNS)[: len(turns)]
         own = [turn["content"] for turn in turns[::2]]
-        assert len(own) <= MOST_TURNS and text == "\n".join(own)
+        assert len(own) <= MOST_TURNS and text == own[-1]
         for place, answer in enumerate(turns[1::2]):
             found = re.fullmatch(r"(\d+): (\d+)", answer["content"])
             assert found, answer
@@ -166,6 +167,12 @@ def test_answers_that_fail_or_take_too_long_end_their_response_alone(
     for metrics in metrics_of(folder / "runs" / "badly").values():
         assert metrics["rollout/turn_failures"] > 0 and metrics["rollout/turn_answers"] > 0
         assert metrics["train/mismatch_kl"] < 1e-9
+
+
+def test_a_replica_that_waits_for_answers_does_not_hang(folder: Path, train: Callable[..., Finished]) -> None:
+    slow = ("rollout.multi_turn.function=slow.py", "rollout.multi_turn.workers=1", "retry.hang_seconds=6")
+    train("name=slow", "steps=1", *slow).check()
+    assert metrics_of(folder / "runs" / "slow")[1]["rollout/turn_answers"] > 8
 
 
 def test_evaluations_have_turns_too(folder: Path, whole: dict[int, dict[str, float]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from rlhf_megatron.data.batch import batch_from_rows
 from rlhf_megatron.data.demonstrations import chain_total, tool_response
 from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.loops.conversations import text_of_model
+from rlhf_megatron.loops.conversations import TurnFunction, answer_text, turns_of_model
+from rlhf_megatron.recipe import MultiTurnSection
 from rlhf_megatron.rewards.user_function import FunctionFailure, FunctionUnusable, call_turn
 from rlhf_megatron.rollout.engine import Completion
 from tiny_tokenizer import CHAT_TEMPLATE, write_bpe_tokenizer
@@ -45,10 +47,27 @@ def test_a_completion_knows_its_turns() -> None:
     assert first.sampled is None, "the one before stays as it was"
 
 
-def test_a_template_that_ends_no_turn_has_no_next_one(tmp_path: Path) -> None:
-    plain = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    with pytest.raises(DataError, match="no control token behind an assistant's turn"):
-        load_tokenizer(write_bpe_tokenizer(tmp_path, plain)).encode_next_turn([{"role": "user", "content": "x"}])
+TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}", "no control token"),
+        (
+            "{% for message in messages %}" + TURN + "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}{% endfor %}",
+            "ends an assistant's turn otherwise where others follow: by '<|im_end|>",
+        ),
+        (
+            "{% for message in messages %}{% if message.role != 'tool' %}" + TURN + "<|im_end|>{% endif %}{% endfor %}",
+            "leaves out a message of role tool",
+        ),
+    ],
+)
+def test_templates_that_do_not_go_on_from_a_turn(template: str, expected: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_bpe_tokenizer(tmp_path, template))
+    with pytest.raises(DataError, match=expected):
+        tokenizer.encode_next_turn([{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}])
 
 
 def test_only_what_was_sampled_is_learnt() -> None:
@@ -57,6 +76,7 @@ def test_only_what_was_sampled_is_learnt() -> None:
     )
     assert batch.response_mask.tolist() == [False, False, True, False, True, False, True, True]
     assert batch.response_lengths.tolist() == [2, 2] and batch.lengths.tolist() == [5, 3]
+    assert batch.completion_lengths.tolist() == [3, 2]
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     assert weights.tolist() == [0, 0, 0.25, 0, 0.25, 0, 0.25, 0.25]
 
@@ -75,9 +95,13 @@ def test_turns_are_joined_as_the_template_joins_a_whole_conversation(
     pieces = [*tokenizer.encode_chat(asked), *tokenizer.encode("3?"), end, *tokenizer.encode_next_turn(heard)]
     assert tokenizer.decode(pieces, skip_special_tokens=False) == tokenizer.render_chat([*asked, said, *heard])
     completion = spoken([*tokenizer.encode("3?"), end]).answered(tokenizer.encode_next_turn(heard))
-    assert text_of_model(completion, tokenizer) == "3?"
-    again = Completion(0, [*completion.token_ids, *tokenizer.encode("4")], [], "stop", [], None)
-    assert "yes" in text_of_model(again, tokenizer), "without marks all is the model's"
+    assert turns_of_model(completion, tokenizer) == ["3?"]
+    four = tokenizer.encode("4")
+    assert completion.sampled is not None
+    again = dataclasses.replace(
+        completion, token_ids=[*completion.token_ids, *four], sampled=[*completion.sampled, *[True] * len(four)]
+    )
+    assert turns_of_model(again, tokenizer) == ["3?", "4"] and answer_text(again, tokenizer) == "4"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +112,7 @@ def test_turns_are_joined_as_the_template_joins_a_whole_conversation(
         ("return {'role': 'user', 'content': 'go on', 'name': 'x'}", [{"role": "user", "content": "go on"}]),
         ("return ['a', {'role': 'user', 'content': 'b'}]", ["tool", "user"]),
         ("return []", []),
+        ("return 'half of \\ud83d'", [{"role": "tool", "content": "half of ?"}]),
         ("return messages[-1]['content'] + ground_truth + extra_info['k']", [{"role": "tool", "content": "hi42v"}]),
     ],
 )
@@ -124,7 +149,9 @@ def call(expression: str, name: str = "calculate") -> str:
     [
         ("I know: 4", []),
         (call("2 * (3 + 4.5) - -1"), ["16"]),
-        (f"first {call('1/4')} then {call('7', 'search')}", ["0.25", "error: there is no tool search"]),
+        ('<tool_call>{"name": "\\ud83d"}</tool_call>', ["error: the only tool is calculate"]),
+        (f"first {call('1/4')} then {call('7', 'search')}", ["0.25", "error: the only tool is calculate"]),
+        (call("1234567 + 1"), ["1234568"]),
         (call("1/0"), ["error: ZeroDivisionError: division by zero"]),
         (call("__import__('os').getcwd()"), ["error: ValueError: only numbers, + - * / and parentheses"]),
         (call("2 +"), ["error: SyntaxError: "]),
@@ -161,3 +188,22 @@ def test_demonstrations_of_calls_are_what_a_rollout_would_have(tmp_path: Path) -
     whole = tokenizer.render_chat([*asked, call, *heard, answer], add_generation_prompt=False)
     end = tokenizer.decode([tokenizer.turn_end_token() or 0], skip_special_tokens=False)
     assert tokenizer.render_chat(asked) + tool_response(expression) + end == whole.rstrip("\n")
+
+
+def test_what_a_function_starts_has_nothing_to_read_and_long_answers_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "talk.py"
+    path.write_text(
+        "import subprocess, sys\n"
+        "def respond(messages, ground_truth, extra_info):\n"
+        "    print('not an answer')\n"
+        "    if ground_truth == 'long':\n"
+        "        return 'x' * 10**6\n"
+        "    return subprocess.run([sys.executable, '-c', 'input()'], capture_output=True, text=True).stderr\n"
+    )
+    function = TurnFunction(MultiTurnSection(function=str(path), timeout_seconds=20.0, max_answer_tokens=10, workers=1))
+    try:
+        read, long = (function.messages_of(function.call([], truth, {}).result()) for truth in ("read", "long"))
+    finally:
+        function.close()
+    assert read and "EOFError" in read[0]["content"]
+    assert long and len(long[0]["content"]) == 640
