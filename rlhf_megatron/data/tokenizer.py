@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.recipe import Recipe
 
 Message = Mapping[str, Any]
 
@@ -296,6 +297,20 @@ class SentencePieceTokenizer(Tokenizer):
     def is_special(self, token_id: int) -> bool:
         """See `Tokenizer.is_special`."""
         return bool(self._inner.is_control(token_id))
+
+
+def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
+    """Load the tokenizer of a recipe's policy, with the chat template that the recipe asks for.
+
+    Raises:
+        DataError: see `load_tokenizer`.
+    """
+    return load_tokenizer(
+        recipe.model.tokenizer or recipe.model.path,
+        recipe.model.trust_remote_code,
+        recipe.data.chat_template,
+        recipe.data.chat_template_kwargs,
+    )
 
 
 def load_tokenizer(

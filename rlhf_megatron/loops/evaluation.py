@@ -28,7 +28,7 @@ from rich.table import Table
 
 from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.loops.conversations import Conversations, TurnFunction, answer_text
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
@@ -62,12 +62,7 @@ def evaluate(recipe: Recipe) -> None:
     rank = dist.get_rank()
     if rank == 0:
         RunFolder(recipe.run_root, recipe.name).prepare(resume=True)  # answers that cannot be kept need not be found
-    tokenizer = load_tokenizer(
-        recipe.model.tokenizer or recipe.model.path,
-        recipe.model.trust_remote_code,
-        recipe.data.chat_template,
-        recipe.data.chat_template_kwargs,
-    )
+    tokenizer = recipe_tokenizer(recipe)
     validation = open_validation(recipe.data, tokenizer, max_prompts=recipe.evaluation.max_prompts)
     prompts = validation.prompts
     assert recipe.rollout is not None, "checked above"

@@ -26,7 +26,7 @@ from rlhf_megatron.data.rows import (
     parse_messages,
     with_system_prompt,
 )
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import recipe_tokenizer
 from rlhf_megatron.loops.conversations import TurnFunction
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError
@@ -120,7 +120,7 @@ def disk_check(recipe: Recipe, share: float) -> Check:
 
 def tokenizer_check(recipe: Recipe) -> Check:
     """Whether the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
-    tokenizer = _tokenizer_of(recipe)
+    tokenizer = recipe_tokenizer(recipe)
     rows = ParquetRows(recipe.data.training_files, ["prompt"])
     lengths = []
     for row in range(min(ROWS, len(rows))):
@@ -161,7 +161,7 @@ def turns_check(recipe: Recipe) -> list[Check]:
     section = recipe.rollout.multi_turn if recipe.loop == "rl" and recipe.rollout else None
     if section is None:
         return []
-    tokenizer = _tokenizer_of(recipe)
+    tokenizer = recipe_tokenizer(recipe)
     rows = ParquetRows(recipe.data.training_files, ["prompt", "reward_model"], ["extra_info"])
     function = TurnFunction(section)
     try:
@@ -185,15 +185,6 @@ def turns_check(recipe: Recipe) -> list[Check]:
         why = failed[0].message or failed[0].state
         return [Check("turns", "fail", f"{seen}, {len(failed)} failed: {why}", f"mend {section.function}")]
     return [Check("turns", "ok", seen)]
-
-
-def _tokenizer_of(recipe: Recipe) -> Tokenizer:
-    return load_tokenizer(
-        recipe.model.tokenizer or recipe.model.path,
-        recipe.model.trust_remote_code,
-        recipe.data.chat_template,
-        recipe.data.chat_template_kwargs,
-    )
 
 
 def _right_answers(recipe: Recipe) -> list[ScoreItem]:

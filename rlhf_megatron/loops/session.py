@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import Responses
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer import load_tokenizer, recipe_tokenizer
 from rlhf_megatron.loops.checkpoints import Checkpoints, KeptBy, Part, choose_checkpoint
 from rlhf_megatron.loops.exports import Exports
 from rlhf_megatron.loops.gpu_use import GpuUses
@@ -77,12 +77,7 @@ class Session:
         self.architecture = read_architecture(recipe.model.path)
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         with self.phase("data"):
-            self.tokenizer = load_tokenizer(
-                recipe.model.tokenizer or recipe.model.path,
-                recipe.model.trust_remote_code,
-                recipe.data.chat_template,
-                recipe.data.chat_template_kwargs,
-            )
+            self.tokenizer = recipe_tokenizer(recipe)
             responses: dict[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
             data = open_data(
                 recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
