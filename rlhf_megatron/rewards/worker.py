@@ -8,6 +8,7 @@ together; answers go back as JSON lines.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -50,8 +51,9 @@ def main(memory_limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_limit_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
-    while (jobs := read_jobs(asked)) is not None:
-        answer(jobs, answers)
+    with contextlib.suppress(BrokenPipeError):  # of answers alone: the rank is gone, and has told why itself
+        while (jobs := read_jobs(asked)) is not None:
+            answer(jobs, answers)
 
 
 def read_jobs(stream: BinaryIO) -> list[Job] | None:

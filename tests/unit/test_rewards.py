@@ -20,6 +20,7 @@ import pytest
 from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.rewards import gsm8k, math, reasoning_gym
 from rlhf_megatron.rewards.score import RewardError, ScoreItem, Scorer, rule_of
+from rlhf_megatron.rewards.worker import USER_FUNCTION, pack_jobs
 
 ORDER = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 
@@ -430,3 +431,13 @@ def test_every_error_class_is_one_that_commands_print(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match=re.escape("reward.function: there is no file")):
         make_scorer(tmp_path / "gone.py:compute_score")
+
+
+def test_a_worker_whose_rank_is_gone_says_nothing(tmp_path: Path) -> None:
+    start = "from rlhf_megatron.rewards import worker; worker.main(0)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", start], **pipes)  # type: ignore[call-overload]
+    process.stdout.close()
+    jobs = pack_jobs([{"kind": USER_FUNCTION, "function": str(tmp_path / "nowhere.py")}])
+    assert process.communicate(jobs, timeout=60)[1] == b""
+    assert process.returncode == 0
