@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.command import tell
 from rlhf_megatron.loops.layout_search import Candidate, find_layouts, nearest_layout
 from rlhf_megatron.recipe import load_recipe, role_ranks
-from rlhf_megatron.recipe.errors import UserError
 
 
 def main() -> int:

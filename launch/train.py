@@ -7,9 +7,9 @@ import functools
 import os
 import sys
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.command import on_this_rank, tell
 from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.environment import prepare_environment
 from rlhf_megatron.runtime.rank_logs import redirect_output
 from rlhf_megatron.runtime.signals import end_with_parent, stop_signals

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

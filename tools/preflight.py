@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.recipe import load_recipe
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.environment import prepare_environment
 
 

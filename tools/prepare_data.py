@@ -33,13 +33,12 @@ from rich.console import Console
 from rich.progress import track
 
 from rlhf_megatron.data.demonstrations import demonstration_rows
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.pairs import pair_rows
 from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN, prompt_key
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.errors import DataError, UserError
 from rlhf_megatron.recipe import RewardSection
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rewards import gsm8k, reasoning_gym
 from rlhf_megatron.rewards.data_check import check_files, tables
 

@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.page import write_page
 from rlhf_megatron.monitor.plots import plot_comparison, plot_run
 

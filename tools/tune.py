@@ -32,10 +32,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.monitor.metrics import read_steps
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import RecipeError, load_recipe
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.recipe.load import apply_override
 
 TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"

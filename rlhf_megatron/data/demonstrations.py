@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info
+from rlhf_megatron.errors import DataError
 
 
 def demonstration_rows(file: Path, worked_fraction: float, seed: int, tool: bool = False) -> list[dict[str, Any]]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.order import WindowOrder
 from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset, Responses, prompt_key
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 
 # Training rows that are all checked before a run starts, and how many of each file are where there are more.

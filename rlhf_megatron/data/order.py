@@ -16,8 +16,8 @@ from functools import lru_cache
 import numpy
 from numpy.typing import NDArray
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.rows import Block, ParquetRows
+from rlhf_megatron.errors import DataError
 
 Rows = NDArray[numpy.int64]
 

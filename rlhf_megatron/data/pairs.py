@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.rows import ParquetRows, parse_ground_truth, parse_response
+from rlhf_megatron.errors import DataError
 
 
 def pair_rows(file: Path, column: str, seed: int) -> list[dict[str, Any]]:

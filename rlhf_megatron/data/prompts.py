@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.rows import (
     ParquetRows,
     RowPlace,
@@ -26,6 +25,7 @@ from rlhf_megatron.data.rows import (
     with_system_prompt,
 )
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 
 __all__ = ["DataError", "LeftOut", "Prompt", "PromptDataset", "Responses", "prompt_key"]

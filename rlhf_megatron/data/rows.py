@@ -26,7 +26,7 @@ import pyarrow.compute
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.errors import DataError
 
 # Row groups of a file that follow each other are decoded together up to this size, and up to this part of the memory:
 # many small ones cost more time.

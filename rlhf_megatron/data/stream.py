@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.order import Order, Shares, WindowOrder, curriculum_order
 from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 
 # Prompts that are read ahead: so many batches, or as many prompts as are enough while a window is decoded.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.data.errors import DataError
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import Recipe
 
 Message = Mapping[str, Any]

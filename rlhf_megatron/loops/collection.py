@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.batch import RolloutBatch, concatenate
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.groups import Group, groups_from_state, groups_state
 from rlhf_megatron.loops.rolled import Rolled
 from rlhf_megatron.loops.rollouts import Rollouts
 from rlhf_megatron.loops.session import Session
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.engine import Sampling
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 
 # torchrun looks at its ranks every 0.1 s and ends them all when one has failed; that one may take seconds to end.
 SECONDS_UNTIL_ENDED = 5.0

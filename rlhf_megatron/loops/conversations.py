@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.recipe import MultiTurnSection
 from rlhf_megatron.rewards import worker

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.loops.history import History
 from rlhf_megatron.loops.session import Session
 

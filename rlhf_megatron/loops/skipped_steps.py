@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 
 _METRICS = ("train/skipped", "critic/skipped")
 

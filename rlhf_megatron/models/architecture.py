@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.topology.layout import Layout
 
 if TYPE_CHECKING:

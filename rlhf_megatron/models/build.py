@@ -16,13 +16,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.models import norm, rotary
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.heads import ScalarHead
 from rlhf_megatron.models.self_attention import StackedSelfAttention
 from rlhf_megatron.models.weight_map import Implementation
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 

@@ -20,7 +20,7 @@ import jinja2
 import pyarrow.parquet
 import yaml
 
-from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.metrics import read_metrics
 from rlhf_megatron.monitor.plots import picture
 

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.columns import GENERATING, PHASES
-from rlhf_megatron.monitor.errors import MonitorError
 from rlhf_megatron.monitor.metrics import read_metrics
 
 Series = dict[str, tuple[list[int], list[float]]]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe.operations import ProfileSection
 

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.recipe.recipe import check_run_name
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.environment import redact
-from rlhf_megatron.monitor.errors import MonitorError
 from rlhf_megatron.monitor.run_folder import RunFolder
 
 

@@ -1,10 +1,10 @@
 """Recipes: what a run is asked to do, as checked, frozen values. Needs neither torch nor a GPU."""
 
+from rlhf_megatron.errors import RecipeError, UserError
 from rlhf_megatron.recipe.algorithm import AlgorithmSection
 from rlhf_megatron.recipe.checks import check_architecture, check_world, role_ranks
 from rlhf_megatron.recipe.data import DataSection
 from rlhf_megatron.recipe.dry_run import dry_run
-from rlhf_megatron.recipe.errors import RecipeError, UserError
 from rlhf_megatron.recipe.load import known_keys, load_recipe, make_recipe, resolved_yaml
 from rlhf_megatron.recipe.operations import MonitorSection
 from rlhf_megatron.recipe.recipe import Recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.model_shape import experts_of, role_config, size
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.recipe import Recipe
 
 

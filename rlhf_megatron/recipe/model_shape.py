@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LoraSection, RoleSection
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.errors import RecipeError
 
 # YAML reads one rank as a number.
 Ranks = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]

@@ -19,7 +19,6 @@ from typing import Any
 import numpy
 from rich.table import Table
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.prompts import prompt_key
 from rlhf_megatron.data.rows import (
     ParquetRows,
@@ -31,6 +30,7 @@ from rlhf_megatron.data.rows import (
     with_system_prompt,
 )
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.rewards.gsm8k import parse_number
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, rule_of

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from rlhf_megatron.errors import RewardError
 from rlhf_megatron.recipe import RewardSource
 from rlhf_megatron.rewards import worker
-from rlhf_megatron.rewards.errors import RewardError
 from rlhf_megatron.rewards.pool import Outcome, WorkerPool
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, rule_of, unknown_source
 

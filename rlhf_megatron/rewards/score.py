@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 
+from rlhf_megatron.errors import RewardError
 from rlhf_megatron.recipe import RewardPartSection, RewardSection, RewardSource
 from rlhf_megatron.rewards import worker
-from rlhf_megatron.rewards.errors import RewardError
 from rlhf_megatron.rewards.judges import FunctionJudge, Judge, RuleJudge
 from rlhf_megatron.rewards.pool import DIED, Outcome, WorkerPool
 from rlhf_megatron.rewards.rules import ScoreItem, rule_of

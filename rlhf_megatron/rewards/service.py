@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from rlhf_megatron.errors import RewardError
 from rlhf_megatron.recipe import RewardServiceSection
-from rlhf_megatron.rewards.errors import RewardError
 from rlhf_megatron.rewards.pool import Outcome
 from rlhf_megatron.rewards.rules import ScoreItem
 from rlhf_megatron.rewards.threads import DaemonThreads

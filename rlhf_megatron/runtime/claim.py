@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.runtime.processes import identity, lives
 
 _NAME = "claim"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 
 VARIABLE = "RLHF_MEGATRON_FAULT"
 KINDS = ("kill", "stop", "exception", "out_of_memory", "nan", "disk_full", "clock", "store", "network")

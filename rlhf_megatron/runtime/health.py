@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.monitor.alerts import AlertSender
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.recipe.health import HealthRuleSection, HealthSection
 from rlhf_megatron.runtime.ranks import named_ranks
 

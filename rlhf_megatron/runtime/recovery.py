@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import psutil
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.runtime.processes import identity
 
 What = Literal["start", "restart", "resume", "fault", "hang", "stop", "give_up", "health_stop", "done"]

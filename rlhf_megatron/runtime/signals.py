@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # One warning can arrive twice: from the scheduler, which signals every process, and forwarded by torchrun.

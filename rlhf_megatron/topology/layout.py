@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.errors import RecipeError
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

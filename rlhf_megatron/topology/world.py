@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.topology.store import serve_store
 
 _STORE_SECONDS = 5.0

@@ -13,11 +13,11 @@ import torch
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows, concatenate
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.collection import Collector
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.supply import Supply
 from rlhf_megatron.recipe import Recipe, RolloutSection
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.rollout.engine import Sampling
 from rlhf_megatron.topology.team import Team
 

@@ -9,10 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.opening import open_data, open_validation
 from rlhf_megatron.data.prompts import Prompt, prompt_key
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 from tiny_tokenizer import write_bpe_tokenizer
 

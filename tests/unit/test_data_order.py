@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_megatron.data import rows
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.order import CurriculumOrder, Shares, WindowOrder
 from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.rows import Block
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 from tiny_tokenizer import write_bpe_tokenizer
 

@@ -15,8 +15,8 @@ import numpy
 import pytest
 import torch
 
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.alerts import HOUR, AlertSender
-from rlhf_megatron.monitor.errors import MonitorError
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.health import DEFAULT_RULES, AlertSection, HealthRuleSection, HealthSection
 from rlhf_megatron.runtime.health import (

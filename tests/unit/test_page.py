@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.page import recipe_differences, view_of, write_page
 
 VOID = {"meta", "img", "br", "polyline"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_megatron.monitor.errors import MonitorError
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.profiler import Profiler
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe.operations import ProfileSection

@@ -427,7 +427,7 @@ def test_scoring_imports_no_torch() -> None:
 
 
 def test_every_error_class_is_one_that_commands_print(tmp_path: Path) -> None:
-    from rlhf_megatron.recipe.errors import UserError
+    from rlhf_megatron.errors import UserError
 
     with pytest.raises(UserError, match=re.escape("reward.function: there is no file")):
         make_scorer(tmp_path / "gone.py:compute_score")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.data.errors import DataError
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.errors import DataError
 from tiny_tokenizer import write_bpe_tokenizer, write_sentencepiece_model
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 2 + 3?"}]

@@ -18,8 +18,8 @@ import yaml
 from verl_command import Command, check, parse
 from verl_sections import translate
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.recipe import Recipe
-from rlhf_megatron.recipe.errors import UserError
 from rlhf_megatron.recipe.load import make_recipe
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.load import apply_override
 
 ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"

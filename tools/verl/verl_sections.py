@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet
 from verl_command import ACTOR, MODEL, REFERENCE, ROLLOUT, Command
 
-from rlhf_megatron.recipe.errors import RecipeError
+from rlhf_megatron.errors import RecipeError
 
 # key of verl -> (verl's default, key of a recipe), where the values mean the same.
 SAME: dict[str, tuple[Any, str]] = {

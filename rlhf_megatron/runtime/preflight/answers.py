@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlhf_megatron.recipe.errors import UserError
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.topology.world import agents_keep_a_store, store_of_ranks
 
 _CONNECT_SECONDS = 30.0

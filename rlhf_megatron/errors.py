@@ -1,0 +1,23 @@
+"""Errors that a user can act on: one line that says what, where and what to do. Shown without a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Bad input, described in one line; commands print it as `error: ...` and exit with status 2."""
+
+
+class RecipeError(UserError):
+    """A recipe that cannot be read, or that asks for something impossible."""
+
+
+class DataError(UserError):
+    """Bad training data or a bad tokenizer: one line that names file, row and column, and says what to do."""
+
+
+class RewardError(UserError):
+    """A reward that cannot be computed: one line that names the function or data source, the sample, and what to do."""
+
+
+class MonitorError(UserError):
+    """A tracker or a run folder that cannot be used as asked; the line says what to do."""
