@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos lint gpu-test bench-cpu bench-data bench-peer bench-regather bench-rollout bench-step
+.PHONY: help setup demo test fuzz chaos lint gpu-test bench-cpu bench-data bench-peer bench-regather bench-rollout bench-step
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -28,6 +28,9 @@ demo: $(READY) ## Train a small model by reinforcement learning on this machine'
 
 test: $(READY) ## All tests that need no GPU, within 15 minutes on two cores
 	$(PYTEST) --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 $(ARGS)
+
+fuzz: $(READY) ## Malformed input of all kinds, 5,000 examples of each (`make test` has 40); ARGS="-k recipe"
+	$(PYTEST) --hypothesis-profile=many --timeout=0 tests/fuzz $(ARGS)
 
 chaos: $(READY) ## A small run with each fault, and what became of it, in about 20 minutes; ARGS="--only kill"
 	@$(PYTHON) tools/chaos/campaign.py $(ARGS)

@@ -17,6 +17,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
+
+# tests/fuzz asks for no number of examples of its own: few and always the same ones in `make test`, many new ones in
+# `make fuzz`. No deadline: a loaded machine is no failure.
+settings.register_profile("few", max_examples=40, derandomize=True, deadline=None)
+settings.register_profile("many", max_examples=5000, deadline=None, print_blob=True)
+settings.load_profile("few")
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -24,7 +31,7 @@ if not HAS_GPU:
 
 TESTS = Path(__file__).resolve().parent
 # The longest first: several workers then end at about the same time.
-ORDER = ("end_to_end", "parallel", "gpu", "unit")
+ORDER = ("end_to_end", "parallel", "gpu", "fuzz", "unit")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
