@@ -46,7 +46,8 @@ def read_bytes(path: str | Path, error_class: type[UserError], most_bytes: int =
         if not stat.S_ISREG(status.st_mode):
             raise error_class(f"{shown(path)}: is not a regular file ({_kind(status.st_mode)})")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            content = file.read(most_bytes + 1)  # a file of /proc has a size of 0
+            # A file of /proc has a size of 0, and some have nothing to read yet.
+            content = file.read(most_bytes + 1) or b""
     except OSError as error:
         raise error_class(f"{shown(path)}: cannot be read ({reason_of(error)})") from error
     finally:
