@@ -6,6 +6,19 @@ from __future__ import annotations
 class UserError(ValueError):
     """Bad input, described in one line; commands print it as `error: ...` and exit with status 2."""
 
+    is_transient = False
+    """Whether another attempt with the same input may do, as where a service was away; see `is_transient`."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether an error, or one that it was raised from, says that another attempt may do."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if getattr(chain, "is_transient", False):
+            return True
+        chain = chain.__cause__
+    return False
+
 
 class RecipeError(UserError):
     """A recipe that cannot be read, or that asks for something impossible."""

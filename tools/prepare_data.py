@@ -37,8 +37,10 @@ from rlhf_megatron.data.pairs import pair_rows
 from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN, prompt_key
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.errors import DataError, UserError
+from rlhf_megatron.errors import DataError
+from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe import RewardSection
+from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.rewards import gsm8k, reasoning_gym
 from rlhf_megatron.rewards.data_check import check_files, tables
 
@@ -47,24 +49,22 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 ROWS_PER_GROUP = 1024
 # A procedural task repeats itself; after this many tries for each row asked for, it has no more distinct ones to give.
 TRIES_PER_ROW = 50
+MOST_ROWS, MOST_CHARACTERS = 10**7, 2**24  # of a file, and of one of its lines
 
 CONSOLE = Console(stderr=True)
 
 Row = dict[str, Any]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status (2: bad input, described in one line)."""
     options = build_parser().parse_args(arguments)
-    try:
-        if options.act is not None:
-            status: int = options.act(options)
-            return status
-        rows = options.make_rows(options)
-        write_rows(rows, options.output)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.act is not None:
+        status: int = options.act(options)
+        return status
+    rows = options.make_rows(options)
+    write_rows(rows, options.output)
     CONSOLE.print(f"{options.output}: {len(rows)} rows", highlight=False, soft_wrap=True)
     return 0
 
@@ -96,10 +96,10 @@ def check(options: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the tool."""
-    parser = argparse.ArgumentParser(description="Make parquet files with verl's columns.")
+    parser = ArgumentParser(description="Make parquet files with verl's columns.")
     parser.set_defaults(act=None)
     commands = parser.add_subparsers(required=True, metavar="SOURCE")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = ArgumentParser(add_help=False)
     shared.add_argument("--output", type=Path, required=True, help="parquet file to write")
     shared.add_argument(
         "--exclude",
@@ -341,6 +341,8 @@ def check_request(options: argparse.Namespace) -> None:
     """
     if options.size is not None and options.size <= 0:
         raise DataError(f"--size: {options.size} rows cannot be made; give 1 or more")
+    if options.size is not None and options.size > MOST_ROWS:
+        raise DataError(f"--size: {options.size} rows are too many; give at most {MOST_ROWS:,}")
     if "{question}" not in options.prompt_template:
         raise DataError(f"--prompt-template: {options.prompt_template!r} has no {{question}}; put it where it belongs")
 
@@ -357,7 +359,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
         if not found or not key:
             raise DataError(f"--set: {setting!r} is not KEY=VALUE")
         try:
-            parsed[key] = yaml.safe_load(value)
+            parsed[key] = parse_yaml(value)
         except yaml.YAMLError as error:
             raise DataError(f"--set: the value of {key} is not YAML: {value!r}") from error
     return parsed
@@ -370,8 +372,12 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         DataError: the file cannot be read, or a line is no JSON object.
     """
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
+        if path.exists() and not path.is_file():
+            raise DataError(f"--input: {path} is not a regular file; name a jsonl file")
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS), ""), start=1):
+                if len(line) == MOST_CHARACTERS:
+                    raise DataError(f"{path}, line {number}: has more than {MOST_CHARACTERS:,} characters; remove it")
                 if not line.strip():
                     continue
                 record = json.loads(line)

@@ -11,18 +11,20 @@ labelled by their folders; NAME=PATH gives one a label of your own.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.monitor.page import write_page
 from rlhf_megatron.monitor.plots import plot_comparison, plot_run
+from rlhf_megatron.untrusted import reason_of, shown
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 2 for input that is not right."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or NAME=PATH")
     parser.add_argument("--output", type=Path, help="FILE.html or FILE.png; default: report.html of the only run")
     parser.add_argument("--title", default="", help="default: the labels")
@@ -36,9 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
             draw(runs, output, options.title)
         else:
             raise MonitorError(f"--output {output}: must end in .html or .png")
-    except MonitorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise MonitorError(f"{shown(error.filename)}: {reason_of(error)}") from error
     print(output)
     return 0
 
@@ -63,9 +64,16 @@ def labelled(text: str) -> tuple[str, Path]:
     """(label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is taken."""
     parts = text.split("=")
     splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
-    label, place = next((split for split in splits if split[1].exists()), splits[-1])
+    label, place = next((split for split in splits if _exists(split[1])), splits[-1])
     file = place / "metrics.jsonl" if place.is_dir() else place
     return label or (file.resolve().parent.name if file.name == "metrics.jsonl" else file.stem), file
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # what is too long for a name, or has a NUL byte
+        return False
 
 
 def by_label(arguments: list[str]) -> dict[str, Path]:

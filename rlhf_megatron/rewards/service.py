@@ -45,6 +45,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class _TemporaryError(Exception):
     """A request that may succeed when it is sent again; `after` is the server's wish in seconds, if it has one."""
 
+    is_transient = True
+
     def __init__(self, message: str, after: float = 0.0) -> None:
         super().__init__(message)
         self.after = after

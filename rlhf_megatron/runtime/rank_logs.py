@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf_megatron.errors import UserError
+
 # Set by launch/slurm/job.sbatch.j2: the folder, and the number of the job's first attempt in it.
 FOLDER, FIRST_ATTEMPT = "RLHF_MEGATRON_LOGS", "RLHF_MEGATRON_ATTEMPT"
 
@@ -31,14 +33,20 @@ def next_log(folder: Path, first_attempt: int, rank: str) -> Path:
 
 
 def redirect_output(environment: Mapping[str, str]) -> None:
-    """Sends stdout and stderr of this process, and of what it starts, to the rank's log; ``latest`` points there."""
+    """Sends stdout and stderr of this process, and of what it starts, to the rank's log; ``latest`` points there.
+
+    Raises UserError where the log cannot be written.
+    """
     if FOLDER not in environment or "RANK" not in environment:
         return
     rank = environment["RANK"]
-    path = next_log(Path(environment[FOLDER]), int(environment.get(FIRST_ATTEMPT, "0")), rank)
+    try:
+        path = next_log(Path(environment[FOLDER]), int(environment.get(FIRST_ATTEMPT, "0")), rank)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    except OSError as error:
+        raise UserError(f"environment: {FOLDER}={environment[FOLDER]}: cannot be written ({error.strerror})") from error
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

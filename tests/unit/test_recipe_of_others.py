@@ -131,8 +131,9 @@ def test_keys_that_are_none(small: Path, key: str) -> None:
 
 VALUES = [
     "[]", "{}", "''", "null", "true", "yes", "-1", ".inf", ".nan", "1.5", "1:30", "190:20:30", "017",
-    "2024-01-01", "[1]", "{a: 1}", "9" * 5000, "0x" + "f" * 5000, "1" + ":59" * 5000, '"\\0"', '"\\ud800"', 
-    '"\\e[31mred\\n"', "*x",    "=", "<<", "!!python/name:os.system", "!!python/object/apply:os.system [id]", "!!set {a, b}", "!!omap [a: 1]",
+    "2024-01-01", "[1]", "{a: 1}", "9" * 5000, "0x" + "f" * 5000, "1" + ":59" * 5000, '"\\0"', '"\\ud800"',
+    '"\\e[31mred\\n"', "*x", "=",
+    "<<", "!!python/name:os.system", "!!python/object/apply:os.system [id]", "!!set {a, b}", "!!omap [a: 1]",
     "!!binary aGVsbG8=", "!!timestamp 2024-01-01", "!!int x", "!!bool maybe", "!foo 1", "&a [*a]", "{a: &b {c: *b}}",
     "[" * 3000, "x" * 10_000,
 ]  # fmt: skip
