@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.section import LONGEST_SECONDS, MOST_WORKERS, Section
 
 # Names of other metrics under reward/.
 _TAKEN_NAMES = (
@@ -25,9 +25,9 @@ class RewardServiceSection(Section):
     """Where samples are posted, with http:// or https://."""
     samples_per_request: int = Field(default=1, gt=0)
     """Samples sent in one request."""
-    max_retries: int = Field(default=4, ge=0)
+    max_retries: int = Field(default=4, ge=0, le=1000)
     """How often a request is sent again when there is no answer, or one of status 408, 425, 429 or 5xx."""
-    backoff_seconds: float = Field(default=0.5, gt=0)
+    backoff_seconds: float = Field(default=0.5, gt=0, le=LONGEST_SECONDS)
     """Longest wait before the first retry; it doubles with each, up to 30 s, and a random part of it is waited."""
     header: str = "Authorization"
     """Header that authenticates; sent if header_environment is set."""
@@ -107,11 +107,11 @@ class RewardSection(RewardSource):
     on_failure: Literal["stop", "zero", "mask"] = "stop"
     """What a function or service that fails on a sample costs: the run, the sample's reward (it gets 0), or the sample
     (it is left out of the loss)."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
+    timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
     """Most time for one sample in a worker process, and for one request to a service."""
-    workers: int = Field(default=2, gt=0)
+    workers: int = Field(default=2, gt=0, le=MOST_WORKERS)
     """Worker processes per rollout replica; each function has as many of its own."""
-    concurrency: int = Field(default=64, gt=0)
+    concurrency: int = Field(default=64, gt=0, le=2**16)
     """Samples of an async function that one worker awaits at a time; requests to a service at a time."""
 
     @model_validator(mode="after")
