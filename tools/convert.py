@@ -159,6 +159,8 @@ def convert_tensors(source: GgufFile, config: LlamaConfig) -> dict[str, Tensor]:
         if values.shape != expected[name]:
             raise UserError(f"{source.path}: {gguf_name} has shape {values.shape}, not {tuple(expected[name])}")
         weights[name] = torch.from_numpy(values.copy()).to(dtype)
+        if not bool(weights[name].isfinite().all()):
+            raise UserError(f"{source.path}: {gguf_name} is not finite (NaN or infinity) as {dtype}; download it again")
     if missing := sorted(set(expected) - set(weights)):
         raise UserError(f"{source.path}: {len(missing)} weights are missing, the first is {missing[0]}")
     return weights
@@ -268,6 +270,7 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rlhf_megatron.regather.plan import elements
     from rlhf_megatron.roles.saved import SavedRole, saved_adaptation
     from rlhf_megatron.runtime.checkpoint import TensorFile, damage, read_manifest, step_of
+    from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
 
     if output.exists():
         raise UserError(f"--output: {output} exists already; remove it or choose another folder")
@@ -285,11 +288,14 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
         adaptation = saved_adaptation(state)
         saved = SavedRole(role, architecture, state, files, adaptation)
         blocks, tensors = saved.whole_blocks(), saved.tensors(getattr(torch, dtype))
-        told = track(tensors, f"{role} of step {step}", len(blocks), console=Console(stderr=True))
-        if adaptation:
-            write_peft(output, told, adaptation, str(companions.model))
-        else:
-            write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
+        told = track(only_finite(tensors), f"{role} of step {step}", len(blocks), console=Console(stderr=True))
+        try:
+            if adaptation:
+                write_peft(output, told, adaptation, str(companions.model))
+            else:
+                write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
+        except NotFiniteError as error:
+            raise UserError(f"{checkpoint}: {role}: {error}; take an older checkpoint") from error
     parameters = sum(elements(block.region) for block in blocks)
     return {"output": str(output), "role": role, "step": step, "parameters": parameters, "dtype": dtype}
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.loops.exports import beginning
 from rlhf_megatron.recipe.operations import CheckpointSection
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.state import restore_role, role_state, role_tensors
@@ -43,6 +44,7 @@ from rlhf_megatron.runtime.checkpoint import (
     tidy,
     write_tensors,
 )
+from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.recovery import RecoveryLog
 from rlhf_megatron.runtime.signals import job_end, stop_signals
 from rlhf_megatron.topology.exchange import from_rank
@@ -164,6 +166,10 @@ class Checkpoints:
                     restore_role(role.local, state, [files[rank] for rank in ranks])
             for name, part in self._parts.items():
                 part.load(join_tensors(manifest.state["parts"][name], files[0]))
+            for name, role in self._roles.items():
+                problem = role.not_finite()
+                if problem:
+                    raise CheckpointError(f"{checkpoint}: {name} is not finite: {problem}; give --resume another one")
             if len(files) == dist.get_world_size():
                 prefix = "random/"
                 own = files[self._rank]
@@ -179,6 +185,8 @@ class Checkpoints:
         A step that was ``skipped`` is not saved while others follow: a rollback goes to where steps still succeeded.
         ``worth``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
 
+        Raises NotFiniteError on all ranks where there are weights to save, or to end with, that are not finite: the
+        checkpoints of before stay as they are.
         Raises RunStopped, once a checkpoint is published or could not be written, where a rank has been asked to stop
         or the job is about to end; not after the last step, which ends the run anyway.
         """
@@ -190,6 +198,8 @@ class Checkpoints:
         due = bool(reason or (interval and (last or (step % interval == 0 and not skipped))))
         if due or last or not still_writing:
             self._publish_pending()  # one at a time
+        if due or last:
+            self._refuse_nonfinite(step)
         if due:
             self._begin(step, worth)
         if reason or last:
@@ -203,6 +213,16 @@ class Checkpoints:
     def _reason_to_stop(self) -> int:
         """Why this rank would stop now: the number of a signal, _TIME_IS_UP, or 0."""
         return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
+
+    def _refuse_nonfinite(self, step: int) -> None:
+        """No gradient is finite from there on, so no step would mend it."""
+        for name, role in self._roles.items():
+            problem = role.not_finite()
+            if problem:
+                raise NotFiniteError(
+                    f"step {step}: {name} is not finite, and not saved: {problem}; lower "
+                    f"{name}.optimizer.learning_rate, and the same command goes on from {beginning(self.saved)}"
+                )
 
     def _begin(self, step: int, worth: float | None) -> None:
         folder = self._folder / f"step-{step}"

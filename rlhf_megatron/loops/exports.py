@@ -14,6 +14,7 @@ from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError
 from rlhf_megatron.regather.export import export_adapters, export_weights
 from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.watchdog import watchdog
 
 ADAPTER_FOLDER = "adapter"  # of an export, in PEFT's format
@@ -35,7 +36,10 @@ class Exports:
         self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
 
     def write(self, step: int) -> str | None:
-        """Writes the actor as it is now, and in its folder the adapters that it has; why that failed, where it did."""
+        """Writes the actor as it is now, and in its folder the adapters that it has; why that failed, where it did.
+
+        Raises NotFiniteError on all ranks where the actor is not finite: no later step would mend it.
+        """
         lora, actor = self._recipe.actor.lora, self._actor
         try:
             export_weights(
@@ -60,6 +64,11 @@ class Exports:
                 )
         except OSError as error:
             return str(error)
+        except NotFiniteError as error:
+            raise NotFiniteError(
+                f"step {step}: the actor is not finite, and not exported: {error}; lower "
+                "actor.optimizer.learning_rate, and go on from an older checkpoint"
+            ) from error
         return None
 
     def write_last(self, saved: int | None, tell: Callable[[str], None]) -> Path | None:

@@ -23,10 +23,13 @@ from torch import Tensor
 from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
 from rlhf_megatron.runtime.checkpoint import write_safetensors
+from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog
+from rlhf_megatron.untrusted import reason_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 # What a model folder holds beside its weights: configs, the tokenizer, the chat template, and code for either.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 _OF_THE_MODEL = ("generation_config.json",)
@@ -77,7 +80,11 @@ class WeightSource(Protocol):
     """Anything that gives rectangles of Hugging Face tensors."""
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]``, on the CPU or the current device."""
+        """``tensor[region]``, on the CPU or the current device; all of it where the region is empty."""
+        ...
+
+    def where(self, tensor: str) -> str:
+        """What holds it, for errors: a file."""
         ...
 
 
@@ -128,10 +135,7 @@ class CheckpointFiles:
 
     def _reader(self, path: Path) -> Any:
         if str(path) not in self._files:
-            try:
-                self._files[str(path)] = self._open.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
+            self._files[str(path)] = self._open.enter_context(open_weights(path))
         return self._files[str(path)]
 
     def read(self, tensor: str, region: Region) -> Tensor:
@@ -139,13 +143,24 @@ class CheckpointFiles:
         if tensor == SCORE and self._new_head:
             return self._new_head.read(tensor, region)
         path = self._file_of[tensor]
-        piece = self._reader(path).get_slice(tensor)
-        if tuple(piece.get_shape()) != self._shapes[tensor]:
+        try:
+            piece = self._reader(path).get_slice(tensor)
+            if tuple(piece.get_shape()) != self._shapes[tensor]:
+                raise ModelError(
+                    f"{path}: {tensor} has shape {tuple(piece.get_shape())}, config.json asks for "
+                    f"{self._shapes[tensor]}"
+                )
+            check_type(path, tensor, piece.get_dtype())
+            selected: Tensor = piece[tuple(slice(start, stop) for start, stop in region)]
+        except SafetensorError as error:
             raise ModelError(
-                f"{path}: {tensor} has shape {tuple(piece.get_shape())}, config.json asks for {self._shapes[tensor]}"
-            )
-        selected: Tensor = piece[tuple(slice(start, stop) for start, stop in region)]
+                f"{path}: {tensor} cannot be read ({reason_of(error)}); download the model again"
+            ) from error
         return selected
+
+    def where(self, tensor: str) -> str:
+        """The path of its file."""
+        return str(self._file_of.get(tensor, self.folder))
 
     def __enter__(self) -> CheckpointFiles:
         return self
@@ -179,12 +194,37 @@ class RandomWeights:
             whole = torch.randn(shape, generator=generator, device=self._device).mul_(deviation)
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
+    def where(self, tensor: str) -> str:
+        """What they are drawn by."""
+        return "model.random_weights"
+
+
+def open_weights(path: Path) -> Any:
+    """A safetensors file, as a context manager; raises ModelError where it is none, or is no file at all."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ModelError(f"{path}: there is no such file; download the model again")
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        reason = reason_of(error)
+        raise ModelError(f"{path}: cannot be read as safetensors ({reason}); download it again") from error
+
+
+def check_type(path: Path, tensor: str, kind: str) -> None:
+    """Raises ModelError where a tensor's numbers are of a type (safetensors' name) that weights are not: whole numbers
+    and those of a quantisation would be taken at their face value."""
+    if kind not in _WEIGHT_TYPES:
+        raise ModelError(
+            f"{path}: {tensor} has numbers of type {kind}, and weights are {', '.join(_WEIGHT_TYPES)}; take a model "
+            "that is not quantised, or download it again"
+        )
+
 
 @torch.no_grad()
 def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: WeightSource) -> None:
     """Fills ``parameters`` (by name) from ``source``; what no block covers (vocabulary padding) becomes zero.
 
-    Raises ModelError where blocks and parameters do not name the same set.
+    Raises ModelError where blocks and parameters do not name the same set, and where a parameter is not finite then.
     """
     named = {block.parameter for block in blocks}
     if named != set(parameters):
@@ -195,6 +235,28 @@ def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: 
     for block in blocks:
         watchdog.beat()  # a large model takes its time
         window(parameters[block.parameter], block.offset, block.region).copy_(source.read(block.tensor, block.region))
+    finite = dict(zip(parameters, are_finite(parameters.values()), strict=True))
+    for block in blocks:
+        if not finite[block.parameter]:
+            _refuse_nonfinite(block.tensor, parameters[block.parameter].dtype, source)
+
+
+def _refuse_nonfinite(tensor: str, dtype: torch.dtype, source: WeightSource) -> None:
+    """Raises ModelError where a tensor is not finite as ``dtype``; of all of it, so that every rank says the same."""
+    whole = source.read(tensor, ())
+    given, cast = nonfinite([(tensor, whole)]), nonfinite([(tensor, whole.to(dtype))])
+    if given:
+        count = given[0].nan + given[0].infinite
+        raise ModelError(
+            f"{source.where(tensor)}: {tensor} holds {count} values that are not finite (NaN or infinity); download "
+            "the model again"
+        )
+    if cast:
+        kind, largest = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+        raise ModelError(
+            f"{source.where(tensor)}: {tensor} holds {cast[0].infinite} values beyond {largest:.3g}, the largest of "
+            f"{kind}; set model.dtype to a type that has them, or take another model"
+        )
 
 
 def window(parameter: Tensor, offset: Sequence[int], region: Region) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.placement import Ranks
-from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, Section
+from rlhf_megatron.recipe.section import LARGEST_FLOAT, LARGEST_MEMORY_GB, Section
 
 
 class LayoutSection(Section):
@@ -109,6 +109,15 @@ class OptimizerSection(Section):
     """A step whose gradient has a larger norm than this, before it is cut, is a spike and is skipped."""
     distributed: bool = True
     """Cut the optimizer's state over data-parallel ranks."""
+
+    @model_validator(mode="after")
+    def _first_step_fits(self) -> OptimizerSection:
+        if self.learning_rate > LARGEST_FLOAT * (1 - self.beta1):
+            raise ValueError(
+                f"learning_rate={self.learning_rate:g}: Adam's first step, learning_rate / (1 - beta1), is beyond "
+                "float32; lower it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_falls(self) -> OptimizerSection:

@@ -156,7 +156,10 @@ class SavedRole:
                 continue
             if whole is None:
                 whole = torch.zeros(piece["shape"])
-            whole.view(-1)[piece["start"] : piece["stop"]] = self._files[peer].tensor(f"{self._role}/{kind}/{name}")
+            part = self._files[peer].tensor(f"{self._role}/{kind}/{name}")
+            if part.dtype != torch.float32:
+                raise CheckpointError(f"the checkpoint holds {self._role}'s {kind} of {name} as {part.dtype}")
+            whole.view(-1)[piece["start"] : piece["stop"]] = part
             found += piece["stop"] - piece["start"]
         if whole is None or found != whole.numel():
             count = "nothing" if whole is None else f"{found} of {whole.numel()} elements"

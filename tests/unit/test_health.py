@@ -19,15 +19,14 @@ from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.alerts import HOUR, AlertSender
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.health import DEFAULT_RULES, AlertSection, HealthRuleSection, HealthSection
+from rlhf_megatron.runtime.finite import BadTensor, nonfinite_gradients
 from rlhf_megatron.runtime.health import (
-    BadGradient,
     Finding,
     Health,
     HealthStop,
     RuleWatch,
     WatchState,
     memory_metrics,
-    nonfinite_gradients,
     observe,
     slope,
 )
@@ -365,5 +364,5 @@ def test_gradients_that_are_not_finite_are_counted_where_megatron_keeps_them() -
     module[1].weight.main_grad = torch.zeros(1, 2)
     module[1].bias.main_grad = torch.tensor([NAN], dtype=torch.bfloat16)
     found = nonfinite_gradients(module.named_parameters())
-    assert found == [BadGradient("0.weight", nan=1, infinite=2, elements=6), BadGradient("1.bias", 1, 0, 1)]
+    assert found == [BadTensor("0.weight", nan=1, infinite=2, elements=6), BadTensor("1.bias", 1, 0, 1)]
     assert nonfinite_gradients(torch.nn.Linear(2, 2).named_parameters()) == []
