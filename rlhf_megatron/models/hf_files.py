@@ -25,7 +25,7 @@ from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
 from rlhf_megatron.runtime.checkpoint import write_safetensors
 from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog
-from rlhf_megatron.untrusted import reason_of
+from rlhf_megatron.untrusted import reason_of, shown
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -208,6 +208,19 @@ def open_weights(path: Path) -> Any:
     except (OSError, SafetensorError) as error:
         reason = reason_of(error)
         raise ModelError(f"{path}: cannot be read as safetensors ({reason}); download it again") from error
+
+
+def check_types(folder: str | Path) -> None:
+    """``check_type`` of every tensor of a model folder, for those who leave the reading to others.
+
+    Raises ModelError as it does; says nothing of a model whose config.json names its quantisation.
+    """
+    if "quantization_config" in read_config(folder):
+        return
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with open_weights(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                check_type(path, shown(name), file.get_slice(name).get_dtype())
 
 
 def check_type(path: Path, tensor: str, kind: str) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from end_to_end.commands import Finished, python, torchrun
 from end_to_end.runs import SUPERVISED, TRAIN, decisions, make_model, make_sums
+from rlhf_megatron.rollout.environment import has_gpu
 from rlhf_megatron.runtime.checkpoint import TensorFile, publish, read_manifest, write_tensors
 
 SECONDS_TO_END = 60.0
@@ -152,3 +153,16 @@ def test_no_run_goes_on_from_a_checkpoint_that_is_not_finite(folder: Path, check
     assert "error: runs/spoiled/checkpoints/step-2: actor is not finite: " in line
     assert f"{NORM} (1 nan of 64) on ranks 0-1" in line
     assert line.endswith("; give --resume another one")
+
+
+@pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
+@pytest.mark.parametrize("model", ["infinite", "whole"])
+def test_a_model_of_bad_weights_is_not_evaluated(folder: Path, model: str) -> None:
+    asked = ("rollout.max_response_length=4", "data.validation_files=[train.parquet]", "model.tokenizer=model")
+    with torchrun(1, "launch/evaluate.py", "sft.yaml", f"model.path={model}", *asked, folder=folder) as command:
+        line = command.finish().only_error()
+    expected = {
+        "infinite": "qkv_proj.weight holds 2 values that are not finite",
+        "whole": f"{QUERIES} has numbers of type",
+    }
+    assert line.startswith(f"error: {model}") and expected[model] in line
