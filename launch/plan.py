@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ def main() -> int:
     parser.add_argument("--price", type=float, help="of a GPU for an hour, to reckon what the recipe's steps cost")
     arguments = parser.parse_intermixed_args()
     try:
+        if arguments.price is not None and not 0 <= arguments.price < math.inf:
+            raise UserError(f"--price {arguments.price:g}: must be a sum of money, 0 or more")
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         found = find_layouts(recipe, arguments.world)
         nearest = "" if found else nearest_layout(recipe, arguments.world)

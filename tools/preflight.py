@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe.section import LONGEST_SECONDS
 from rlhf_megatron.rollout.environment import prepare_environment
 
 
@@ -31,6 +32,8 @@ def main() -> int:
     from rlhf_megatron.topology.world import first_to_say, leave_world
 
     try:
+        if not 0 < arguments.seconds <= LONGEST_SECONDS:
+            raise UserError(f"--seconds {arguments.seconds:g}: must be a time above 0")
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         verdict = preflight(recipe, arguments.seconds, arguments.json)
     except UserError as error:
