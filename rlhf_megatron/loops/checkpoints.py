@@ -167,7 +167,7 @@ class Checkpoints:
             for name, part in self._parts.items():
                 part.load(join_tensors(manifest.state["parts"][name], files[0]))
             for name, role in self._roles.items():
-                problem = role.not_finite()
+                problem = role.not_finite(optimizer=True)
                 if problem:
                     raise CheckpointError(f"{checkpoint}: {name} is not finite: {problem}; give --resume another one")
             if len(files) == dist.get_world_size():
@@ -199,7 +199,7 @@ class Checkpoints:
         if due or last or not still_writing:
             self._publish_pending()  # one at a time
         if due or last:
-            self._refuse_nonfinite(step)
+            self._refuse_nonfinite(step, is_saved=due)
         if due:
             self._begin(step, worth)
         if reason or last:
@@ -214,10 +214,10 @@ class Checkpoints:
         """Why this rank would stop now: the number of a signal, _TIME_IS_UP, or 0."""
         return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
 
-    def _refuse_nonfinite(self, step: int) -> None:
-        """No gradient is finite from there on, so no step would mend it."""
+    def _refuse_nonfinite(self, step: int, is_saved: bool) -> None:
+        """No gradient is finite from there on, so no step would mend it. What is not saved may not be on the device."""
         for name, role in self._roles.items():
-            problem = role.not_finite()
+            problem = role.not_finite(optimizer=is_saved)
             if problem:
                 raise NotFiniteError(
                     f"step {step}: {name} is not finite, and not saved: {problem}; lower "

@@ -86,16 +86,16 @@ class PlacedRole:
                 self.local.read(source, adapters)
         if self.local:
             self.local.begin()
-        problem = self.not_finite() if self._has_adapters else ""
+        problem = self.not_finite(optimizer=False) if self._has_adapters else ""
         if problem:
             raise NotFiniteError(
                 f"{self.name}.lora: with the adapters merged weights are not finite: {problem}; lower "
                 f"{self.name}.lora.alpha, or take another adapter"
             )
 
-    def not_finite(self) -> str:
+    def not_finite(self, optimizer: bool) -> str:
         """``nonfinite_state`` of the role, on every rank of the world; collective over it."""
-        return self.everywhere(nonfinite_state(self.local) if self.local else None)
+        return self.everywhere(nonfinite_state(self.local, optimizer) if self.local else None)
 
     def offload(self) -> None:
         """As ``Role.offload``."""

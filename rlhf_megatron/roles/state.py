@@ -79,16 +79,17 @@ def role_state(role: Role) -> dict[str, Any]:
     }
 
 
-def nonfinite_state(role: Role) -> str:
-    """What of a role's weights, and of its optimizer's master weights and moments, is not finite, and on which ranks.
+def nonfinite_state(role: Role, optimizer: bool) -> str:
+    """What of a role's weights is not finite, and on which ranks; with ``optimizer`` also of its master weights and
+    moments, which come to the device for that.
 
     Empty where all is. The same on the role's ranks, which it is collective over.
     """
     tensors = dict(role.parameters())
-    if role.optimizer is not None:
+    if optimizer:
         for owned in _owned(role):
             for kind, value in {"master weights": owned.weights, **_moments(owned)}.items():
-                tensors[f"{kind} of {owned.name}"] = value
+                tensors[f"{kind} of {owned.name.replace('/', '.')}"] = value
     return describe_nonfinite(nonfinite(tensors.items()), role.groups.intra_dist_opt)
 
 
