@@ -25,6 +25,7 @@ from rlhf_megatron.models.weight_map import Block, Region, layer_of, tensor_shap
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.runtime.checkpoint import write_safetensors
 from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.untrusted import check_regular, read_json, reason_of, shown
 
 Factor = Literal["A", "B"]
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -151,18 +152,19 @@ class PeftAdapter:
     def __init__(self, folder: str | Path, architecture: Architecture, adaptation: Adaptation) -> None:
         """Reads all of it. Raises ModelError where it is not there, or is another adaptation than is asked for."""
         path = Path(folder)
-        given = _read_json(path / PEFT_CONFIG)
+        given = _read_config(path / PEFT_CONFIG)
         scale = _peft_scale(path / PEFT_CONFIG, given)
         if given["r"] != adaptation.rank or not math.isclose(scale, adaptation.scale, rel_tol=1e-6):
             raise ModelError(
                 f"{path / PEFT_CONFIG}: rank {given['r']} and scale {scale:g}, but actor.lora has rank "
                 f"{adaptation.rank} and scale {adaptation.scale:g}; set its rank, alpha and rank_stabilized to these"
             )
+        check_regular(path / PEFT_WEIGHTS, ModelError)
         try:
             with safe_open(path / PEFT_WEIGHTS, framework="pt") as file:
                 self._tensors = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path / PEFT_WEIGHTS}: cannot be read as safetensors ({error})") from error
+            raise ModelError(f"{path / PEFT_WEIGHTS}: cannot be read as safetensors ({reason_of(error)})") from error
         unfit = [name for name, tensor in self._tensors.items() if not bool(tensor.isfinite().all())]
         if unfit:
             raise ModelError(f"{path / PEFT_WEIGHTS}: {unfit[0]} is not finite; train the adapter anew")
@@ -219,11 +221,11 @@ def peft_config(adaptation: Adaptation, base: str) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}; actor.lora.path must be a folder that PEFT has written") from error
+        content = read_json(path, ModelError)
+    except ModelError as error:
+        raise ModelError(f"{error}; actor.lora.path must be a folder that PEFT has written") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: is not a JSON object; actor.lora.path must be a folder that PEFT has written")
     return content
