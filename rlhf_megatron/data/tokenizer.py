@@ -6,6 +6,7 @@ transformers and sentencepiece are imported when a tokenizer is loaded, so that 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -349,11 +350,11 @@ def load_tokenizer(
     location = Path(path)
     template = None if chat_template is None else _read_template(Path(chat_template))
     names = chat_template_kwargs or {}
-    if location.is_file():
+    if os.path.isfile(location):  # which holds for no path that is too long, or has a NUL, and raises nothing
         if location.suffix != ".model":
             raise DataError(f"tokenizer: {location} is a file but not a sentencepiece .model; name its folder instead")
         return SentencePieceTokenizer(location, template, names)
-    if not location.is_dir():
+    if not os.path.isdir(location):
         raise DataError(
             f"tokenizer: there is no {shown(location)}; set model.tokenizer (or model.path) to a local folder with "
             "tokenizer.json or to a sentencepiece .model file"

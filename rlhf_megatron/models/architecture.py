@@ -7,6 +7,7 @@ field (``config_fields``). Weights and their names are the matter of ``weight_ma
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -134,7 +135,7 @@ def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The ``config.json`` of a Hugging Face folder; raises ModelError where it is missing or damaged."""
     path = Path(folder) / "config.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         raise ModelError(f"{shown(path)}: no such file; model.path must be a folder in Hugging Face format")
     config = read_model_json(path)
     if not isinstance(config, dict):
@@ -151,7 +152,10 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, float | None]:
     given: dict[str, Any] = {key: value for key, value in (config.get(field) or {}).items() if value is not None}
     theta = number(path, "rope_theta", given if "rope_theta" in given else config, 10000.0)
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "llama3") or given.get("type", kind) != kind:
+    if given.get("type", kind) != kind:
+        told = f"{field}.rope_type is {brief(kind)} and type is {brief(given['type'])}"
+        raise ModelError(f"{shown(path)}: {told}, which are one field; remove one")
+    if kind not in ("default", "llama3"):
         raise unsupported(path, f"{field}.rope_type", kind, "default, llama3")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise unsupported(path, f"{field}.partial_rotary_factor", given["partial_rotary_factor"], "1.0")

@@ -140,7 +140,7 @@ def planning_folder(recipe: Recipe) -> Path:
     candidates = [folder for folder in (recipe.model.path, recipe.model.config) if folder is not None]
     given = next((Path(folder) for folder in candidates if _has_config(Path(folder))), None)
     if given is None:
-        tried = " nor ".join(str(Path(folder) / "config.json") for folder in candidates)
+        tried = " nor ".join(shown(Path(folder) / "config.json") for folder in candidates)
         raise RecipeError(
             f"model.path: there is no {tried}; download the model, or set model.config to a folder with its config.json"
         )
