@@ -204,8 +204,8 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise unsupported(path, "model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
-    check_fields(path, config, family.experts, dict(family.only))
-    check_class(path, config, family.classes)
+    check_fields(path, config, family)
+    check_class(path, config, family)
     if kind == "mistral" and "sliding_window" not in config:
         raise ModelError(
             f"{shown(path)}: sliding_window is missing, which means 4096 for mistral and is not supported; "

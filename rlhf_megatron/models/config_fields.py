@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import ModelError
+from rlhf_megatron.models.families import Family
 from rlhf_megatron.untrusted import parse_json, read_bytes, shown
 
 # Beyond any model, and small enough that nothing runs out of memory over one of them.
@@ -30,6 +31,7 @@ _LARGEST = {
     "num_experts_per_tok": 2**14,
 }
 _LARGEST_NUMBERS = {"rms_norm_eps": 0.1, "rope_theta": 1e12, "factor": 1e6}
+_MOST_LABELS = 2**20
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DROPOUT = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop")
 
@@ -65,10 +67,12 @@ _ONLY: dict[str, Any] = {
     "pruned_heads": {},
     **dict.fromkeys(_DROPOUT, 0.0),  # nothing is dropped in training
 }
+# What transformers' classes refuse as null, though the same field may be absent.
 _NEVER_NULL = {
-    "hidden_act", "initializer_range", "intermediate_size", "max_position_embeddings", "max_window_layers",
-    "output_router_logits", "rms_norm_eps", "router_aux_loss_coef", "tie_word_embeddings", "use_cache",
-    "use_sliding_window",
+    "attention_bias", "attention_dropout", "chunk_size_feed_forward", "decoder_sparse_step", "hidden_act",
+    "initializer_range", "intermediate_size", "is_encoder_decoder", "max_position_embeddings", "max_window_layers",
+    "mlp_bias", "norm_topk_prob", "num_experts", "num_labels", "output_router_logits", "rms_norm_eps",
+    "router_aux_loss_coef", "tie_word_embeddings", "use_cache", "use_sliding_window",
 }  # fmt: skip
 
 # Without effect on what the model computes, by the types that transformers wants to see.
@@ -130,16 +134,16 @@ def brief(value: object) -> str:
     return shown(repr(value) if isinstance(value, (str, int, float, type(None))) else repr(value)[:1000], 80)
 
 
-def check_fields(path: Path, config: Mapping[str, Any], experts: bool, only: Mapping[str, Any]) -> None:
-    """Raises ModelError for the first field of the config at ``path`` that is not known, or has a value that is not.
-
-    ``only``: fields of the family with the one value of each that is supported, beside those of all families.
-    """
-    single = _ONLY | dict(only)
-    types = _TYPES | (_TYPES_OF_EXPERTS if experts else {})
-    read = _READ | (_READ_OF_EXPERTS if experts else set())
+def check_fields(path: Path, config: Mapping[str, Any], family: Family) -> None:
+    """Raises ModelError for the first field of the config at ``path`` that is not known, or has a value that is not."""
+    single = _ONLY | dict(family.only)
+    types = _TYPES | (_TYPES_OF_EXPERTS if family.experts else {})
+    read = _READ | (_READ_OF_EXPERTS if family.experts else set())
+    never_null = _NEVER_NULL.union(family.never_null)
     for field, value in config.items():
-        if value is None and field not in _NEVER_NULL:
+        if value is None:
+            if field in never_null and field in single.keys() | types.keys() | read:
+                raise ModelError(f"{shown(path)}: {field} is null, which transformers refuses; remove it")
             continue  # not set, whatever it is
         if field in single:
             if not _same(value, single[field]):
@@ -166,15 +170,22 @@ def _check_type(path: Path, field: str, value: object, types: tuple[type, ...]) 
         raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be {wanted}")
 
 
-def check_class(path: Path, config: Mapping[str, Any], classes: str) -> None:
-    """Raises ModelError where the config is for another class than the language model or classifier of ``classes``."""
-    known = [f"{classes}For{head}" for head in ("CausalLM", "SequenceClassification")]
+def check_class(path: Path, config: Mapping[str, Any], family: Family) -> None:
+    """Raises ModelError where the config is for another class than the family's language model or classifier."""
+    known = [f"{family.classes}For{head}" for head in ("CausalLM", "SequenceClassification")]
     named = config.get("architectures") or []
     if not isinstance(named, list) or any(name not in known for name in named):
         raise unsupported(path, "architectures", named, " or ".join(f'["{name}"]' for name in known))
     code = config.get("auto_map") or {}
     if not isinstance(code, dict) or any(name != "AutoTokenizer" for name in code):
         raise ModelError(f"{shown(path)}: auto_map is {brief(code)}: models with code of their own are not supported")
+    labels = config.get("id2label") or {}
+    if not all(key.isdecimal() and isinstance(label, str) for key, label in labels.items()):
+        raise ModelError(f"{shown(path)}: id2label is {brief(labels)}; it must be an object of numbers and labels")
+    if not 0 < config.get("num_labels", 1) <= _MOST_LABELS:
+        raise ModelError(f"{shown(path)}: num_labels is {brief(config['num_labels'])}; it must be 1 to {_MOST_LABELS}")
+    if config.get("problem_type") == "single_label_classification" and (len(labels) or config.get("num_labels")) == 1:
+        raise unsupported(path, "problem_type", config["problem_type"], '"regression" for one label')
     for field in ("dtype", "torch_dtype"):
         if config.get(field) is not None and config[field] not in _DTYPES:
             raise unsupported(path, field, config[field], ", ".join(_DTYPES))
