@@ -16,6 +16,7 @@ from rlhf_megatron.untrusted import check_regular, read_json, shown
 # Vocabularies of a quarter of a million entries have about 35 MiB.
 _MOST_BYTES = 256 * 2**20
 _MOST_TOKENS = 2**24
+_MOST_LISTED = 2**20
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py", "additional_chat_templates/*")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -33,7 +34,7 @@ def check_tokenizer_files(folder: Path) -> None:
     _check_settings(folder / "tokenizer_config.json", settings)
     added = _object(folder / "added_tokens.json")
     _check_ids(folder / "added_tokens.json", "", added.items())
-    _object(folder / "config.json")
+    _check_sizes(folder / "config.json", _object(folder / "config.json"))
     known = {*added, *_contents(settings.get("added_tokens_decoder") or {})}
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -71,6 +72,14 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _wrong(path, "it", "a JSON object")
     return content
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """transformers may read the model's config for its tokenizer, and makes lists of so many."""
+    for field in ("num_hidden_layers", "num_labels"):
+        value = config.get(field)
+        if isinstance(value, int) and value > _MOST_LISTED:
+            raise DataError(f"tokenizer: {shown(path)}: {field} is {shown(repr(value), 80)}, beyond any model")
 
 
 def _check_named(path: Path, content: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ _CPU_BLOCK_SIZE = 32
 _LOWEST_TEMPERATURE = 0.01
 # Long responses are progress too, as who watches for hangs should know.
 _STEPS_OF_PROGRESS = 64
+_MOST_LAYERS = 10_000
 # What communicators may still take between looking at the free memory and vLLM's own look.
 _FREE_MEMORY_MARGIN = 0.9
 
@@ -297,6 +298,9 @@ def _checked_vocabulary(folder: Path) -> int:
         raise RolloutError(
             f"{shown(path)}: must hold a JSON object; model.path must be a folder in Hugging Face format"
         )
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise RolloutError(f"{path}: num_hidden_layers is {shown(layers, 80)}; at most {_MOST_LAYERS} are possible")
     _read_as_vllm_does(folder, config.get("model_type"))
     classes = config.get("architectures")
     if not classes:
