@@ -11,6 +11,10 @@ class RecipeError(UserError):
     """A recipe that cannot be read, or that asks for something impossible."""
 
 
+class ModelError(UserError):
+    """A model folder that is missing, damaged or of a kind that is not supported."""
+
+
 class DataError(UserError):
     """Bad training data or a bad tokenizer: one line that names file, row and column, and says what to do."""
 

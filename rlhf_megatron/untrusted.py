@@ -57,6 +57,24 @@ def read_bytes(path: str | Path, error_class: type[UserError], most_bytes: int =
     return content
 
 
+def check_regular(path: str | Path, error_class: type[UserError], most_bytes: int | None = None) -> None:
+    """Check that a path is a regular file, for a library that is to open it by its name.
+
+    Raises:
+        error_class: see `read_bytes`.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise error_class(f"{shown(path)}: there is no such file") from error
+    except (OSError, ValueError) as error:
+        raise error_class(f"{shown(path)}: cannot be read ({reason_of(error)})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise error_class(f"{shown(path)}: is not a regular file ({_kind(status.st_mode)})")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise error_class(f"{shown(path)}: has {status.st_size:,} bytes; at most {most_bytes:,} are read")
+
+
 def read_text(path: str | Path, error_class: type[UserError], most_bytes: int = MOST_BYTES) -> str:
     """Return the text of a regular file in UTF-8; see `read_bytes`."""
     try:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.untrusted import reason_of, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,8 +77,8 @@ class GgufFile:
         self.path = path
         try:
             self._reader: Any = package.GGUFReader(str(path))
-        except (ValueError, IndexError, KeyError, OSError) as error:
-            raise UserError(f"{path} cannot be read as GGUF ({error}); is it whole?") from error
+        except (ValueError, IndexError, KeyError, OSError, TypeError, OverflowError) as error:
+            raise UserError(f"{path} cannot be read as GGUF ({reason_of(error)}); is it whole?") from error
 
     def field(self, name: str, default: Any = None) -> Any:
         """Return a metadata field; raise UserError if it is missing and there is no default."""
@@ -91,7 +92,7 @@ class GgufFile:
     def require(self, name: str, wanted: str) -> None:
         """Raise UserError if a field is not what this converter knows."""
         if (value := self.field(name)) != wanted:
-            raise UserError(f"{self.path}: {name} is {value!r}, and only {wanted!r} can be converted")
+            raise UserError(f"{self.path}: {name} is {shown(repr(value))}, and only {wanted!r} can be converted")
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors by GGUF's names, still quantised."""
@@ -229,8 +230,18 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
-    config = build_config(source, dtype)
-    tokenizer = build_tokenizer(source)
+    from rlhf_megatron.models.architecture import parse_architecture
+
+    try:
+        config = build_config(source, dtype)
+        parse_architecture(json.loads(config.to_json_string()), output)
+        tokenizer = build_tokenizer(source)
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{source_path}: its fields are not those of a Llama with its tokenizer ({reason_of(error)})"
+        ) from error
     weights = convert_tensors(source, config)
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.untrusted import reason_of, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
@@ -30,6 +32,8 @@ TURN_END = "<|im_end|>"
 
 # Head sizes that vLLM's CPU attention accepts; any other loads and then fails at the first forward pass.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+LARGEST = 2**20  # of any size: beyond it lists of layers alone would fill a memory
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -82,6 +86,10 @@ class TinyModelSize:
         for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "max_positions"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give at least 1")
+            if getattr(self, name) > LARGEST:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is {shown(getattr(self, name), 40)}: give at most {LARGEST}"
+                )
         if self.heads % self.kv_heads:
             raise UserError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}: change one of them")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
@@ -182,16 +190,22 @@ def write_model(output: Path, seed: int, size: TinyModelSize) -> int:
     Raises UserError for sizes that cannot run and for a folder that already holds a model.
     """
     size.check()
-    if (output / "config.json").exists():
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed is {shown(seed, 40)}: give 0 to 2^63 - 1")
+    if os.path.lexists(output / "config.json"):
         raise UserError(f"{output} already holds a model: choose another --output or remove that folder")
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
+    from rlhf_megatron.models.architecture import parse_architecture
+
     tokenizer = build_tokenizer(size.vocabulary_size, size.max_positions)
+    config = build_config(size, tokenizer)
+    parse_architecture(json.loads(config.to_json_string()), output)  # sizes that no machine has room for, too
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(build_config(size, tokenizer))
+        model = AutoModelForCausalLM.from_config(config)
     stop_token_ids = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
     model.generation_config = GenerationConfig(
         eos_token_id=stop_token_ids, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
@@ -249,6 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
         parameters = write_model(options.output, options.seed, size)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        print(f"error: {shown(options.output)}: cannot be written ({reason_of(error)})", file=sys.stderr)
         return 2
     print(json.dumps({"output": str(options.output), "parameters": parameters, "seed": options.seed}))
     return 0

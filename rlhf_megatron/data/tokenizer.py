@@ -6,14 +6,16 @@ transformers and sentencepiece are imported when a tokenizer is loaded, so that 
 
 from __future__ import annotations
 
-import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.data.tokenizer_files import check_tokenizer_files, end_token_ids
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.untrusted import MOST_BYTES, check_regular, reason_of, shown
 
 Message = Mapping[str, Any]
 
@@ -30,7 +32,7 @@ class Tokenizer(ABC):
         pad_token_id: the tokenizer's padding token, or eos_token_id where it has none.
         stop_token_ids: sorted ids on which generation stops: eos, the ids of generation_config.json, and the token
             that the chat template puts behind an assistant's turn.
-        vocab_size: number of ids that the tokenizer can produce (the model's vocabulary may be padded beyond it).
+        vocab_size: one more than the highest id of a token (the model's vocabulary may be padded beyond it).
     """
 
     path: str
@@ -128,7 +130,7 @@ class Tokenizer(ABC):
 
     def _collect_stop_tokens(self, folder: Path) -> tuple[int, ...]:
         """Return the sorted ids that end a response (see the class)."""
-        stops = {self.eos_token_id, *_generation_config_eos(folder)}
+        stops = {self.eos_token_id, *end_token_ids(folder / "generation_config.json")}
         turn_end = self.turn_end_token()
         if turn_end is not None:
             stops.add(turn_end)
@@ -150,19 +152,17 @@ class HuggingFaceTokenizer(Tokenizer):
         Raises:
             DataError: transformers cannot read the folder, or its tokenizer has no end-of-text token.
         """
-        from transformers import AutoTokenizer
-
+        check_tokenizer_files(folder)
         self.path = str(folder)
         self._template_kwargs = dict(chat_template_kwargs)
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(
-                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise DataError(
-                f"tokenizer: {folder} cannot be loaded ({_first_line(error)}); model.tokenizer must be a Hugging Face "
-                "folder with tokenizer.json (or tokenizer_config.json), or a sentencepiece .model file"
-            ) from error
+            self._load(trust_remote_code)
+        except Exception as error:
+            raise self._unreadable(error) from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+                raise
+            raise self._unreadable(error) from error
         if chat_template is not None:
             self._inner.chat_template = chat_template
         if self._inner.eos_token_id is None:
@@ -170,11 +170,26 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_token_id = int(self._inner.eos_token_id)
         pad = self._inner.pad_token_id
         self.pad_token_id = self.eos_token_id if pad is None else int(pad)
-        self.vocab_size = len(self._inner)
+        self.stop_token_ids = self._collect_stop_tokens(folder)
+
+    def _load(self, trust_remote_code: bool) -> None:
+        """Have transformers read the folder, and look at every token: it reads some files late."""
+        from transformers import AutoTokenizer
+
+        self._inner: Any = AutoTokenizer.from_pretrained(
+            self.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        self.vocab_size = max(len(self._inner), 1 + max(self._inner.get_vocab().values(), default=0))
         self._special = frozenset(int(token_id) for token_id in self._inner.all_special_ids) | frozenset(
             int(token_id) for token_id, token in self._inner.added_tokens_decoder.items() if token.special
         )
-        self.stop_token_ids = self._collect_stop_tokens(folder)
+        self.decode(self.encode("a 1"))
+
+    def _unreadable(self, error: BaseException) -> DataError:
+        return DataError(
+            f"tokenizer: {self.path} cannot be loaded ({reason_of(error)}); model.tokenizer must be a Hugging Face "
+            "folder with tokenizer.json (or tokenizer_config.json), or a sentencepiece .model file"
+        )
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.encode_many`."""
@@ -224,6 +239,7 @@ class SentencePieceTokenizer(Tokenizer):
         """
         import sentencepiece
 
+        check_regular(model_file, DataError, MOST_BYTES)
         self.path = str(model_file)
         self._template_kwargs = dict(chat_template_kwargs)
         try:
@@ -334,13 +350,13 @@ def load_tokenizer(
     location = Path(path)
     template = None if chat_template is None else _read_template(Path(chat_template))
     names = chat_template_kwargs or {}
-    if location.is_file():
+    if os.path.isfile(location):  # which holds for no path that is too long, or has a NUL, and raises nothing
         if location.suffix != ".model":
             raise DataError(f"tokenizer: {location} is a file but not a sentencepiece .model; name its folder instead")
         return SentencePieceTokenizer(location, template, names)
-    if not location.is_dir():
+    if not os.path.isdir(location):
         raise DataError(
-            f"tokenizer: there is no {location}; set model.tokenizer (or model.path) to a local folder with "
+            f"tokenizer: there is no {shown(location)}; set model.tokenizer (or model.path) to a local folder with "
             "tokenizer.json or to a sentencepiece .model file"
         )
     model_file = location / "tokenizer.model"
@@ -383,18 +399,6 @@ def _compile_template(text: str) -> Any:
         return environment.from_string(text)
     except TemplateError as error:
         raise DataError(f"data.chat_template is not valid Jinja: {_first_line(error)}") from error
-
-
-def _generation_config_eos(folder: Path) -> set[int]:
-    """Return the eos ids of a model folder's generation_config.json; an empty set where there is none."""
-    try:
-        value = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    except FileNotFoundError:
-        return set()
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{folder / 'generation_config.json'} cannot be read: {_first_line(error)}") from error
-    values = value if isinstance(value, list) else [value]
-    return {token_id for token_id in values if isinstance(token_id, int)}
 
 
 def _no_template(path: str) -> str:

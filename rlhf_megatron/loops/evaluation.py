@@ -33,7 +33,8 @@ from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.loops.conversations import Conversations, TurnFunction, answer_text
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
-from rlhf_megatron.models.architecture import ModelError
+from rlhf_megatron.models.architecture import ModelError, read_architecture, read_config
+from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.hf_files import check_types
 from rlhf_megatron.monitor.environment import redact
 from rlhf_megatron.monitor.evaluation import Answered, Estimate, evaluation_metrics
@@ -62,6 +63,8 @@ def evaluate(recipe: Recipe) -> None:
     Raises UserError for input that is not right.
     """
     check(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    if str(read_config(recipe.model.path).get("model_type")) in FAMILIES:  # vLLM knows more, which can be evaluated
+        read_architecture(recipe.model.path)
     join_world(_LONGEST_MINUTES)
     rank = dist.get_rank()
     if rank == 0:

@@ -33,11 +33,13 @@ Factor = Literal["A", "B"]
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of the model that it wraps
 _HIGHEST_RANK = 1 << 20
-_UNUSUAL = (
-    "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "fan_in_fan_out", "use_qalora", "lora_bias",
-    "alora_invocation_tokens", "layer_replication", "layers_to_transform", "target_parameters",
-    "trainable_token_indices",
-)  # fmt: skip
+# Of an adapter_config.json: what is read, and what changes nothing once an adapter is trained. All else must be unset.
+_USUAL = {
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config", "lora_alpha",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "revision", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -159,7 +161,7 @@ class PeftAdapter:
         """Reads all of it. Raises ModelError where it is not there, or is another adaptation than is asked for."""
         path = Path(folder)
         self._path = path / PEFT_WEIGHTS
-        given = _read_json(path / PEFT_CONFIG)
+        given = _read_config(path / PEFT_CONFIG)
         scale = _peft_scale(path / PEFT_CONFIG, given)
         if given["r"] != adaptation.rank or not math.isclose(scale, adaptation.scale, rel_tol=1e-6):
             raise ModelError(
@@ -232,12 +234,12 @@ def peft_config(adaptation: Adaptation, base: str) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path, ModelError)
     except ModelError as error:
         raise ModelError(
-            f"{error}, which is not that of a LoRA; actor.lora.path must be a folder that PEFT has written"
+            f"{error}, so it is not that of a LoRA; actor.lora.path must be a folder that PEFT has written"
         ) from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: is not a JSON object; actor.lora.path must be a folder that PEFT has written")
@@ -252,12 +254,15 @@ def _peft_scale(path: Path, config: dict[str, Any]) -> float:
     if config.get("peft_type") != "LORA" or not ranked or not scaled:
         raise ModelError(f"{path}: peft_type, r or lora_alpha is not that of a LoRA, which alone can be read")
     assert rank is not None and alpha is not None
-    unusual = [key for key in _UNUSUAL if config.get(key)]
+    unusual = [key for key in config if key not in _USUAL and config[key]]
     unusual += [key for key in ("bias",) if config.get(key, "none") != "none"]
     # Others have A and B belong to weights that PEFT changes as it loads them.
+    unusual += [key for key in ("use_rslora",) if not isinstance(config.get(key), bool | None)]
     unusual += [key for key in ("init_lora_weights",) if config.get(key, True) not in _PLAIN_BEGINNINGS]
     if unusual:
-        raise ModelError(f"{path}: {unusual[0]}={shown(repr(config[unusual[0]]))} is not supported; train it without")
+        raise ModelError(
+            f"{path}: {shown(unusual[0])}={shown(repr(config[unusual[0]]))} is not supported; train it without"
+        )
     try:
         return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
     except OverflowError as error:

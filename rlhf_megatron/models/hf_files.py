@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,17 +22,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
+from rlhf_megatron.models.config_fields import read_model_json
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
 from rlhf_megatron.runtime.checkpoint import write_safetensors
 from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog
-from rlhf_megatron.untrusted import reason_of, shown
+from rlhf_megatron.untrusted import check_regular, reason_of, shown
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 # What a model folder holds beside its weights: configs, the tokenizer, the chat template, and code for either.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+# What files of Llama 2's time have of the decoder, and is computed today.
+_DECODER, _FORMER_BUFFER = ("model.", "lm_head.bias"), "rotary_emb.inv_freq"
 _OF_THE_MODEL = ("generation_config.json",)
 _CHAT_TEMPLATE, _SENTENCEPIECE = "chat_template.jinja", "tokenizer.model"
 
@@ -72,7 +76,7 @@ def companions_of(model: str, tokenizer: str | None, chat_template: str | None) 
 
 def _small_files(folder: Path) -> list[Path]:
     """What a model folder holds beside its weights and its config.json."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in _COMPANION_SUFFIXES]
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _COMPANION_SUFFIXES and file.is_file()]
     return [file for file in files if file.name != "config.json" and not file.name.endswith(".index.json")]
 
 
@@ -92,7 +96,9 @@ class CheckpointFiles:
     """The safetensors files of one Hugging Face folder, opened lazily; a context manager."""
 
     def __init__(self, folder: str | Path, architecture: Architecture, new_head_seed: int | None = None) -> None:
-        """Finds every tensor of ``architecture``; raises ModelError naming what is missing or has another shape.
+        """Finds every tensor of ``architecture``, and reads headers alone.
+
+        Raises ModelError naming what is damaged, is missing, has another shape, or belongs to another model.
 
         With ``new_head_seed`` a scalar head that the folder lacks, since it holds a language model, is drawn from it.
         """
@@ -110,28 +116,49 @@ class CheckpointFiles:
             raise ModelError(
                 f"{self.folder}: {len(missing)} of {len(self._shapes)} tensors are missing, the first is {missing[0]}"
             )
+        self._check_headers()
 
     def _locate(self) -> dict[str, Path]:
         index = self.folder / _INDEX
-        if index.is_file():
-            try:
-                content = json.loads(index.read_text(encoding="utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise ModelError(f"{index}: not valid JSON ({error}); download the model again") from error
+        if os.path.lexists(index):
+            content = read_model_json(index)
             names = content.get("weight_map") if isinstance(content, dict) else None
             if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
                 raise ModelError(f"{index}: has no weight_map of tensors and their files; download the model again")
             for file in names.values():
                 if Path(file).name != file:
-                    raise ModelError(f"{index}: names the file {file!r}, which does not lie in this folder")
+                    raise ModelError(f"{index}: names the file {shown(repr(file))}, which does not lie in this folder")
             return {name: self.folder / file for name, file in names.items()}
         single = self.folder / _SINGLE
-        if not single.is_file():
+        if not os.path.lexists(single):
             raise ModelError(
-                f"{self.folder}: neither {_SINGLE} nor {_INDEX} is there; "
+                f"{shown(self.folder)}: neither {_SINGLE} nor {_INDEX} is there; "
                 "model.path must hold safetensors weights (or set model.random_weights=true)"
             )
         return dict.fromkeys(self._reader(single).keys(), single)
+
+    def _check_headers(self) -> None:
+        """Every tensor's place, shape and type, which files tell at their beginnings: before memory is taken."""
+        held = {path: set(self._reader(path).keys()) for path in set(self._file_of.values())}
+        for name, path in self._file_of.items():
+            if name not in held[path]:
+                raise ModelError(f"{path}: {shown(name)} is not there, and {_INDEX} says so; download the model again")
+            if name not in self._shapes:
+                self._check_surplus(name, path)
+                continue
+            piece = self._reader(path).get_slice(name)
+            shape = tuple(piece.get_shape())
+            if shape != self._shapes[name]:
+                raise ModelError(f"{path}: {name} has shape {shape}, config.json asks for {self._shapes[name]}")
+            check_type(path, name, piece.get_dtype())
+
+    def _check_surplus(self, name: str, path: Path) -> None:
+        """A tensor of the decoder that nothing reads belongs to another model; heads of other uses do no harm."""
+        if name.startswith(_DECODER) and not name.endswith(_FORMER_BUFFER):
+            raise ModelError(
+                f"{path}: {shown(name)} is no tensor of the model that config.json describes; they do not belong "
+                "together"
+            )
 
     def _reader(self, path: Path) -> Any:
         if str(path) not in self._files:
@@ -145,12 +172,6 @@ class CheckpointFiles:
         path = self._file_of[tensor]
         try:
             piece = self._reader(path).get_slice(tensor)
-            if tuple(piece.get_shape()) != self._shapes[tensor]:
-                raise ModelError(
-                    f"{path}: {tensor} has shape {tuple(piece.get_shape())}, config.json asks for "
-                    f"{self._shapes[tensor]}"
-                )
-            check_type(path, tensor, piece.get_dtype())
             selected: Tensor = piece[tuple(slice(start, stop) for start, stop in region)]
         except SafetensorError as error:
             raise ModelError(
@@ -201,13 +222,12 @@ class RandomWeights:
 
 def open_weights(path: Path) -> Any:
     """A safetensors file, as a context manager; raises ModelError where it is none, or is no file at all."""
-    if not path.is_file():  # a pipe would be waited for
-        raise ModelError(f"{path}: there is no such file; download the model again")
+    check_regular(path, ModelError)  # a pipe would be waited for
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         reason = reason_of(error)
-        raise ModelError(f"{path}: cannot be read as safetensors ({reason}); download it again") from error
+        raise ModelError(f"{path}: cannot be read as safetensors ({reason}); download the model again") from error
 
 
 def check_types(folder: str | Path) -> None:

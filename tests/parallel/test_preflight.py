@@ -49,7 +49,7 @@ def write_data(path: Path, rows: int) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe with its model and data, and in other/ the same model beside data that differ."""
     path = tmp_path_factory.mktemp("preflight")
-    write_bpe_tokenizer(make_model(path / "model"))
+    write_bpe_tokenizer(make_model(path / "model", vocabulary=400))
     write_data(path / "train.parquet", rows=4)
     (path / "other").mkdir()
     (path / "other" / "model").symlink_to(path / "model")
