@@ -15,9 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from rlhf_megatron.durable import whole_file
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.columns import GENERATING, PHASES
 from rlhf_megatron.monitor.metrics import read_metrics
+from rlhf_megatron.untrusted import reason_of
 
 Series = dict[str, tuple[list[int], list[float]]]
 
@@ -140,8 +142,12 @@ def _panels_for(series: Series) -> tuple[Panel, ...]:
 
 
 def _save(figure: Figure, out_png: Path) -> None:
-    out_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png, dpi=144, facecolor="white")
+    try:
+        out_png.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out_png) as partial:
+            figure.savefig(partial, dpi=144, facecolor="white", format="png")
+    except OSError as error:
+        raise MonitorError(f"{out_png}: cannot be written ({reason_of(error)}); choose another place") from error
 
 
 def _curves_of(panel: Panel, series: Series) -> dict[str, tuple[list[int], list[float]]]:
