@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and are on disk when they do: after a power cut, the old or the new.
+"""Files and folders that appear whole or not at all: after a power cut there is the old one or the new one.
 
 NAME.partial     being written; goes when writing fails, or at the next start
 NAME.replaced    an older folder NAME while the new one takes its name; comes back if that did not happen

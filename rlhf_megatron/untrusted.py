@@ -99,7 +99,8 @@ def parse_json(
         all_numbers: whether NaN and infinities are read too, as Python's own writer has them.
 
     Raises:
-        error_class: it is no JSON, holds NaN (without `all_numbers`), an infinity or a number beyond float64, or is nested too deeply.
+        error_class: it is no JSON, is nested too deeply, or holds a number beyond float64, NaN or an infinity without
+            `all_numbers`.
     """
     try:
         value = (

@@ -66,7 +66,7 @@ def labelled(text: str) -> tuple[str, Path]:
     splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
     label, place = next((split for split in splits if os.path.exists(split[1])), splits[-1])
     file = place / "metrics.jsonl" if os.path.isdir(place) else place
-    return label or (file.resolve().parent.name if file.name == "metrics.jsonl" else file.stem), file
+    return label or (Path(os.path.realpath(file.parent)).name if file.name == "metrics.jsonl" else file.stem), file
 
 
 def by_label(arguments: list[str]) -> dict[str, Path]:

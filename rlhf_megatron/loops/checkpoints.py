@@ -116,8 +116,8 @@ def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
     saved, refusal = from_rank(_look(folder, resume, problems) if dist.get_rank() == 0 else ([], None))
     if refusal:
         raise CheckpointError(refusal)
-    for problem in problems:
-        tell(f"warning: {problem}")
+    for line in problems:
+        tell(f"warning: {line}")
     if resume == "none" and not saved:
         return None
     resume = "auto" if saved else resume
@@ -294,8 +294,8 @@ def _look(folder: Path, resume: str, problems: list[str]) -> tuple[list[Path], s
     """(the checkpoints of ``folder`` that may be gone on from, why there can be none), on rank 0; what is passed over
     is added to ``problems``."""
     try:
-        problems += problems_in(folder)
         tidy(folder)
+        problems += problems_in(folder)
         return found(folder) if resume == "auto" else _saved_by_this_launch(folder, problems), None
     except CheckpointError as error:
         return [], str(error)

@@ -22,7 +22,7 @@ class Report:
     def __init__(self, run: RunFolder, recipe: Recipe, first_step: int = 1) -> None:
         """``first_step`` is beyond 1 where the run resumes."""
         self._run, self._recipe = run, recipe
-        run.prepare(resume=first_step > 1)
+        moved = run.prepare(resume=first_step > 1)
         for path, text in (
             (run.recipe, resolved_yaml(recipe, redact)),
             (run.environment, json.dumps(environment_report(), indent=2)),
@@ -36,6 +36,8 @@ class Report:
         self._logger = MetricsLogger(run, recipe.monitor, recipe.model_dump(mode="json"), first_step)
         stream = None if recipe.monitor.console else open(os.devnull, "w")  # noqa: SIM115  (open as long as the run)
         self.console = Console(recipe.loop, total_steps=recipe.steps, title=recipe.name, stream=stream)
+        for path in moved:
+            self.console.message(f"this run begins anew; what an earlier one has left is {path} now")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes and shows one step."""

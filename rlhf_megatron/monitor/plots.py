@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
     phase; a run with pairs or of supervised training gets the panels of its kind. Those without a value are left out.
     Raises MonitorError if the file is missing, a line of it is broken, or nothing in it can be drawn.
     """
-    _save(_figure_of_run(metrics_path, title or metrics_path.resolve().parent.name), out_png)
+    _save(_figure_of_run(metrics_path, title or Path(os.path.realpath(metrics_path.parent)).name), out_png)
 
 
 def plot_comparison(runs: dict[str, Path], out_png: Path, title: str = "") -> None:

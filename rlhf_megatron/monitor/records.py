@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,15 +43,15 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def set_damaged_aside(path: Path) -> None:
-    """Take the damaged lines out of metrics.jsonl, into NAME.damaged-K beside it, and tell it on stderr.
+def set_damaged_aside(path: Path, is_sound: Callable[[bytes], bool]) -> None:
+    """Take the lines that are not sound out of a file, into NAME.damaged-K beside it, and tell it on stderr.
 
     A torn last line, as a killed run leaves it, is only cut off: the next record would otherwise continue it. Of a line
     that is too long the beginning is kept.
     Raises MonitorError where the file cannot be read or written.
     """
     with opened(path, MonitorError) as file:
-        damaged = {number: line for number, line in lines_of(file) if record_of(line) is None or not _is_ended(line)}
+        damaged = {number: line for number, line in lines_of(file) if not (_is_ended(line) and is_sound(line))}
     if not damaged:
         return
     try:
@@ -62,9 +62,9 @@ def set_damaged_aside(path: Path) -> None:
         if damaged:
             moved = free_name(path)
             _divide(path, damaged, moved)
-            count = f"{len(damaged)} damaged lines were" if len(damaged) > 1 else "a damaged line was"
-            told = f"{count} moved to {moved.name}, from line {min(damaged)} on"
-            print(f"warning: {path}: {told}", file=sys.stderr, flush=True)
+            count = f"{len(damaged)} damaged lines, from {min(damaged)} on, were"
+            told = count if len(damaged) > 1 else f"line {min(damaged)} is damaged and was"
+            print(f"warning: {path}: {told} moved to {moved.name}", file=sys.stderr, flush=True)
     except OSError as error:
         raise MonitorError(f"{path}: damaged lines cannot be removed ({reason_of(error)}); make room") from error
 

@@ -122,7 +122,7 @@ class RunFolder:
             ) from error
 
     def _check_kinds(self) -> None:
-        """Refuses a pipe in place of a file, a file in place of a folder, and the like, before anything waits for it."""
+        """Refuses a pipe in place of a file, a file in place of a folder, and the like."""
         for name, wanted in [*((name, stat.S_IFREG) for name in _FILES), *((name, stat.S_IFDIR) for name in _FOLDERS)]:
             path = self.path / name
             if not os.path.lexists(path):

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
-from rlhf_megatron.durable import move_aside, write_text
+from rlhf_megatron.durable import move_aside, whole_file, write_text
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.environment import redact
-from rlhf_megatron.monitor.records import set_damaged_aside
+from rlhf_megatron.monitor.records import record_of, set_damaged_aside
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.untrusted import read_json, reason_of
 
@@ -53,7 +53,7 @@ class JsonlTracker:
     def __init__(self, path: Path) -> None:
         """Goes on behind what is there; damaged lines are moved out of the way, which is told."""
         if path.exists():
-            set_damaged_aside(path)
+            set_damaged_aside(path, lambda line: record_of(line) is not None)
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -100,17 +100,12 @@ class CsvTracker:
         with self._path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))[1:]
         columns = [*self._columns, *new_columns]
-        beside = self._path.with_suffix(".csv.partial")
-        try:
-            with beside.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow(columns)
-                writer.writerows(row + [""] * (len(columns) - len(row)) for row in rows)
-        except OSError:
-            beside.unlink(missing_ok=True)
-            raise
+        with whole_file(self._path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(row + [""] * (len(columns) - len(row)) for row in rows)
+            file.flush()
         self._file.close()
-        os.replace(beside, self._path)
         self._columns = columns
         self._file = self._path.open("ab", buffering=0)
 

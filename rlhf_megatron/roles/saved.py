@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -61,7 +61,7 @@ class RoleState(_Strict):
     layout: dict[str, int | None]
     ranks: list[Annotated[int, Field(ge=0)]] | None = None  # of all ranks, where an earlier version wrote it
     architecture: dict[str, Any]
-    implementation: str
+    implementation: Literal["local", "transformer_engine"]
     adapters: _Adapters | None = None
     base: Any = None
     rows_of_attention: str | None = None

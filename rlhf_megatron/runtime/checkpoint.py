@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -34,7 +34,6 @@ from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.manifest import (
     NAME,
     CheckpointError,
-    Manifest,
     WrittenFile,
     manifest_text,
     new_digest,
@@ -126,22 +125,27 @@ def best_of(folder: Path) -> tuple[Path, Worth] | None:
     return None
 
 
-_BEST_CONTENT = TypeAdapter(tuple[str, Worth], config=ConfigDict(strict=True))
+class _Best(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    checkpoint: str
+    metric: str
+    mode: Literal["max", "min"]
+    value: float
 
 
 def _read_best(folder: Path) -> tuple[Path, Worth] | None:
     path = folder / _BEST
     if not os.path.lexists(path):
         return None
-    content = read_json(path, CheckpointError, _MOST_BYTES_OF_A_POINTER)
     try:
-        worth = dict(content)
-        name, best = _BEST_CONTENT.validate_python((worth.pop("checkpoint"), Worth(**worth)))
-    except (TypeError, ValueError, KeyError) as error:
+        best = _Best.model_validate(read_json(path, CheckpointError, _MOST_BYTES_OF_A_POINTER))
+    except ValidationError as error:
         raise CheckpointError(f"{path}: does not name a checkpoint, a metric, its mode and value") from error
-    if folder / name not in found(folder):
-        raise CheckpointError(f"{path}: names {shown(name)}, which is not there")
-    return folder / name, best
+    checkpoint = folder / best.checkpoint
+    if checkpoint not in found(folder):
+        raise CheckpointError(f"{path}: names {shown(best.checkpoint)}, which is not there")
+    return checkpoint, Worth(best.metric, best.mode, best.value)
 
 
 def _latest_step(folder: Path) -> int | None:
@@ -170,11 +174,16 @@ def problems_in(folder: Path) -> list[str]:
             raise CheckpointError(f"{folder}: is not a folder, so nothing can be saved there; move it away")
         return []
     problems = []
-    for read in (_latest_step, _read_best):
-        try:
-            read(folder)
-        except CheckpointError as error:
-            problems.append(f"{error}; it is passed over")
+    try:
+        latest = _latest_step(folder)
+        if latest is not None and latest not in map(step_of, found(folder)):
+            problems.append(f"{folder / _LATEST}: names step-{latest}, which is not there")
+    except CheckpointError as error:
+        problems.append(f"{error}; it is passed over")
+    try:
+        _read_best(folder)
+    except CheckpointError as error:
+        problems.append(f"{error}; it is passed over")
     odd = [path.name for path in folder.iterdir() if path.name.startswith("step-") and not _STEP.fullmatch(path.name)]
     return problems + [f"{folder}: {shown(name)} is not a checkpoint's name; it is passed over" for name in sorted(odd)]
 

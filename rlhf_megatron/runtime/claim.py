@@ -109,8 +109,9 @@ class Claim:
             return False
         if alive:
             machine, process, _ = holder.split()
+            host = shown(machine.partition("/")[0])
             raise FolderInUse(
-                f"{self._path.parent}: process {process} of {shown(machine.partition('/')[0])} trains in this folder; wait "
+                f"{self._path.parent}: process {process} of {host} trains in this folder; wait "
                 "for its end, stop it, or give this run another name"
             )
         own = self._path.with_name(f"{_NAME}.{self._own.replace('/', '-').replace(' ', '-')}")

@@ -110,7 +110,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{shown(path)}: cannot be read (there is no such file); the checkpoint is not complete")
     content = parse_json(read_text(path, CheckpointError), str(path), CheckpointError, all_numbers=True)
     version = content.get("format") if isinstance(content, dict) else None
-    if type(version) is int and version > FORMAT:
+    if type(version) is not int:  # Python takes True for 1
+        raise CheckpointError(f"{path}: is damaged (says no format)")
+    if version > FORMAT:
         raise CheckpointError(f"{path}: format {shown(version, 20)}; this version reads up to {FORMAT}")
     try:
         checked = _Content.model_validate(content)

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rlhf_megatron.durable import remove, write_text
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.monitor.records import set_damaged_aside
 from rlhf_megatron.runtime.processes import identity
 from rlhf_megatron.untrusted import opened, parse_json, read_bytes, shown
 
@@ -150,18 +151,11 @@ class RecoveryLog:
 
         Raises UserError where the file cannot be read at all.
         """
-        return [line for line in map(_checked, self._texts()) if line]
-
-    def _texts(self) -> list[bytes]:
-        content = read_bytes(self.path, UserError) if os.path.lexists(self.path) else b""
-        return [text for text in content.split(b"\n") if text.strip()]
-
-    def _tell_damaged_lines(self) -> None:
-        damaged = [number for number, text in enumerate(self._texts(), 1) if not _checked(text)]
-        if damaged:
-            count = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
-            text = f"{count} damaged and left out, the first is line {damaged[0]}"
-            print(f"warning: {self.path}: {text}", file=sys.stderr, flush=True)
+        try:
+            content = read_bytes(self.path, UserError) if os.path.lexists(self.path) else b""
+        except UserError as error:
+            raise UserError(f"{error}; move it away") from error
+        return [line for text in content.split(b"\n") if (line := _checked(text))]
 
     def of_this_launch(self) -> list[dict[str, Any]]:
         """The lines since a person has started the run: none, if that was now."""
@@ -220,7 +214,8 @@ class RecoveryLog:
         What a health rule has stopped, only a person starts again.
         """
         remove(self._requeue)
-        self._tell_damaged_lines()
+        if self.path.exists():
+            set_damaged_aside(self.path, lambda line: _checked(line) is not None)
         lines = self.lines()
         step, fault = self._end_of_last(lines)
         own = self._of_this_launch(lines)
