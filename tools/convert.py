@@ -279,23 +279,25 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rlhf_megatron.models.architecture import read_architecture
     from rlhf_megatron.models.hf_files import Companions, write_checkpoint
     from rlhf_megatron.regather.plan import elements
-    from rlhf_megatron.roles.saved import SavedRole, saved_adaptation
-    from rlhf_megatron.runtime.checkpoint import TensorFile, damage, read_manifest, step_of
+    from rlhf_megatron.roles.saved import SavedRole, files_of_role, head_of, saved_adaptation
+    from rlhf_megatron.runtime.checkpoint import TensorFile, damage, step_of
     from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
+    from rlhf_megatron.runtime.manifest import read_manifest
 
     if output.exists():
         raise UserError(f"--output: {output} exists already; remove it or choose another folder")
     step, manifest = step_of(checkpoint), read_manifest(checkpoint)
     if problem := damage(checkpoint, manifest.files):
         raise UserError(f"{problem}; take an older checkpoint")
-    roles = manifest.state["roles"]
+    roles = manifest.state.get("roles", {})
     if role not in roles:
         raise UserError(f"--role: {checkpoint} has no {role}, only {', '.join(sorted(roles))}")
     companions = Companions(model) if model else companions_of_run(checkpoint)
     state = roles[role]
-    architecture = read_architecture(companions.model).with_head(state["architecture"]["head"])
+    architecture = read_architecture(companions.model).with_head(head_of(state))
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(checkpoint / manifest.files[rank].name)) for rank in state["ranks"]]
+        all_files = [stack.enter_context(TensorFile(checkpoint / file.name)) for file in manifest.files]
+        files = files_of_role(state, all_files)
         adaptation = saved_adaptation(state)
         saved = SavedRole(role, architecture, state, files, adaptation)
         blocks, tensors = saved.whole_blocks(), saved.tensors(getattr(torch, dtype))

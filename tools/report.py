@@ -12,10 +12,11 @@ labelled by their folders; NAME=PATH gives one a label of your own.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.errors import MonitorError, UserError
 from rlhf_megatron.monitor.page import write_page
 from rlhf_megatron.monitor.plots import plot_comparison, plot_run
 
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             draw(runs, output, options.title)
         else:
             raise MonitorError(f"--output {output}: must end in .html or .png")
-    except MonitorError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(output)
@@ -63,9 +64,9 @@ def labelled(text: str) -> tuple[str, Path]:
     """(label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is taken."""
     parts = text.split("=")
     splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
-    label, place = next((split for split in splits if split[1].exists()), splits[-1])
-    file = place / "metrics.jsonl" if place.is_dir() else place
-    return label or (file.resolve().parent.name if file.name == "metrics.jsonl" else file.stem), file
+    label, place = next((split for split in splits if os.path.exists(split[1])), splits[-1])
+    file = place / "metrics.jsonl" if os.path.isdir(place) else place
+    return label or (Path(os.path.realpath(file.parent)).name if file.name == "metrics.jsonl" else file.stem), file
 
 
 def by_label(arguments: list[str]) -> dict[str, Path]:

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, ModelError
 from rlhf_megatron.models.hf_files import check_type, open_weights
 from rlhf_megatron.models.weight_map import Block, Region, layer_of, tensor_shapes
@@ -198,20 +198,13 @@ class PeftAdapter:
 def write_peft(folder: Path, tensors: Iterable[tuple[str, Tensor]], adaptation: Adaptation, base: str) -> None:
     """Writes ``tensors``, every A and B by name, as an adapter that PEFT reads, for the model ``base``.
 
-    The folder appears whole, and an older one is replaced. Raises OSError where the disk fails.
+    The folder appears whole and on disk, and an older one is then replaced. Raises OSError where the disk fails.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as partial:
         named = {PEFT_PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         write_safetensors(partial / PEFT_WEIGHTS, named, {"format": "pt"})
         config = json.dumps(peft_config(adaptation, base), indent=2) + "\n"
         (partial / PEFT_CONFIG).write_text(config, encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what a failure has left takes room
 
 
 def peft_config(adaptation: Adaptation, base: str) -> dict[str, Any]:

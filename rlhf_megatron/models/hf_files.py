@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
 from rlhf_megatron.models.config_fields import read_model_json
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
@@ -316,18 +317,11 @@ def write_checkpoint(
     """Writes ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
 
     The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification. The
-    folder appears whole: it is written under another name and renamed, and an older one is replaced.
+    folder appears whole and on disk: it is written under another name and renamed, and an older one is then replaced.
     Raises OSError where the disk fails.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as partial:
         _write_into(partial, companions, tensors, dtype, shard_bytes, head)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what a failure has left takes room
 
 
 def _write_into(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from rlhf_megatron.durable import whole_file
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.columns import GENERATING, PHASES
 from rlhf_megatron.monitor.metrics import read_metrics
+from rlhf_megatron.untrusted import reason_of
 
 Series = dict[str, tuple[list[int], list[float]]]
 
@@ -82,7 +85,7 @@ def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
     phase; a run with pairs or of supervised training gets the panels of its kind. Those without a value are left out.
     Raises MonitorError if the file is missing, a line of it is broken, or nothing in it can be drawn.
     """
-    _save(_figure_of_run(metrics_path, title or metrics_path.resolve().parent.name), out_png)
+    _save(_figure_of_run(metrics_path, title or Path(os.path.realpath(metrics_path.parent)).name), out_png)
 
 
 def plot_comparison(runs: dict[str, Path], out_png: Path, title: str = "") -> None:
@@ -140,8 +143,12 @@ def _panels_for(series: Series) -> tuple[Panel, ...]:
 
 
 def _save(figure: Figure, out_png: Path) -> None:
-    out_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png, dpi=144, facecolor="white")
+    try:
+        out_png.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out_png) as partial:
+            figure.savefig(partial, dpi=144, facecolor="white", format="png")
+    except OSError as error:
+        raise MonitorError(f"{out_png}: cannot be written ({reason_of(error)}); choose another place") from error
 
 
 def _curves_of(panel: Panel, series: Series) -> dict[str, tuple[list[int], list[float]]]:

@@ -18,8 +18,9 @@ from rlhf_megatron.models.weight_map import is_expert
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.roles.saved import ROWS_OF_ATTENTION, SavedRole
-from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile
+from rlhf_megatron.runtime.checkpoint import TensorFile
 from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite
+from rlhf_megatron.runtime.manifest import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

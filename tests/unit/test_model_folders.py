@@ -132,10 +132,13 @@ BAD_WEIGHTS: dict[str, tuple[Change, str]] = {
     "another shape": (weights(lambda all_: all_.update({QUERY: torch.zeros(3, 4)})), rf"{QUERY} has shape \(3, 4\)"),
     "turned": (weights(lambda all_: all_.update({QUERY: all_[QUERY].T.contiguous()})), f"{QUERY} has shape"),
     "a tensor of no elements": (weights(lambda all_: all_.update({QUERY: torch.zeros(0)})), r"has shape \(0,\)"),
-    "whole numbers": (weights(lambda all_: all_.update({QUERY: all_[QUERY].int()})), f"{QUERY} has type I32"),
+    "whole numbers": (
+        weights(lambda all_: all_.update({QUERY: all_[QUERY].int()})),
+        f"{QUERY} has numbers of type I32",
+    ),
     "8 bits": (
         weights(lambda all_: all_.update({QUERY: all_[QUERY].to(torch.float8_e4m3fn)})),
-        f"{QUERY} has numbers of type F8_E4M3, which is not supported",
+        f"{QUERY} has numbers of type F8_E4M3, and weights are",
     ),
     "a bias that the config has not": (
         weights(lambda all_: all_.update({QUERY.replace("weight", "bias"): torch.ones(128)})),
