@@ -70,7 +70,14 @@ def read_json(path: str | Path, error_class: type[UserError], most_bytes: int = 
     return parse_json(read_text(path, error_class, most_bytes), str(path), error_class)
 
 
-def parse_json(text: str | bytes, where: str, error_class: type[UserError], most_levels: int = MOST_LEVELS) -> Any:
+def parse_json(
+    text: str | bytes,
+    where: str,
+    error_class: type[UserError],
+    most_levels: int = MOST_LEVELS,
+    finite: bool = True,
+    unique_keys: bool = False,
+) -> Any:
     """Return the value of a JSON text (RFC 8259), whose numbers are finite and whose nesting is bounded.
 
     Args:
@@ -78,12 +85,15 @@ def parse_json(text: str | bytes, where: str, error_class: type[UserError], most
         where: what the error's line begins with, such as the file's name.
         error_class: what is raised.
         most_levels: lists and objects within each other.
+        finite: False lets NaN, infinities and numbers beyond float64 pass, for a caller that looks at each.
+        unique_keys: True refuses an object with the same key twice, of which the last would count.
 
     Raises:
         error_class: it is no JSON, holds NaN, an infinity or a number beyond float64, or is nested too deeply.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        numbers: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite} if finite else {}
+        value = json.loads(text, object_pairs_hook=_unique if unique_keys else None, **numbers)
     except RecursionError as error:
         raise error_class(f"{shown(where)}: is nested too deeply; at most {most_levels} levels are read") from error
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, and whole numbers of too many digits
@@ -122,6 +132,13 @@ def reason_of(error: BaseException) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an object has the same key twice")
+    return value
 
 
 def _finite(text: str) -> float:

@@ -32,10 +32,10 @@ from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.loops.conversations import Conversations, TurnFunction, answer_text
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
-from rlhf_megatron.monitor.environment import redact
 from rlhf_megatron.monitor.evaluation import Answered, Estimate, evaluation_metrics
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, RecipeError
+from rlhf_megatron.redaction import redact
 from rlhf_megatron.rewards.rules import answer_of
 from rlhf_megatron.rewards.score import Score, Scorer
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling, request_seed

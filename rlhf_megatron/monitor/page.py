@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,8 +21,10 @@ import pyarrow.parquet
 import yaml
 
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.environment import redact_arguments
 from rlhf_megatron.monitor.metrics import read_metrics
 from rlhf_megatron.monitor.plots import picture
+from rlhf_megatron.redaction import hide_secrets, redact
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 SAMPLES_SHOWN = 6
@@ -123,10 +125,9 @@ def view_of(label: str, folder: Path) -> RunView:
         raise MonitorError(f"{folder}: no metrics.jsonl; name the folder of a run that has finished a step")
     series = {name: _finite(points) for name, points in read_metrics(metrics).items()}
     series = {name: points for name, points in series.items() if points[0]}
-    recipe_text = _text(folder / "recipe.yaml")
-    environment_text = _text(folder / "environment.json")
-    recipe, environment = _mapping(yaml.safe_load, recipe_text), _mapping(json.loads, environment_text)
-    events = [_mapping(json.loads, line) for line in _text(folder / "recovery.jsonl").splitlines()]
+    recipe_text, recipe = _without_secrets(_text(folder / "recipe.yaml"), yaml.safe_load, _as_yaml)
+    environment_text, environment = _without_secrets(_text(folder / "environment.json"), json.loads, _as_json)
+    events = [redact(_mapping(json.loads, line)) for line in _text(folder / "recovery.jsonl").splitlines()]
     events = [event for event in events if "what" in event]
     samples, step = _newest_samples(folder / "samples")
     return RunView(
@@ -165,6 +166,24 @@ def _mapping(read: Any, text: str) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _without_secrets(text: str, read: Callable[[str], Any], write: Callable[[Any], str]) -> tuple[str, dict[str, Any]]:
+    """A file's text and mapping without secrets; earlier versions and other programs may have left some in it."""
+    mapping = _mapping(read, text)
+    hidden = redact(mapping)
+    if isinstance(mapping.get("argv"), list):  # in it, names and values are one text, or two
+        hidden["argv"] = redact_arguments([str(argument) for argument in mapping["argv"]])
+    return hide_secrets(text if hidden == mapping else write(hidden)), hidden
+
+
+def _as_yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=2)
 
 
 def _state(events: Sequence[Mapping[str, Any]], series: Mapping[str, Points], recipe: Mapping[str, Any]) -> str:
@@ -284,7 +303,7 @@ def _newest_samples(folder: Path) -> tuple[list[dict[str, Any]], int | None]:
         table = pyarrow.parquet.read_table(steps[newest])
     except (OSError, pyarrow.ArrowInvalid):
         return [], None
-    return table.slice(0, SAMPLES_SHOWN).to_pylist(), newest
+    return [redact(row) for row in table.slice(0, SAMPLES_SHOWN).to_pylist()], newest
 
 
 def _curve(name: str, points: Points) -> Curve:

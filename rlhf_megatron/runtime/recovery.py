@@ -19,6 +19,7 @@ from typing import Any, Literal
 import psutil
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.redaction import hide_secrets
 from rlhf_megatron.runtime.processes import identity
 
 What = Literal["start", "restart", "resume", "fault", "hang", "stop", "give_up", "health_stop", "done"]
@@ -117,8 +118,8 @@ class RecoveryLog:
         begun = sum(line["what"] in _BEGINNINGS and line["launch"] == launch for line in lines)
         attempt = 0 if is_new else begun if what == "restart" else max(0, begun - 1)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        record = {"time": now, "launch": launch, "attempt": attempt, "step": step, "what": what, "why": why}
-        record |= more
+        record = {"time": now, "launch": launch, "attempt": attempt, "step": step, "what": what}
+        record |= {"why": hide_secrets(why), **more}
         # What a crash has cut stays a line of its own.
         before = "\n" if _size(self.path) and not self.path.read_bytes().endswith(b"\n") else ""
         try:
