@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVar, TypeVarTuple
 from urllib.parse import urlsplit
 
 import httpx2
@@ -133,7 +133,7 @@ class _EventLoop(asyncio.SelectorEventLoop):
     """Looks up names in daemon threads: a lookup that hangs keeps neither others nor the process's end waiting."""
 
     def run_in_executor(
-        self, executor: concurrent.futures.Executor | None, func: Callable[[Unpack[_Ts]], _T], *args: Unpack[_Ts]
+        self, executor: concurrent.futures.Executor | None, func: Callable[[*_Ts], _T], *args: *_Ts
     ) -> asyncio.Future[_T]:
         """Have a call made in a thread of its own."""
         future: concurrent.futures.Future[_T] = concurrent.futures.Future()

@@ -21,12 +21,12 @@ SHORTEST = 6
 _SECRET_WORDS = {
     "secret", "secrets", "password", "passwords", "passwd", "passphrase", "passphrases", "passcode", "pwd",
     "credential", "credentials", "cred", "creds", "authorization", "auth", "oauth", "bearer", "cookie", "cookies",
-    "jwt", "dsn",
+    "jwt", "dsn", "webhook", "webhooks",
 }  # fmt: skip
 # So is one whose last word is one of these; of keys and tokens, unless the words before say what they are.
 _SECRET_ENDINGS = {
-    "pass", "pin", "otp", "sas", "sig", "signature", "signatures", "sid", "session", "sessions", "webhook",
-    "webhooks", "authentication",
+    "pass", "pin", "otp", "sas", "sig", "signature", "signatures", "sid", "session", "sessions", "pat",
+    "authentication",
 }  # fmt: skip
 _KEYS, _TOKENS = ("key", "keys"), ("token", "tokens")
 _PLAIN_KEYS = {
@@ -45,7 +45,7 @@ _PLAIN_TOKENS = {
 # Names that are written without a separator, such as apikey and AccessKeyId.
 _JOINED = re.compile(
     r"(api|access|secret|private|signing|encryption|account|storage|shared|license|master|deploy|ssh)keys?"
-    r"|secret(?!ar)|password|passwd|passphrase|credential|connectionstring|connstr|sessionid"
+    r"|secret(?!ar)|password|passwd|passphrase|credential|connectionstring|connstr|sessionid|pwd$"
     r"|(api|auth|access|refresh|bearer|session|hf|bot|security)tokens?$"
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+")
@@ -63,10 +63,9 @@ _TOKEN_SHAPES = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{8,}(\.[\w-]*)?"
     r")"
 )
-_PAIR = re.compile(
-    r"(?<![\w.])(?P<name>[A-Za-z_][\w.\-]{0,100})(?P<sign>[\"']?\s{0,4}[:=]\s{0,4})"
-    r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&\"'\])}]+)"
-)
+# What stands before a value in `name=value`, `"name": "value"` and `?name=value`, and the value.
+_NAME = re.compile(r"(?<![\w.])([A-Za-z_][\w.\-]{0,100}+)([\"']?\s{0,4}[:=]\s{0,4})")
+_VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;&\"'\])}]+")
 # In prose these alone say nothing: "unknown token: x", "write KEY=VALUE".
 _PROSE = {
     "key", "keys", "token", "tokens", "session", "sessions", "signature", "signatures", "auth", "cookie",
@@ -85,7 +84,7 @@ def read_secret(variable: str) -> str:
 def is_secret_name(name: str) -> bool:
     """Return whether what stands under a name is a secret: `api_key`, `pwd`; not `max_tokens`, `author`."""
     words = [word.lower() for word in _WORD.findall(name)]
-    if not words:
+    if not words or words[-1] == "environment":  # it names a variable, as header_environment does
         return False
     if _SECRET_WORDS.intersection(words) or _JOINED.search("".join(words)):
         return True
@@ -194,13 +193,24 @@ def _without_values(text: str, secrets: Sequence[str]) -> str:
 def _without_shapes(text: str) -> str:
     text = _URL_LOGIN.sub(f"{HIDDEN}@", _PEM.sub(HIDDEN, text))
     text = _TOKEN_SHAPES.sub(HIDDEN, _WEBHOOK_PATH.sub(rf"\1{HIDDEN}", text))
-    return _PAIR.sub(_without_pair, _SCHEME.sub(rf"\1\2{HIDDEN}", text))
+    return _without_pairs(_SCHEME.sub(rf"\1\2{HIDDEN}", text))
 
 
-def _without_pair(match: re.Match[str]) -> str:
-    """`name=value` or `name: value`, without the value where the name is a secret's."""
-    name, sign, before = match["name"], match["sign"], match.string[: match.start()][-1:]
-    in_url = before in ("?", "&", ";", "#") and sign == "="
-    in_prose = name.lower() in _PROSE and before not in ("{", ",", '"', "'", "(", "-")
-    is_secret = is_secret_parameter(name) if in_url else is_secret_name(name) and not in_prose
-    return f"{name}{sign}{HIDDEN}" if is_secret else match[0]
+def _without_pairs(text: str) -> str:
+    """Hides the value in each `name=value` and `name: value` with a secret's name; values may hold further pairs."""
+    kept, done = [], 0
+    for match in _NAME.finditer(text):
+        value = _VALUE.match(text, match.end())
+        is_new = value and match.start() >= done and value[0].strip("\"'") != HIDDEN
+        if value and is_new and _names_secret(match, text[max(0, match.start() - 1) : match.start()]):
+            kept += [text[done : match.end()], HIDDEN]
+            done = value.end()
+    return "".join([*kept, text[done:]])
+
+
+def _names_secret(match: re.Match[str], before: str) -> bool:
+    name, sign = match.groups()
+    if before in tuple("?&;#") and sign == "=":
+        return is_secret_parameter(name)
+    is_prose = name.lower() in _PROSE and before not in tuple("{,\"'(-")
+    return is_secret_name(name) and not is_prose

@@ -94,7 +94,8 @@ def then_waits(content: bytes) -> Behaviour:
 
     def behave(connection: socket.socket, before: int) -> None:
         connection.sendall(content)
-        connection.recv(1)
+        while connection.recv(65536):
+            pass
 
     return behave
 
