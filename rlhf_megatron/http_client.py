@@ -120,7 +120,7 @@ class HttpClient:
 
     async def _exchange(self, body: bytes, most_bytes: int) -> Answer:
         async with self._client.stream("POST", self._url, content=body) as response:
-            most = most_bytes if response.is_success else ERROR_BYTES
+            most = most_bytes if response.is_success else min(most_bytes, ERROR_BYTES)
             content = bytearray()
             async for part in response.aiter_raw():
                 content += part

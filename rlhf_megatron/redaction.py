@@ -65,7 +65,8 @@ _TOKEN_SHAPES = re.compile(
 )
 # What stands before a value in `name=value`, `"name": "value"` and `?name=value`, and the value.
 _NAME = re.compile(r"(?<![\w.])([A-Za-z_][\w.\-]{0,100}+)([\"']?\s{0,4}[:=]\s{0,4})")
-_VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;&\"'\])}]+")
+# A value that ends in a sign, as in `auth= key: x`, goes on behind it.
+_VALUE = re.compile(r"(?:[^\s,;&\"'\])}]+[:=]\s{1,4})*+(?:\"[^\"]*\"|'[^']*'|[^\s,;&\"'\])}]+)")
 # In prose these alone say nothing: "unknown token: x", "write KEY=VALUE".
 _PROSE = {
     "key", "keys", "token", "tokens", "session", "sessions", "signature", "signatures", "auth", "cookie",
