@@ -173,7 +173,7 @@ def test_many_requests_to_a_service_that_drips_end_together() -> None:
         assert time.monotonic() - begun < HUNG_SECONDS
 
 
-@pytest.mark.parametrize("name", ["headers byte by byte", "100 Continue, flooded", "error body byte by byte"])
+@pytest.mark.parametrize("name", ["headers byte by byte", "100 Continue, flooded", "error headers byte by byte"])
 def test_an_alert_waits_no_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("rlhf_megatron.monitor.alerts.HTTP_SECONDS", 0.3)
     told: list[str] = []
