@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from rlhf_megatron.redaction import hide_secrets
+
 
 class UserError(ValueError):
     """Bad input, described in one line; commands print it as `error: ...` and exit with status 2."""
+
+    def __str__(self) -> str:
+        """Return the line without secrets, which a recipe's value or a server's answer may bring into it."""
+        return hide_secrets(super().__str__())
 
 
 class RecipeError(UserError):

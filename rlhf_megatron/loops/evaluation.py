@@ -36,10 +36,10 @@ from rlhf_megatron.loops.scoring import GroupScoring
 from rlhf_megatron.models.architecture import ModelError, read_architecture, read_config
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.hf_files import check_types
-from rlhf_megatron.monitor.environment import redact
 from rlhf_megatron.monitor.evaluation import Answered, Estimate, evaluation_metrics
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, RecipeError
+from rlhf_megatron.redaction import redact
 from rlhf_megatron.rewards.rules import answer_of
 from rlhf_megatron.rewards.score import Score, Scorer
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling, request_seed

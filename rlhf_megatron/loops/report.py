@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from rlhf_megatron.durable import write_text
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.console import Console
-from rlhf_megatron.monitor.environment import environment_report, redact
+from rlhf_megatron.monitor.environment import environment_report
 from rlhf_megatron.monitor.metrics import MetricsLogger
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, resolved_yaml
+from rlhf_megatron.redaction import redact
 from rlhf_megatron.untrusted import reason_of
 
 

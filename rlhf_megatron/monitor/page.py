@@ -7,9 +7,10 @@ at any time and on any machine. Not here: the curves (plots.py), and what is in 
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,9 +22,11 @@ import yaml
 
 from rlhf_megatron.durable import write_text
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.environment import redact_arguments
 from rlhf_megatron.monitor.metrics import read_metrics
 from rlhf_megatron.monitor.plots import picture
 from rlhf_megatron.monitor.run_files import FilesOfRun, section_of
+from rlhf_megatron.redaction import hide_secrets, redact
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 SAMPLES_SHOWN = 6
@@ -126,7 +129,9 @@ def view_of(label: str, folder: Path) -> RunView:
     series = {name: _finite(points) for name, points in read_metrics(metrics).items()}
     series = {name: points for name, points in series.items() if points[0]}
     files = FilesOfRun(folder)
-    recipe, environment, events = files.recipe(), files.environment(), files.events()
+    recipe, recipe_text = _without_secrets(files.recipe(), files.text("recipe.yaml"), _as_yaml)
+    environment, environment_text = _without_secrets(files.environment(), files.text("environment.json"), _as_json)
+    events = [redact(event) for event in files.events()]
     samples, step = files.newest_samples(SAMPLES_SHOWN)
     return RunView(
         label,
@@ -138,9 +143,9 @@ def view_of(label: str, folder: Path) -> RunView:
         events,
         [_curve(name, points) for name, points in sorted(series.items())],
         recipe,
-        files.text("recipe.yaml"),
-        files.text("environment.json"),
-        samples,
+        recipe_text,
+        environment_text,
+        [redact(row) for row in samples],
         step,
     )
 
@@ -148,6 +153,23 @@ def view_of(label: str, folder: Path) -> RunView:
 def _finite(points: Points) -> Points:
     kept = [(step, value) for step, value in zip(*points, strict=True) if math.isfinite(value)]
     return [step for step, _ in kept], [value for _, value in kept]
+
+
+def _without_secrets(values: dict[str, Any], text: str, write: Callable[[Any], str]) -> tuple[dict[str, Any], str]:
+    """A file's values and text without secrets, which earlier versions and other programs may have left in it."""
+    hidden = redact(values)
+    if isinstance(values.get("argv"), list):  # in it, names and values are one text, or two
+        hidden["argv"] = redact_arguments([str(argument) for argument in values["argv"]])
+    return hidden, hide_secrets(text if hidden == values else write(hidden))
+
+
+def _as_yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=2)
 
 
 def _state(events: Sequence[Mapping[str, Any]], series: Mapping[str, Points], recipe: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Where metrics go: jsonl, csv, tensorboard, wandb, mlflow, prometheus, behind one small interface.
 
 The third-party packages are imported when a tracker is opened, never with this module. What a tracker is given to log
-is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through environment.redact first.
+is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through redaction.redact first.
 A run that resumes goes on as the same run in each of them: services name it, and trackers.json remembers the names.
 """
 
@@ -24,9 +24,9 @@ from typing import Any, ClassVar, Protocol
 
 from rlhf_megatron.durable import move_aside, whole_file, write_text
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.monitor.environment import redact
 from rlhf_megatron.monitor.records import record_of, set_damaged_aside
 from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.redaction import redact
 from rlhf_megatron.untrusted import read_json, reason_of
 
 # What W&B and MLflow call a run.

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.redaction import HIDDEN
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -34,9 +35,24 @@ def make_recipe(values: dict[str, Any], where: str) -> Recipe:
     if unknown:
         raise RecipeError(f"{where}: " + "; ".join(unknown))
     try:
-        return Recipe.model_validate(values)
+        recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise RecipeError(f"{where}: " + "; ".join(_complaint(item) for item in error.errors())) from error
+    for key in _hidden_keys(recipe.model_dump(mode="json"), ""):
+        raise RecipeError(f"{where}: {key} is {HIDDEN}, as a run's records hide a secret; write the value itself")
+    return recipe
+
+
+def _hidden_keys(value: Any, key: str) -> Iterator[str]:
+    """The keys with a hidden value: a run's own recipe.yaml would otherwise be taken for what the run was made from."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _hidden_keys(inner, f"{key}.{name}".strip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _hidden_keys(inner, key)
+    elif isinstance(value, str) and (value == HIDDEN or f"://{HIDDEN}@" in value):
+        yield key
 
 
 def resolved_yaml(recipe: Recipe, hide: Callable[[Any], Any] = dict) -> str:

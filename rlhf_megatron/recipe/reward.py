@@ -9,13 +9,13 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.section import LONGEST_SECONDS, MOST_WORKERS, Section
+from rlhf_megatron.redaction import is_secret_parameter
 
 # Names of other metrics under reward/.
 _TAKEN_NAMES = (
     "mean", "std", "latency_ms", "informative_group_fraction", "score_mean", "overlong_penalty_mean",
     "samples", "timeouts", "failures", "masked", "reward_model",
 )  # fmt: skip
-_SECRET_PARAMETER = re.compile(r"(.*[_.-])?(token|key|secret|signature|sig|password|code)", re.IGNORECASE)
 
 
 class RewardServiceSection(Section):
@@ -41,7 +41,7 @@ class RewardServiceSection(Section):
             raise ValueError("url must begin with http:// or https:// and a host")
         if parts.username is not None or parts.password is not None:
             raise ValueError("url must hold no user or password; put the header's value into an environment variable")
-        if any(_SECRET_PARAMETER.fullmatch(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
+        if any(is_secret_parameter(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
             raise ValueError("url must hold no credentials, as its query seems to; send a header (header_environment)")
         if not re.fullmatch(r"[A-Za-z0-9-]+", self.header):
             raise ValueError(f"header={self.header!r} is not the name of an HTTP header")

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rlhf_megatron.durable import remove, write_text
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.monitor.records import set_damaged_aside
+from rlhf_megatron.redaction import hide_secrets
 from rlhf_megatron.runtime.processes import identity
 from rlhf_megatron.untrusted import opened, parse_json, read_bytes, shown
 
@@ -197,7 +198,8 @@ class RecoveryLog:
         begun = sum(line["what"] in _BEGINNINGS and line["launch"] == launch for line in lines)
         attempt = 0 if is_new else begun if what == "restart" else max(0, begun - 1)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        record = {"time": now, "launch": launch, "attempt": attempt, "step": step, "what": what, "why": why, **more}
+        record = {"time": now, "launch": launch, "attempt": attempt, "step": step, "what": what}
+        record |= {"why": hide_secrets(why), **more}
         # What a crash has cut stays a line of its own.
         before = "\n" if _size(self.path) and not self.path.read_bytes().endswith(b"\n") else ""
         with self.path.open("a", encoding="utf-8") as file:

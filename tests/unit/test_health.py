@@ -276,13 +276,27 @@ def test_an_alert_that_no_command_can_be_given_costs_none_of_the_later_ones(tmp_
     assert (tmp_path / "told").read_text() == "later"
 
 
-def test_an_address_that_nothing_can_be_sent_to_is_told_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_not_ascii_is_told_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_WEBHOOK", "http://127.0.0.1:9/secret-\u00fctoken")
     lines = send(section(retries=0), "one", "two")
-    assert lines == ["warning: alert not delivered by webhook: UnicodeEncodeError"] * 2
+    assert lines == ["warning: alert not delivered by webhook after 1 attempts: Connection refused"] * 2
 
 
-@pytest.mark.parametrize("value", [None, "", "file:///etc/secret-token", "secret-token"])
+ADDRESSES_THAT_ARE_NONE = (
+    None,
+    "",
+    "file:///etc/secret-token",
+    "secret-token",
+    "http://",
+    "http:///secret-token",
+    "http://[::1/secret-token",
+    "http://127.0.0.1:99999/secret-token",
+    "http://127.0.0.1:secret-token@x:y/",
+    "https://a/secret-token\n\tb",
+)
+
+
+@pytest.mark.parametrize("value", ADDRESSES_THAT_ARE_NONE)
 def test_an_address_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     if value is None:
         monkeypatch.delenv("TEST_WEBHOOK", raising=False)
