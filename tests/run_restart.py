@@ -21,9 +21,9 @@ import torch.distributed as dist
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.checkpoints import Checkpoints, choose_checkpoint
 from rlhf_megatron.loops.history import History
-from rlhf_megatron.loops.report import Report
+from rlhf_megatron.monitor.metrics import MetricsLogger
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.recipe import Recipe, load_recipe, resolved_yaml
 from rlhf_megatron.runtime.adaptation import adapt, with_budgets
 from rlhf_megatron.runtime.checkpoint import Worth, forget_best, publish, random_state, step_of, write_tensors
 from rlhf_megatron.runtime.claim import Claim
@@ -55,8 +55,8 @@ def world_of_one() -> Iterator[None]:
 
 def recipe_of(run: Path) -> Recipe:
     """The recipe of the run in that folder."""
-    values = [f"run_root={run.parent}", f"name={run.name}", "monitor.trackers=[jsonl,csv]", "monitor.plots=false"]
-    return load_recipe(str(RECIPE), [*values, "monitor.console=false", "steps=9"])
+    values = [f"run_root={run.parent}", f"name={run.name}", "monitor.trackers=[jsonl,csv]", "steps=9"]
+    return load_recipe(str(RECIPE), values)
 
 
 def save(run: Path, step: int, keep: int = 9) -> None:
@@ -77,11 +77,12 @@ def make_run(run: Path) -> Path:
     folder = RunFolder(recipe.run_root, recipe.name)
     folder.prepare(resume=True)
     log.begin(9)
-    report = Report(folder, recipe)
-    for step in STEPS:
-        report.step(step, {"train/loss": 1.0 / step, "train/step_time_ms": 9.0, "time/update": 0.5})
-        save(run, step)
-    report.close()
+    with MetricsLogger(folder, recipe.monitor) as logger:
+        for step in STEPS:
+            logger.log(step, {"train/loss": 1.0 / step, "train/step_time_ms": 9.0, "time/update": 0.5})
+            save(run, step)
+    folder.recipe.write_text(resolved_yaml(recipe), encoding="utf-8")
+    folder.environment.write_text(json.dumps({"variables": {"WORLD_SIZE": "1"}}), encoding="utf-8")
     row = {"prompt": "2 + 2?", "response": "4", "ground_truth": "4", "score": 1.0, "truncated": False}
     table = pyarrow.Table.from_pylist([{**row, "unscored": False}])
     pyarrow.parquet.write_table(table, folder.sample_file(2))
@@ -117,7 +118,7 @@ def _go_on(recipe: Recipe, folder: RunFolder, resume: str, out: io.StringIO) -> 
 
     found = choose_checkpoint(folder.checkpoints, resume, tell)
     step = step_of(found) if found else 0
-    report = Report(folder, recipe, step + 1)
+    folder.prepare(resume=step > 0)
     history = History()
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint, {}, {"history": history}, tell)
     if found:
@@ -125,7 +126,7 @@ def _go_on(recipe: Recipe, folder: RunFolder, resume: str, out: io.StringIO) -> 
         assert history.summary() == {"first": 0.5, "last": 0.5}
     else:
         forget_best(folder.checkpoints)
-    report.step(step + 1, {"train/loss": 0.25, "train/new": 1.0})
+    with MetricsLogger(folder, recipe.monitor, {}, step + 1) as logger:
+        logger.log(step + 1, {"train/loss": 0.25, "train/new": 1.0})
     save(folder.path, step + 1, keep=2)
-    report.close()
     return step

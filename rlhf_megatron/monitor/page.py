@@ -111,7 +111,9 @@ def write_page(runs: Mapping[str, Path], output: Path, title: str = "") -> None:
     )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(output, text)
+        write_text(
+            output, text.encode("utf-8", "backslashreplace").decode("utf-8")
+        )  # half a pair of UTF-16 has no UTF-8
     except OSError as error:
         raise MonitorError(
             f"{output}: cannot be written ({error.strerror or error}); choose another --output"

@@ -32,6 +32,7 @@ PHASE_COLOURS = {
 COLUMNS_OF_PANELS = 3
 POINTS_THAT_NEED_SMOOTHING = 24
 SINGLE_BARS = 60
+LARGEST_DRAWN = 1e100
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,12 @@ def _figure_of_runs(runs: dict[str, Path], title: str) -> Figure:
 def _read(path: Path) -> Series:
     if not path.is_file():
         raise MonitorError(f"{path}: no such file; give the metrics.jsonl of a run folder")
-    return read_metrics(path)
+    return {name: (steps, [_drawn(value) for value in values]) for name, (steps, values) in read_metrics(path).items()}
+
+
+def _drawn(value: float) -> float:
+    """A value as it is drawn: not, where it is beyond what axes can be divided for."""
+    return value if abs(value) < LARGEST_DRAWN else math.nan
 
 
 def _panels_for(series: Series) -> tuple[Panel, ...]:

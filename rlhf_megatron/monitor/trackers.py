@@ -331,7 +331,7 @@ def _is_table(path: Path) -> bool:
             rows = csv.reader(file)
             header = next(rows, ["step"])
             width = len(header)
-            return header[0] == "step" and all(0 < len(row) <= width and "\0" not in row[0] for row in rows)
+            return header[:1] == ["step"] and all(0 < len(row) <= width and "\0" not in row[0] for row in rows)
     except (UnicodeDecodeError, csv.Error):
         return False
 

@@ -45,6 +45,7 @@ class _Line(BaseModel):
     attempt: int
     why: str
     step: _Step | None
+    reduced: dict[_Budget, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
 
 
 class _Beginning(_Line):
@@ -54,7 +55,6 @@ class _Beginning(_Line):
     job: str | None
     requeues: int
     metrics_bytes: int
-    reduced: dict[_Budget, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
 
 
 class _Resume(_Line):
