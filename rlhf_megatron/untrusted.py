@@ -57,6 +57,22 @@ def read_bytes(path: str | Path, error_class: type[UserError], most_bytes: int =
     return content
 
 
+def require_regular_file(path: str | Path, error_class: type[UserError]) -> None:
+    """Check that a path names a regular file, for a reader of another package that opens it by itself.
+
+    Raises:
+        error_class: there is no such file, or it is a folder, a pipe or a device.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError as error:
+        raise error_class(f"{shown(path)}: there is no such file") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        raise error_class(f"{shown(path)}: cannot be read ({reason_of(error)})") from error
+    if not stat.S_ISREG(mode):
+        raise error_class(f"{shown(path)}: is not a regular file ({_kind(mode)})")
+
+
 def read_text(path: str | Path, error_class: type[UserError], most_bytes: int = MOST_BYTES) -> str:
     """Return the text of a regular file in UTF-8; see `read_bytes`."""
     try:

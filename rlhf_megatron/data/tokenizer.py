@@ -7,13 +7,16 @@ transformers and sentencepiece are imported when a tokenizer is loaded, so that 
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.data.chat_template import ChatTemplate, read_template
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.untrusted import shown
 
 Message = Mapping[str, Any]
 
@@ -48,12 +51,22 @@ class Tokenizer(ABC):
         """Return the text of the ids, without control tokens unless skip_special_tokens is False."""
 
     @abstractmethod
+    def render_each(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
+    ) -> list[str | DataError]:
+        """Return the chat template's text for each conversation of {role, content}, or why it refuses it.
+
+        Raises:
+            DataError: there is no chat template.
+        """
+
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return the chat template's text for messages of {role, content}.
 
         Raises:
             DataError: there is no chat template, or the template refuses these messages.
         """
+        return _text(self.render_each([messages], add_generation_prompt)[0])
 
     @abstractmethod
     def is_special(self, token_id: int) -> bool:
@@ -77,11 +90,11 @@ class Tokenizer(ABC):
         Raises:
             DataError: see `render_chat`.
         """
-        texts = [
-            self.render_chat([*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+        asked = [
+            [*messages, {"role": "assistant", "content": answer}]
             for messages, answer in zip(conversations, answers, strict=True)
         ]
-        return self.encode_many(texts)
+        return self.encode_many(list(map(_text, self.render_each(asked, add_generation_prompt=False))))
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return what the chat template puts behind a turn of the assistant's that has ended, where `messages` follow:
@@ -163,8 +176,6 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"tokenizer: {folder} cannot be loaded ({_first_line(error)}); model.tokenizer must be a Hugging Face "
                 "folder with tokenizer.json (or tokenizer_config.json), or a sentencepiece .model file"
             ) from error
-        if chat_template is not None:
-            self._inner.chat_template = chat_template
         if self._inner.eos_token_id is None:
             raise DataError(f"tokenizer: {folder} has no end-of-text token; set eos_token in its tokenizer_config.json")
         self.eos_token_id = int(self._inner.eos_token_id)
@@ -174,6 +185,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._special = frozenset(int(token_id) for token_id in self._inner.all_special_ids) | frozenset(
             int(token_id) for token_id, token in self._inner.added_tokens_decoder.items() if token.special
         )
+        self._template = self._load_template(chat_template)
         self.stop_token_ids = self._collect_stop_tokens(folder)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -191,22 +203,23 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         return str(text)
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """See `Tokenizer.render_chat`."""
-        from jinja2 import TemplateError
-
-        if not self._inner.chat_template:
+    def render_each(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
+    ) -> list[str | DataError]:
+        """See `Tokenizer.render_each`."""
+        if self._template is None:
             raise DataError(_no_template(self.path))
+        return self._template.render_each(conversations, add_generation_prompt)
+
+    def _load_template(self, replacement: str | None) -> ChatTemplate | None:
+        """Return the template of data.chat_template, or else the tokenizer's own, with the names it can read."""
+        tools = self._template_kwargs.get("tools")
         try:
-            rendered = self._inner.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"the chat template refuses these messages: {_first_line(error)}") from error
-        return str(rendered)
+            own = self._inner.get_chat_template(None, tools) if self._inner.chat_template else None
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"tokenizer: {self.path} has no usable chat template ({_first_line(error)})") from error
+        names = {"tools": None, "documents": None, **self._inner.special_tokens_map, **self._template_kwargs}
+        return _chat_template(replacement, own, self.path, names)
 
     def is_special(self, token_id: int) -> bool:
         """See `Tokenizer.is_special`."""
@@ -225,7 +238,6 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         self.path = str(model_file)
-        self._template_kwargs = dict(chat_template_kwargs)
         try:
             self._inner: Any = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
         except (OSError, RuntimeError) as error:
@@ -241,7 +253,15 @@ class SentencePieceTokenizer(Tokenizer):
             for token_id in range(self.vocab_size)
             if self._inner.is_control(token_id)
         }
-        self._template = None if chat_template is None else _compile_template(chat_template)
+        # Of those that begin at the same place, the longest.
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._pieces = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        names = {
+            "bos_token": self._inner.id_to_piece(self._inner.bos_id()) if self._inner.bos_id() >= 0 else "",
+            "eos_token": self._inner.id_to_piece(self.eos_token_id),
+            **chat_template_kwargs,
+        }
+        self._template = _chat_template(chat_template, None, self.path, names)
         self.stop_token_ids = self._collect_stop_tokens(model_file.parent)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -251,15 +271,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_with_controls(self, text: str) -> list[int]:
         """Encode the ordinary text between control pieces, and the pieces themselves as their ids."""
         token_ids: list[int] = []
-        while text:
-            starts = [(text.find(piece), -len(piece), piece) for piece in self._control if piece in text]
-            if not starts:
-                token_ids.extend(self._inner.encode(text))
-                break
-            start, _, piece = min(starts)
-            token_ids.extend(self._inner.encode(text[:start]))
-            token_ids.append(self._control[piece])
-            text = text[start + len(piece) :]
+        for index, part in enumerate(self._pieces.split(text) if self._control else [text]):
+            token_ids += [self._control[part]] if index % 2 else self._inner.encode(part)
         return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -276,23 +289,13 @@ class SentencePieceTokenizer(Tokenizer):
                 plain.append(token_id)
         return "".join([*parts, self._inner.decode(plain)])
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """See `Tokenizer.render_chat`."""
-        from jinja2 import TemplateError
-
+    def render_each(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
+    ) -> list[str | DataError]:
+        """See `Tokenizer.render_each`."""
         if self._template is None:
             raise DataError(_no_template(self.path))
-        try:
-            rendered = self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self._inner.id_to_piece(self._inner.bos_id()) if self._inner.bos_id() >= 0 else "",
-                eos_token=self._inner.id_to_piece(self.eos_token_id),
-                **self._template_kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"the chat template refuses these messages: {_first_line(error)}") from error
-        return str(rendered)
+        return self._template.render_each(conversations, add_generation_prompt)
 
     def is_special(self, token_id: int) -> bool:
         """See `Tokenizer.is_special`."""
@@ -332,7 +335,7 @@ def load_tokenizer(
         DataError: there is nothing to load at the path, or it cannot be loaded.
     """
     location = Path(path)
-    template = None if chat_template is None else _read_template(Path(chat_template))
+    template = None if chat_template is None else read_template(chat_template)
     names = chat_template_kwargs or {}
     if location.is_file():
         if location.suffix != ".model":
@@ -357,32 +360,18 @@ def load_tokenizer(
     return HuggingFaceTokenizer(location, trust_remote_code, template, names)
 
 
-def _read_template(path: Path) -> str:
-    """Return the text of a Jinja file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"data.chat_template: {path} cannot be read ({_first_line(error)}); give a Jinja file"
-        ) from error
+def _chat_template(replacement: str | None, own: Any, path: str, names: Mapping[str, Any]) -> ChatTemplate | None:
+    """Return the template that replaces a tokenizer's own, or else that one, if there is one."""
+    if replacement is not None:
+        return ChatTemplate(replacement, "data.chat_template", names)
+    return ChatTemplate(own, f"tokenizer: the chat template of {shown(path)}", names) if own else None
 
 
-def _compile_template(text: str) -> Any:
-    """Compile a chat template in Jinja's sandbox, with the whitespace rules that transformers uses for its own."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(text)
-    except TemplateError as error:
-        raise DataError(f"data.chat_template is not valid Jinja: {_first_line(error)}") from error
+def _text(rendered: str | DataError) -> str:
+    """Return a text, or raise what there is instead."""
+    if isinstance(rendered, DataError):
+        raise rendered
+    return rendered
 
 
 def _generation_config_eos(folder: Path) -> set[int]:
