@@ -160,10 +160,11 @@ class ChatTemplate:
         with self._lock:
             self._start()
         for before in _BEFORE:
-            found = self.render_each([[*before, {"role": "user", "content": probe}] for probe in _PROBES])
-            for text in found:
-                if isinstance(text, UnusableTemplate):
-                    raise text
+            found = []
+            for probe in _PROBES:
+                found += self.render_each([[*before, {"role": "user", "content": probe}]])
+                if isinstance(found[-1], UnusableTemplate):
+                    raise found[-1]
             if isinstance(found[0], str) and found[0] == found[1]:
                 raise UnusableTemplate(
                     f"{self._origin} ignores the messages: different questions become the same text; mend it, or give "

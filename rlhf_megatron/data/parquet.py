@@ -29,6 +29,8 @@ MOST_MESSAGES = 10_000
 # Rows that are decoded before they are counted, and what these may have if all are the longest text of a dictionary.
 _COUNTED_ROWS = 256
 _COUNTED_BYTES = 512 * 2**20
+# A name that rows may repeat without being counted.
+_LONGEST_NAME = 1024
 # Rows that are plain Python values at the same time.
 _PIECE_BYTES = 64 * 2**20
 
@@ -150,7 +152,8 @@ class SourceFile:
             DataError: they are damaged.
         """
         try:
-            yield from self._file.iter_batches(rows, list(row_groups), list(columns), use_threads=False)
+            for batch in self._file.iter_batches(rows, list(row_groups), list(columns), use_threads=False):
+                yield _counted(batch)
         except UNREADABLE as error:
             first, last = row_groups[0], row_groups[-1]
             where = f"row group {first}" if first == last else f"row groups {first} to {last}"
@@ -251,6 +254,36 @@ def _messages(table: pyarrow.Table) -> int:
     if not (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
         return 0
     return pyarrow.compute.max(pyarrow.compute.list_value_length(table["prompt"])).as_py() or 0
+
+
+def _counted(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """Return rows whose bytes can be counted: without dictionaries, which a file may ask for, but of short names."""
+    fields = [
+        field if field.name == "data_source" and _longest(column) <= _LONGEST_NAME else _without_dictionaries(field)
+        for field, column in zip(batch.schema, batch.columns, strict=True)
+    ]
+    schema = pyarrow.schema(fields)
+    return batch if schema.equals(batch.schema) else batch.cast(schema)
+
+
+def _longest(column: pyarrow.Array) -> int:
+    """Return the length of the longest text of a column that is a dictionary; 0 of another."""
+    if not pyarrow.types.is_dictionary(column.type) or not len(column.dictionary):
+        return 0
+    return pyarrow.compute.max(pyarrow.compute.binary_length(column.dictionary)).as_py() or 0
+
+
+def _without_dictionaries(field: pyarrow.Field) -> pyarrow.Field:
+    kind = field.type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    elif pyarrow.types.is_struct(kind):
+        kind = pyarrow.struct(list(map(_without_dictionaries, kind)))
+    elif pyarrow.types.is_list(kind):
+        kind = pyarrow.list_(_without_dictionaries(kind.value_field))
+    elif pyarrow.types.is_large_list(kind):
+        kind = pyarrow.large_list(_without_dictionaries(kind.value_field))
+    return field.with_type(kind)
 
 
 def _dictionary_bytes(chunk: Any) -> int:
