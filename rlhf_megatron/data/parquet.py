@@ -104,9 +104,7 @@ class SourceFile:
             )
             self.footer = _footer(path)
         except UNREADABLE as error:
-            raise DataError(
-                f"{shown(path)}: not a readable parquet file ({reason_of(error)}); make it again"
-            ) from error
+            raise self._unreadable(error) from error
         for column in required:
             if column not in names:
                 raise DataError(
@@ -118,9 +116,13 @@ class SourceFile:
         for column in self.columns:
             if names.count(column) > 1:
                 raise DataError(f"{shown(path)}, column {shown(column)}: is there twice; leave one out")
-        self.row_groups = [
-            self._row_group(index, metadata.row_group(index)) for index in range(metadata.num_row_groups)
-        ]
+        self._check_columns(metadata)
+        try:
+            self.row_groups = [
+                self._row_group(index, metadata.row_group(index)) for index in range(metadata.num_row_groups)
+            ]
+        except UnicodeDecodeError as error:  # in the name of a column
+            raise self._unreadable(error) from error
         if sum(group.rows for group in self.row_groups) != metadata.num_rows:
             raise DataError(f"{shown(path)}: its footer contradicts itself on the number of rows; make it again")
 
@@ -143,6 +145,8 @@ class SourceFile:
             size += batch.nbytes
             if size > MOST_GROUP_BYTES:
                 raise self._too_large(row_groups[0], f"over {MOST_GROUP_BYTES:,} bytes when it is decoded")
+        if sum(batch.num_rows for batch in batches) != sum(self.row_groups[index].rows for index in row_groups):
+            raise DataError(f"{shown(self.name)}: row group {row_groups[0]} has other rows than its footer claims")
         return pyarrow.Table.from_batches(batches).combine_chunks()
 
     def batches(self, row_groups: Sequence[int], columns: Sequence[str], rows: int) -> Iterator[pyarrow.RecordBatch]:
@@ -172,6 +176,21 @@ class SourceFile:
             piece = pyarrow.Table.from_batches([batch]).slice(0, count - first)
             rows += python_rows(piece, lambda row, first=first: RowPlace(self.name, first + row))  # type: ignore[misc]
         return rows
+
+    def _check_columns(self, metadata: Any) -> None:
+        """Raise DataError where the footer's description of a column is damaged.
+
+        pyarrow aborts the process when it is asked for such a one by `RowGroupMetaData.column`; the ranges that it
+        finds out before it reads are all checked.
+        """
+        try:
+            with pyarrow.parquet.ParquetFile(self.name, metadata=metadata, pre_buffer=True) as file:
+                next(file.iter_batches(1, columns=self.columns, use_threads=False), None)
+        except UNREADABLE as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: BaseException) -> DataError:
+        return DataError(f"{shown(self.name)}: not a readable parquet file ({reason_of(error)}); make it again")
 
     def _row_group(self, index: int, metadata: Any) -> RowGroup:
         """Check what the footer claims of a row group."""

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from data_rows import opened, row, table, written
 from rlhf_megatron.data import parquet
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import LeftOut, Prompt, PromptDataset
@@ -21,7 +22,6 @@ from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 from tiny_tokenizer import write_bpe_tokenizer
 
-Row = dict[str, Any]
 TEXT = pyarrow.string()
 MESSAGE = pyarrow.struct([("role", TEXT), ("content", TEXT)])
 
@@ -29,25 +29,6 @@ MESSAGE = pyarrow.struct([("role", TEXT), ("content", TEXT)])
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(write_bpe_tokenizer(tmp_path_factory.mktemp("bpe")))
-
-
-def row(content: Any = "What is 1 + 1?", **values: Any) -> Row:
-    return {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": content}],
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {"index": 0},
-        **values,
-    }
-
-
-def table(*rows: Row) -> pyarrow.Table:
-    return pyarrow.Table.from_pylist(list(rows or [row(), row("What is 1 + 2?")]))
-
-
-def written(path: Path, content: pyarrow.Table, **options: Any) -> Path:
-    pyarrow.parquet.write_table(content, path, **options)
-    return path
 
 
 def with_column(path: Path, name: str, values: pyarrow.Array) -> Path:
@@ -69,12 +50,6 @@ def prompts_of(roles: pyarrow.Array, contents: pyarrow.Array) -> pyarrow.Array:
     """A column of prompts of one message each."""
     messages = pyarrow.StructArray.from_arrays([roles, contents], ["role", "content"])
     return pyarrow.ListArray.from_arrays(pyarrow.array(range(len(roles) + 1), pyarrow.int32()), messages)
-
-
-def opened(tokenizer: Tokenizer, *files: Path | str, **values: Any) -> list[Prompt | LeftOut]:
-    """What all rows of files are, as a run finds out when it starts."""
-    section = DataSection(train_files=["x"], max_prompt_length=200, **values)
-    return list(PromptDataset(files, tokenizer, section).read_all())
 
 
 def good_bytes(folder: Path) -> bytes:
@@ -151,7 +126,10 @@ NO_FILE: dict[str, tuple[Callable[[Path], Path | str], str]] = {
         file_of(lambda content: content[:-8] + b"\xff\xff\xff\x7f" + content[-4:]),
         "not a readable parquet file",
     ),
-    "pages overwritten": (file_of(lambda content: content[:4] + b"\xff" * 400 + content[404:]), "cannot be decoded"),
+    "pages overwritten": (
+        file_of(lambda content: content[:4] + b"\xff" * 400 + content[404:]),
+        "not a readable parquet file",
+    ),
     "encrypted": (file_of(lambda content: content[:-4] + b"PARE"), "not a readable parquet file"),
 }
 
