@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_megatron.durable import whole_folder
+from rlhf_megatron.data.chat_template import read_template
 from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
 from rlhf_megatron.models.config_fields import read_model_json
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
@@ -69,9 +70,9 @@ class Companions:
 def companions_of(model: str, tokenizer: str | None, chat_template: str | None) -> Companions:
     """Those of a run whose recipe has these paths; the template is read now, as for the run itself.
 
-    Raises OSError or UnicodeDecodeError where the template cannot be read.
+    Raises DataError where the template cannot be read.
     """
-    template = Path(chat_template).read_text(encoding="utf-8") if chat_template else None
+    template = read_template(chat_template) if chat_template else None
     return Companions(Path(model), Path(tokenizer) if tokenizer else None, template)
 
 

@@ -368,7 +368,8 @@ DECISIONS = [
         for more in (
             {"what": "resume"}, {"what": "stop"}, {"what": "stop", "step": 2, "saved": "x"}, {"what": "done"},
             {"what": []}, {"what": "other"}, {"kind": "out_of_memory", "phase": 5}, {"kind": "not_finite"},
-            {"kind": "not_finite", "first": 3, "data": "x"}, {"why": None}, {"reduced": "x"}, {"step": "5"}, {"step": 10**30},
+            {"kind": "not_finite", "first": 3, "data": "x"}, {"why": None}, {"reduced": "x"},
+            {"step": "5"}, {"step": 10**30},
         )
     ),
     *([{**START, "reduced": bad}] for bad in ("x", {"x": 1}, {"a.b.c": 1}, {"actor.tokens_per_gpu": "x"}, {"a.b": -1})),

@@ -91,7 +91,7 @@ def test_a_strangers_text_cannot_write_lines_of_its_own() -> None:
 
 
 def test_numbers_that_are_not_finite_are_read_where_that_is_asked_for() -> None:
-    value = parse_json("[NaN, -Infinity, 1e999, 5]", "here", DataError, all_numbers=True)
+    value = parse_json("[NaN, -Infinity, 1e999, 5]", "here", DataError, finite=False)
     assert str(value) == "[nan, -inf, inf, 5]"
     with pytest.raises(DataError, match="^here: "):
-        parse_json("[NaN", "here", DataError, all_numbers=True)
+        parse_json("[NaN", "here", DataError, finite=False)
