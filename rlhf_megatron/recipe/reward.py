@@ -111,6 +111,9 @@ class RewardSection(RewardSource):
     """Most time for one sample in a worker process, and for one request to a service."""
     workers: int = Field(default=2, gt=0)
     """Worker processes per rollout replica; each function has as many of its own."""
+    memory_limit_gb: float = Field(default=16.0, gt=0)
+    """Most memory of one worker of a function together with what it starts, in GB of 2^30 bytes. One that uses more is
+    killed, and its samples have failed."""
     concurrency: int = Field(default=64, gt=0)
     """Samples of an async function that one worker awaits at a time; requests to a service at a time."""
 
