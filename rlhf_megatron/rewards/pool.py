@@ -97,8 +97,8 @@ class Worker:
         return batch.outcomes, Outcome(TIMED_OUT) if is_late else None
 
     def is_quiet(self) -> bool:
-        """Return whether an idle worker lives, and has sent nothing that would be taken for its next answers."""
-        return self._stdout.read(1) is None
+        """Return whether an idle worker lives, runs, and has sent nothing that would be among its next answers."""
+        return self._stdout.read(1) is None and not (self.process_id and processes.is_stopped(self.process_id))
 
     def _converse(self, batch: Batch) -> bool:
         """Send jobs and take their answers until all are there; return whether they are late instead.

@@ -62,6 +62,13 @@ def descendants(ancestor: int) -> list[int]:
     return below[1:]
 
 
+def is_stopped(process_id: int) -> bool:
+    """Return whether a process was stopped by a signal, and will do nothing until it gets another."""
+    with contextlib.suppress(OSError):
+        return b") T " in Path("/proc", str(process_id), "stat").read_bytes()
+    return False
+
+
 def memory_bytes(process_ids: Collection[int], enough: float) -> int:
     """Return the memory of processes, without files; what several share counts once, where that decides.
 
