@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.section import LONGEST_SECONDS, MOST_WORKERS, Section
+from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, LONGEST_SECONDS, MOST_WORKERS, Section
 from rlhf_megatron.redaction import is_secret_parameter
 
 # Names of other metrics under reward/.
@@ -111,6 +111,9 @@ class RewardSection(RewardSource):
     """Most time for one sample in a worker process, and for one request to a service."""
     workers: int = Field(default=2, gt=0, le=MOST_WORKERS)
     """Worker processes per rollout replica; each function has as many of its own."""
+    memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
+    """Most memory of one worker of a function together with what it starts, in GB of 2^30 bytes. One that uses more is
+    killed, and its samples have failed."""
     concurrency: int = Field(default=64, gt=0, le=2**16)
     """Samples of an async function that one worker awaits at a time; requests to a service at a time."""
 

@@ -54,6 +54,8 @@ class MultiTurnSection(Section):
     """For one answer; a response that has none by then ends, and so does one whose function fails."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
     """Processes of each replica that call the function."""
+    memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
+    """Most memory of one of them together with what it starts, in GB of 2^30 bytes; one that uses more is killed."""
 
 
 class RolloutSection(Section):

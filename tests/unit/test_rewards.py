@@ -438,6 +438,6 @@ def test_a_worker_whose_rank_is_gone_says_nothing(tmp_path: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", start], **pipes)  # type: ignore[call-overload]
     process.stdout.close()
-    jobs = pack_jobs([{"kind": USER_FUNCTION, "function": str(tmp_path / "nowhere.py")}])
+    jobs = pack_jobs([{"kind": USER_FUNCTION, "function": str(tmp_path / "nowhere.py"), "nonce": "0"}])
     assert process.communicate(jobs, timeout=60)[1] == b""
     assert process.returncode == 0
