@@ -45,6 +45,7 @@ setup(
     # megatron-core's wheel is tagged for Python 3.12; tools/environment/setup_cpu.sh installs it on 3.11 as well.
     install_requires=[
         "Jinja2>=3.1",
+        "httpx2>=2.16",
         "math-verify>=0.9.0",
         "matplotlib>=3.11",
         "megatron-core>=0.19.2,<0.20",

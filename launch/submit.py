@@ -14,6 +14,7 @@ from pathlib import Path
 import jinja2
 
 from rlhf_megatron.loops.command import ArgumentParser, command, number_of_gpus
+from rlhf_megatron.monitor.environment import redact_argument
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError, check_world, load_recipe, unsupported
 from rlhf_megatron.recipe.slurm import SlurmSection
@@ -107,7 +108,17 @@ def _check_same_job(recipe: Recipe, of_run: Recipe, where: str) -> None:
         )
 
 
+def _check_no_secret(overrides: Sequence[str], where: str) -> None:
+    for override in overrides:
+        if redact_argument(override) != override:
+            raise UserError(
+                f"{where}: override of {override.partition('=')[0]}: it holds what looks like a secret, and the job's "
+                "script would keep it; write it into a recipe that only you can read, and submit that"
+            )
+
+
 def _task(path: str, overrides: list[str], recipe: Recipe, where: str) -> Task:
+    _check_no_secret(overrides, where)
     impossible = unsupported(recipe)
     if impossible:
         raise UserError(f"{where}: this version cannot do what the recipe asks for: " + "; ".join(impossible))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from rlhf_megatron.redaction import hide_secrets
+
 
 class UserError(ValueError):
     """Bad input, described in one line; commands print it as `error: ...` and exit with status 2."""
 
     is_transient = False
     """Whether another attempt with the same input may do, as where a service was away; see `is_transient`."""
+
+    def __str__(self) -> str:
+        """Return the line without secrets, which a recipe's value or a server's answer may bring into it."""
+        return hide_secrets(super().__str__())
 
 
 def is_transient(error: BaseException) -> bool:
@@ -22,6 +28,10 @@ def is_transient(error: BaseException) -> bool:
 
 class RecipeError(UserError):
     """A recipe that cannot be read, or that asks for something impossible."""
+
+
+class ModelError(UserError):
+    """A model folder that is missing, damaged or of a kind that is not supported."""
 
 
 class DataError(UserError):

@@ -7,13 +7,14 @@ traceback of the parser.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from rlhf_megatron.errors import UserError
 
@@ -23,16 +24,16 @@ MOST_BYTES = 64 * 2**20
 MOST_LEVELS = 100
 
 
-def read_bytes(path: str | Path, error_class: type[UserError], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file.
+@contextlib.contextmanager
+def opened(path: str | Path, error_class: type[UserError]) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; what goes wrong with it inside the block is told in the same way.
 
     Args:
         path: the file; links are followed.
         error_class: what is raised, with one line that begins with the path.
-        most_bytes: a larger file is refused.
 
     Raises:
-        error_class: there is no such file, it cannot be read, is no regular file, or is larger than `most_bytes`.
+        error_class: there is no such file, it cannot be read, or is no regular file.
     """
     try:
         # Without waiting: the opening of a pipe that nobody writes to would never return.
@@ -42,20 +43,48 @@ def read_bytes(path: str | Path, error_class: type[UserError], most_bytes: int =
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         raise error_class(f"{shown(path)}: cannot be read ({reason_of(error)})") from error
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise error_class(f"{shown(path)}: is not a regular file ({_kind(status.st_mode)})")
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise error_class(f"{shown(path)}: is not a regular file ({kind_of(mode)})")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            # A file of /proc has a size of 0, and some have nothing to read yet.
-            content = file.read(most_bytes + 1) or b""
+            yield file
     except OSError as error:
         raise error_class(f"{shown(path)}: cannot be read ({reason_of(error)})") from error
     finally:
         os.close(descriptor)
-    if len(content) > most_bytes:
-        size = max(status.st_size, len(content))
-        raise error_class(f"{shown(path)}: has {size:,} bytes; at most {most_bytes:,} are read")
+
+
+def read_bytes(path: str | Path, error_class: type[UserError], most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file; see `opened`.
+
+    Raises:
+        error_class: as `opened` does, and where the file is larger than `most_bytes`.
+    """
+    with opened(path, error_class) as file:
+        # A file of /proc has a size of 0, and some have nothing to read yet.
+        content = file.read(most_bytes + 1) or b""
+        if len(content) > most_bytes:
+            size = max(os.fstat(file.fileno()).st_size, len(content))
+            raise error_class(f"{shown(path)}: has {size:,} bytes; at most {most_bytes:,} are read")
     return content
+
+
+def check_regular(path: str | Path, error_class: type[UserError], most_bytes: int | None = None) -> None:
+    """Check that a path is a regular file, for a library that is to open it by its name.
+
+    Raises:
+        error_class: see `read_bytes`.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise error_class(f"{shown(path)}: there is no such file") from error
+    except (OSError, ValueError) as error:
+        raise error_class(f"{shown(path)}: cannot be read ({reason_of(error)})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise error_class(f"{shown(path)}: is not a regular file ({kind_of(status.st_mode)})")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise error_class(f"{shown(path)}: has {status.st_size:,} bytes; at most {most_bytes:,} are read")
 
 
 def read_text(path: str | Path, error_class: type[UserError], most_bytes: int = MOST_BYTES) -> str:
@@ -71,7 +100,15 @@ def read_json(path: str | Path, error_class: type[UserError], most_bytes: int = 
     return parse_json(read_text(path, error_class, most_bytes), str(path), error_class)
 
 
-def parse_json(text: str | bytes, where: str, error_class: type[UserError], most_levels: int = MOST_LEVELS) -> Any:
+def parse_json(
+    text: str | bytes,
+    where: str,
+    error_class: type[UserError],
+    most_levels: int = MOST_LEVELS,
+    *,
+    finite: bool = True,
+    unique_keys: bool = False,
+) -> Any:
     """Return the value of a JSON text (RFC 8259), whose numbers are finite and whose nesting is bounded.
 
     Args:
@@ -79,12 +116,15 @@ def parse_json(text: str | bytes, where: str, error_class: type[UserError], most
         where: what the error's line begins with, such as the file's name.
         error_class: what is raised.
         most_levels: lists and objects within each other.
+        finite: False lets NaN, infinities and numbers beyond float64 pass, for a caller that looks at each.
+        unique_keys: True refuses an object with the same key twice, of which the last would count.
 
     Raises:
         error_class: it is no JSON, holds NaN, an infinity or a number beyond float64, or is nested too deeply.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        numbers: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite} if finite else {}
+        value = json.loads(text, object_pairs_hook=_unique if unique_keys else None, **numbers)
     except RecursionError as error:
         raise error_class(f"{shown(where)}: is nested too deeply; at most {most_levels} levels are read") from error
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, and whole numbers of too many digits
@@ -125,6 +165,13 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an object has the same key twice")
+    return value
+
+
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -132,6 +179,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+def kind_of(mode: int) -> str:
+    """Return what a file of this `st_mode` is, in words, where it is no regular one."""
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
     return kinds.get(stat.S_IFMT(mode), "a device")

@@ -29,7 +29,7 @@ import yaml
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
-from rlhf_megatron.untrusted import read_text, reason_of
+from rlhf_megatron.untrusted import read_text, reason_of, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,8 +79,8 @@ class GgufFile:
         self.path = path
         try:
             self._reader: Any = package.GGUFReader(str(path))
-        except (ValueError, IndexError, KeyError, OSError) as error:
-            raise UserError(f"{path} cannot be read as GGUF ({error}); is it whole?") from error
+        except (ValueError, IndexError, KeyError, OSError, TypeError, OverflowError) as error:
+            raise UserError(f"{path} cannot be read as GGUF ({reason_of(error)}); is it whole?") from error
 
     def field(self, name: str, default: Any = None) -> Any:
         """Return a metadata field; raise UserError if it is missing and there is no default."""
@@ -94,7 +94,7 @@ class GgufFile:
     def require(self, name: str, wanted: str) -> None:
         """Raise UserError if a field is not what this converter knows."""
         if (value := self.field(name)) != wanted:
-            raise UserError(f"{self.path}: {name} is {value!r}, and only {wanted!r} can be converted")
+            raise UserError(f"{self.path}: {name} is {shown(repr(value))}, and only {wanted!r} can be converted")
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors by GGUF's names, still quantised."""
@@ -162,6 +162,8 @@ def convert_tensors(source: GgufFile, config: LlamaConfig) -> dict[str, Tensor]:
         if values.shape != expected[name]:
             raise UserError(f"{source.path}: {gguf_name} has shape {values.shape}, not {tuple(expected[name])}")
         weights[name] = torch.from_numpy(values.copy()).to(dtype)
+        if not bool(weights[name].isfinite().all()):
+            raise UserError(f"{source.path}: {gguf_name} is not finite (NaN or infinity) as {dtype}; download it again")
     if missing := sorted(set(expected) - set(weights)):
         raise UserError(f"{source.path}: {len(missing)} weights are missing, the first is {missing[0]}")
     return weights
@@ -230,8 +232,18 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
-    config = build_config(source, dtype)
-    tokenizer = build_tokenizer(source)
+    from rlhf_megatron.models.architecture import parse_architecture
+
+    try:
+        config = build_config(source, dtype)
+        parse_architecture(json.loads(config.to_json_string()), output)
+        tokenizer = build_tokenizer(source)
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{source_path}: its fields are not those of a Llama with its tokenizer ({reason_of(error)})"
+        ) from error
     weights = convert_tensors(source, config)
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -269,30 +281,36 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rlhf_megatron.models.architecture import read_architecture
     from rlhf_megatron.models.hf_files import Companions, write_checkpoint
     from rlhf_megatron.regather.plan import elements
-    from rlhf_megatron.roles.saved import SavedRole, saved_adaptation
-    from rlhf_megatron.runtime.checkpoint import TensorFile, damage, read_manifest, step_of
+    from rlhf_megatron.roles.saved import SavedRole, files_of_role, head_of, saved_adaptation
+    from rlhf_megatron.runtime.checkpoint import TensorFile, damage, step_of
+    from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
+    from rlhf_megatron.runtime.manifest import read_manifest
 
     if output.exists():
         raise UserError(f"--output: {output} exists already; remove it or choose another folder")
     step, manifest = step_of(checkpoint), read_manifest(checkpoint)
     if problem := damage(checkpoint, manifest.files):
         raise UserError(f"{problem}; take an older checkpoint")
-    roles = manifest.state["roles"]
+    roles = manifest.state.get("roles", {})
     if role not in roles:
         raise UserError(f"--role: {checkpoint} has no {role}, only {', '.join(sorted(roles))}")
     companions = Companions(model) if model else companions_of_run(checkpoint)
     state = roles[role]
-    architecture = read_architecture(companions.model).with_head(state["architecture"]["head"])
+    architecture = read_architecture(companions.model).with_head(head_of(state))
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(checkpoint / manifest.files[rank].name)) for rank in state["ranks"]]
+        all_files = [stack.enter_context(TensorFile(checkpoint / file.name)) for file in manifest.files]
+        files = files_of_role(state, all_files)
         adaptation = saved_adaptation(state)
         saved = SavedRole(role, architecture, state, files, adaptation)
         blocks, tensors = saved.whole_blocks(), saved.tensors(getattr(torch, dtype))
-        told = track(tensors, f"{role} of step {step}", len(blocks), console=Console(stderr=True))
-        if adaptation:
-            write_peft(output, told, adaptation, str(companions.model))
-        else:
-            write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
+        told = track(only_finite(tensors), f"{role} of step {step}", len(blocks), console=Console(stderr=True))
+        try:
+            if adaptation:
+                write_peft(output, told, adaptation, str(companions.model))
+            else:
+                write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
+        except NotFiniteError as error:
+            raise UserError(f"{checkpoint}: {role}: {error}; take an older checkpoint") from error
     parameters = sum(elements(block.region) for block in blocks)
     return {"output": str(output), "role": role, "step": step, "parameters": parameters, "dtype": dtype}
 

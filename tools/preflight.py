@@ -15,6 +15,7 @@ from pathlib import Path
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.command import INPUT_STATUS, ArgumentParser, check_environment, command, was_refused
 from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe.section import LONGEST_SECONDS
 from rlhf_megatron.rollout.environment import prepare_environment
 
 
@@ -34,8 +35,8 @@ def main() -> int:
     from rlhf_megatron.loops.preflight import preflight
     from rlhf_megatron.topology.world import leave_world
 
-    if not 0 < arguments.seconds < 86400:
-        raise UserError(f"--seconds={arguments.seconds:g}: must be above 0, and less than a day")
+    if not 0 < arguments.seconds <= LONGEST_SECONDS:
+        raise UserError(f"--seconds {arguments.seconds:g}: must be a time above 0")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     verdict = preflight(recipe, arguments.seconds, arguments.json)
     sys.stdout.flush()

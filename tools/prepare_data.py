@@ -16,6 +16,7 @@ is checked (rlhf_megatron/rewards/).
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import difflib
 import json
@@ -34,6 +35,7 @@ from rich.progress import track
 
 from rlhf_megatron.data.demonstrations import demonstration_rows
 from rlhf_megatron.data.pairs import pair_rows
+from rlhf_megatron.data.parquet import UNREADABLE, python_rows
 from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN, prompt_key
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -43,13 +45,16 @@ from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.rewards import gsm8k, reasoning_gym
 from rlhf_megatron.rewards.data_check import check_files, tables
+from rlhf_megatron.untrusted import check_regular, parse_json, reason_of, shown
 
 # The words that verl's own GSM8K files use, so that results can be compared.
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 ROWS_PER_GROUP = 1024
 # A procedural task repeats itself; after this many tries for each row asked for, it has no more distinct ones to give.
 TRIES_PER_ROW = 50
-MOST_ROWS, MOST_CHARACTERS = 10**7, 2**24  # of a file, and of one of its lines
+MOST_ROWS = 10**7  # of a file
+# Of a line of JSON.
+MOST_LINE_BYTES = 64 * 2**20
 
 CONSOLE = Console(stderr=True)
 
@@ -206,8 +211,9 @@ def distinct(options: argparse.Namespace) -> int:
         with pyarrow.parquet.ParquetWriter(partial, file.schema_arrow, compression="zstd") as writer:
             for batch in readable(batches, options.input):
                 kept = []
-                for prompt in batch.column("prompt").to_pylist():
-                    key = prompt_key(parse_messages(prompt, source.place(read)))
+                prompts = pyarrow.table({"prompt": batch.column("prompt")})
+                for values in python_rows(prompts, lambda row, first=read: source.place(first + row)):  # type: ignore[misc]
+                    key = prompt_key(parse_messages(values["prompt"], source.place(read)))
                     kept.append(key not in seen)
                     seen.add(key)
                     read += 1
@@ -221,8 +227,8 @@ def readable(batches: Iterable[Any], file: Path) -> Iterator[Any]:
     """The batches of a parquet file; raises DataError where it is damaged."""
     try:
         yield from batches
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise DataError(f"--input: {file} cannot be read ({str(error).splitlines()[0]}); get it again") from error
+    except UNREADABLE as error:
+        raise DataError(f"--input: {shown(file)} cannot be read ({reason_of(error)}); get it again") from error
 
 
 def gsm8k_rows(options: argparse.Namespace) -> list[Row]:
@@ -308,15 +314,16 @@ def create_task(task: str, seed: int, size: int, settings: dict[str, Any]) -> An
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"tasks: {', '.join(sorted(DATASETS))}"
-        raise DataError(f"--task: reasoning-gym has no task {task}; {hint}")
+        raise DataError(f"--task: reasoning-gym has no task {shown(task)}; {hint}")
     known = {item.name for item in fields(DATASETS[task][1])} - {"seed", "size"}
     for key in settings:
         if key not in known:
             raise DataError(f"--set: the task {task} has no setting {key}; it has {', '.join(sorted(known))}")
     try:
         return package.create_dataset(task, seed=seed, size=size, **settings)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise DataError(f"--set: the task {task} refuses these settings: {error or 'a check failed'}") from error
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = reason_of(error) if str(error) else "a check failed"
+        raise DataError(f"--set: the task {task} refuses these settings: {why}") from error
 
 
 def make_row(options: argparse.Namespace, data_source: str, question: str, truth: str, ability: str, info: Row) -> Row:
@@ -361,7 +368,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
         try:
             parsed[key] = parse_yaml(value)
         except yaml.YAMLError as error:
-            raise DataError(f"--set: the value of {key} is not YAML: {value!r}") from error
+            raise DataError(f"--set: the value of {shown(key)} is not YAML: {shown(repr(value))}") from error
     return parsed
 
 
@@ -369,25 +376,41 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) of a file with one JSON object per line; empty lines are passed over.
 
     Raises:
-        DataError: the file cannot be read, or a line is no JSON object.
+        DataError: the file cannot be read, or a line is too long or no JSON object.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise DataError(f"--input: {path} is not a regular file; name a jsonl file")
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS), ""), start=1):
-                if len(line) == MOST_CHARACTERS:
-                    raise DataError(f"{path}, line {number}: has more than {MOST_CHARACTERS:,} characters; remove it")
-                if not line.strip():
+        check_regular(path, DataError)
+    except DataError as error:
+        why = str(error).removeprefix(f"{shown(path)}: ")
+        raise DataError(f"--input: {shown(path)} cannot be read ({why})") from error
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_BYTES + 1), b""), start=1):
+                where = f"{path}, line {number}"
+                if len(line) > MOST_LINE_BYTES:
+                    raise DataError(f"{shown(where)}: has over {MOST_LINE_BYTES:,} bytes; the file must be jsonl")
+                # A mark of the order of bytes is what some editors begin a file with.
+                text = line.removeprefix(codecs.BOM_UTF8).strip()
+                if not text:
                     continue
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise DataError(f"{path}, line {number}: {type(record).__name__} instead of a JSON object")
-                yield number, record
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: not JSON ({error.msg}); the file must be jsonl") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--input: {path} cannot be read ({error})") from error
+                yield number, _record(text, where)
+    except OSError as error:
+        raise DataError(f"--input: {shown(path)} cannot be read ({reason_of(error)})") from error
+
+
+def _record(text: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object of a line; raises DataError."""
+    try:
+        record = parse_json(text, where, DataError)
+        json.dumps(record, ensure_ascii=False).encode()
+    except DataError as error:
+        why = str(error).removeprefix(f"{shown(where)}: ").removeprefix("not valid JSON ").strip("()")
+        raise DataError(f"{shown(where)}: not JSON ({why}); the file must be jsonl") from error
+    except UnicodeEncodeError as error:
+        raise DataError(f"{shown(where)}: holds half of a surrogate pair; write it again") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{shown(where)}: {type(record).__name__} instead of a JSON object")
+    return record
 
 
 def read_questions(files: Sequence[Path]) -> set[str]:
@@ -434,7 +457,7 @@ def replaced(output: Path) -> Iterator[Path]:
         yield partial
         partial.replace(output)
     except OSError as error:
-        raise DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
+        raise DataError(f"--output: {shown(output)} cannot be written ({reason_of(error)})") from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -93,6 +93,8 @@ def _type_name(annotation: Any, key: str) -> str:
         return " or ".join(_type_name(part, key) for part in arguments)
     if origin is list:
         return f"list of {_type_name(arguments[0], key)}"
+    if origin is typing.Annotated:  # with bounds
+        return _type_name(arguments[0], key)
     if origin is dict:
         return "mapping"
     if annotation is type(None):

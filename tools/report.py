@@ -11,6 +11,7 @@ labelled by their folders; NAME=PATH gives one a label of your own.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -64,16 +65,9 @@ def labelled(text: str) -> tuple[str, Path]:
     """(label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is taken."""
     parts = text.split("=")
     splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
-    label, place = next((split for split in splits if _exists(split[1])), splits[-1])
-    file = place / "metrics.jsonl" if place.is_dir() else place
-    return label or (file.resolve().parent.name if file.name == "metrics.jsonl" else file.stem), file
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # what is too long for a name, or has a NUL byte
-        return False
+    label, place = next((split for split in splits if os.path.exists(split[1])), splits[-1])
+    file = place / "metrics.jsonl" if os.path.isdir(place) else place
+    return label or (Path(os.path.realpath(file.parent)).name if file.name == "metrics.jsonl" else file.stem), file
 
 
 def by_label(arguments: list[str]) -> dict[str, Path]:

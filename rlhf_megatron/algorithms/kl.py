@@ -85,4 +85,7 @@ class KLController:
     def load(self, state: dict[str, float]) -> None:
         """Goes on where ``state`` was taken; a fixed coefficient is the recipe's."""
         if self._settings.type == "adaptive":
-            self.coefficient = state["coefficient"]
+            coefficient = float(state["coefficient"])
+            if not 0.0 <= coefficient < math.inf:
+                raise ValueError(f"a coefficient of {coefficient} is none")
+            self.coefficient = coefficient

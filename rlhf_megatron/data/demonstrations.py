@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info
 from rlhf_megatron.errors import DataError
+from rlhf_megatron.untrusted import parse_json
 
 
 def demonstration_rows(file: Path, worked_fraction: float, seed: int, tool: bool = False) -> list[dict[str, Any]]:
@@ -33,12 +33,14 @@ def demonstration_rows(file: Path, worked_fraction: float, seed: int, tool: bool
             place = source.place(first + offset)
             info = parse_extra_info(row.get("extra_info"), place)
             try:
-                expression = json.loads(info["entry"])["metadata"]["expression"]
-            except (KeyError, TypeError, json.JSONDecodeError) as error:
+                entry = parse_json(info["entry"], "entry", DataError)
+                expression = entry["metadata"]["expression"]
+                total = chain_total(expression)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise place.error("extra_info", "no expression of chain_sum; make the file of that task") from error
             worked = draw.random() < worked_fraction
             working = tool_response if tool else worked_response
-            rows.append({**row, "response": working(expression) if worked else str(chain_total(expression))})
+            rows.append({**row, "response": working(expression) if worked else str(total)})
     return rows
 
 

@@ -11,8 +11,9 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from rlhf_megatron.data.chat_template import MOST_CHARACTERS, characters_of, in_parts
 from rlhf_megatron.data.rows import (
     ParquetRows,
     RowPlace,
@@ -34,6 +35,11 @@ DEFAULT_RESPONSE_COLUMN = "reward_model.ground_truth"
 PAIR_COLUMNS = ("chosen", "rejected")
 MARGIN_COLUMN = "margin"
 READ_ROWS = 256
+# A text with more characters for each token that it may have is too long, and is not tokenized. The longest tokens of
+# published vocabularies are runs of 128 blanks.
+CHARACTERS_PER_TOKEN = 512
+# Texts that are tokenized together.
+PART_CHARACTERS = 4 * 2**20
 Responses = Literal["none", "one", "pair"]
 Message = dict[str, Any]
 
@@ -73,6 +79,16 @@ class LeftOut(enum.Enum):
 
     LENGTH = "outside the limits of length"
     OTHER_SIDE = "held out, or not held out, by data.validation_fraction"
+
+
+class _Row(NamedTuple):
+    """A row whose prompt is checked, and its position among those that are read together."""
+
+    position: int
+    number: int
+    place: RowPlace
+    values: dict[str, Any]
+    messages: list[Message]
 
 
 class PromptDataset:
@@ -167,61 +183,107 @@ class PromptDataset:
     def _prompts(self, numbers: Iterable[int], rows: Sequence[dict[str, Any]]) -> list[Prompt | LeftOut]:
         """Check and tokenize rows."""
         found: list[Prompt | LeftOut] = [LeftOut.OTHER_SIDE] * len(rows)
-        own: list[tuple[int, int, RowPlace, list[Message]]] = []  # position, row, place, messages
-        texts: list[str] = []
-        for position, (number, row) in enumerate(zip(numbers, rows, strict=True)):
+        own: list[_Row] = []
+        for position, (number, values) in enumerate(zip(numbers, rows, strict=True)):
             place = self.rows.place(number)
-            messages = parse_messages(row.get("prompt"), place)
-            if not self._on_this_side(messages):
-                continue
-            messages = with_system_prompt(messages, self._section.system_prompt)
-            try:
-                texts.append(self._tokenizer.render_chat(messages))
-            except DataError as error:
-                raise place.error("prompt", str(error)) from error
-            own.append((position, number, place, messages))
-        prompt_ids = self._tokenizer.encode_many(texts)
-        responses = self._responses([(rows[position], place, messages) for position, _, place, messages in own])
-        for (position, number, place, messages), ids, given in zip(own, prompt_ids, responses, strict=True):
-            prompt = self._prompt(number, rows[position], place, messages, ids, given)
-            found[position] = prompt if self._fits(ids, given, place) else LeftOut.LENGTH
+            messages = parse_messages(values.get("prompt"), place)
+            if self._on_this_side(messages):
+                messages = with_system_prompt(messages, self._section.system_prompt)
+                own.append(_Row(position, number, place, values, messages))
+        # A tokenizer needs about 70 bytes for each character of the texts that it is given at once.
+        for part in in_parts(own, lambda row: characters_of(row.messages), PART_CHARACTERS):
+            for row, what in zip(part, self._of_part(part), strict=True):
+                found[row.position] = what
         return found
 
-    def _prompt(
-        self,
-        number: int,
-        row: dict[str, Any],
-        place: RowPlace,
-        messages: list[Message],
-        token_ids: list[int],
-        responses: list[list[int]],
-    ) -> Prompt:
-        source, truth = row.get("data_source"), row.get("reward_model")
+    def _of_part(self, rows: list[_Row]) -> list[Prompt | LeftOut]:
+        """Tokenize rows that are checked; those whose text is too long whatever its tokens are left out before."""
+        limit = self._section.max_prompt_length
+        found: dict[int, Prompt] = {}
+        short = [row for row in rows if self._may_fit("prompt", characters_of(row.messages), None, row.place)]
+        texts = self._rendered(short, [row.messages for row in short], "prompt")
+        if len(set(texts)) == 1 and len({row.messages[-1]["content"].strip() for row in short}) > 1:
+            raise short[0].place.error(
+                "prompt", "the chat template ignores the messages: other questions become the same text; mend it"
+            )
+        kept = [
+            (row, text)
+            for row, text in zip(short, texts, strict=True)
+            if self._may_fit("prompt", len(text), limit, row.place) and self._responses_may_fit(row)
+        ]
+        prompt_ids = self._tokenizer.encode_many([text for _, text in kept])
+        responses = self._responses([row for row, _ in kept])
+        for (row, _), ids, given in zip(kept, prompt_ids, responses, strict=True):
+            prompt = self._prompt(row, ids, given)
+            if self._fits(ids, given, row.place):
+                found[row.position] = prompt
+        return [found.get(row.position, LeftOut.LENGTH) for row in rows]
+
+    def _rendered(
+        self, rows: list[_Row], conversations: list[list[Message]], column: str, add_generation_prompt: bool = True
+    ) -> list[str]:
+        """Return the texts of the rows' conversations; raise DataError for one that the chat template refuses."""
+        texts = []
+        for row, text in zip(rows, self._tokenizer.render_each(conversations, add_generation_prompt), strict=True):
+            if isinstance(text, DataError):
+                raise row.place.error(column, str(text)) from text
+            texts.append(text)
+        return texts
+
+    def _prompt(self, row: _Row, token_ids: list[int], responses: list[list[int]]) -> Prompt:
+        values, place = row.values, row.place
+        source, truth = values.get("data_source"), values.get("reward_model")
         no_truth = truth is None or (isinstance(truth, dict) and truth.get("ground_truth") is None)
         given = tuple(map(tuple, responses))
         return Prompt(
-            row=number,
+            row=row.number,
             data_source="" if self._supervised and source is None else parse_data_source(source, place),
             token_ids=tuple(token_ids),
             ground_truth="" if self._supervised and no_truth else parse_ground_truth(truth, place),
-            extra_info=parse_extra_info(row.get("extra_info"), place),
-            messages=tuple(messages),
+            extra_info=parse_extra_info(values.get("extra_info"), place),
+            messages=tuple(row.messages),
             response_token_ids=given[0] if len(given) == 1 else None,
             pair=(given[0], given[1]) if len(given) == 2 else None,
-            margin=parse_margin(row.get(MARGIN_COLUMN), place),
+            margin=parse_margin(values.get(MARGIN_COLUMN), place),
         )
 
-    def _responses(self, rows: Sequence[tuple[dict[str, Any], RowPlace, list[Message]]]) -> list[list[list[int]]]:
+    def _responses(self, rows: list[_Row]) -> list[list[list[int]]]:
         """Return the ids of each row's given responses: none, one, or a pair of whole conversations."""
         by_column = []
         for column in self._response_columns:
-            texts = [parse_response(row, column, place) for row, place, _ in rows]
+            texts = [parse_response(row.values, column, row.place) for row in rows]
             if self._paired:
-                by_column.append(self._tokenizer.encode_answered([messages for *_, messages in rows], texts))
+                answered = [
+                    [*row.messages, {"role": "assistant", "content": text}]
+                    for row, text in zip(rows, texts, strict=True)
+                ]
+                by_column.append(
+                    self._tokenizer.encode_many(self._rendered(rows, answered, column, add_generation_prompt=False))
+                )
             else:
                 end = self._tokenizer.eos_token_id
                 by_column.append([[*ids, end] for ids in self._tokenizer.encode_many(texts)])
         return [[ids[index] for ids in by_column] for index in range(len(rows))]
+
+    def _responses_may_fit(self, row: _Row) -> bool:
+        limit = self._section.max_response_length
+        return all(
+            self._may_fit(column, len(parse_response(row.values, column, row.place)), limit, row.place)
+            for column in self._response_columns
+        )
+
+    def _may_fit(self, column: str, characters: int, tokens: int | None, place: RowPlace) -> bool:
+        """Return whether a text of so many characters can be within a limit of tokens; or stop, as `_fits` does."""
+        most = longest_text(tokens)
+        if characters <= most:
+            return True
+        if self._section.overlong_prompts == "stop":
+            raise place.error(
+                column,
+                f"{characters:,} characters, where {most:,} are read at most; shorten it, or set "
+                "data.overlong_prompts: drop",
+            )
+        return False
 
     def _fits(self, prompt: list[int], responses: list[list[int]], place: RowPlace) -> bool:
         """Return whether a row is within the limits of length; or stop, if it is not and the recipe wants that."""
@@ -248,6 +310,11 @@ class PromptDataset:
         """Return whether data.validation_fraction gives the row to this dataset."""
         fraction = self._section.validation_fraction
         return not fraction or (prompt_key(messages) < fraction * 2.0**64) == self._held_out
+
+
+def longest_text(tokens: int | None) -> int:
+    """Return how many characters a text of so many tokens can have, or any text at all."""
+    return MOST_CHARACTERS if tokens is None else min(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * (tokens + 1))
 
 
 def prompt_key(messages: Sequence[Message]) -> int:

@@ -1,7 +1,7 @@
-"""Rows of parquet files with verl's columns: memory-mapped, found by row group, checked one by one.
+"""Rows of parquet files with verl's columns: found by row group, checked one by one.
 
-Here: files, row groups and the meaning of columns. Not here: tokens and lengths (prompts.py) and the order of training
-(order.py).
+Here: many files as one, and the meaning of columns. Not here: what one file may claim and hold (parquet.py), tokens and
+lengths (prompts.py) and the order of training (order.py).
 
 Columns: data_source (text), prompt (list of {role, content}), ability (not read), reward_model ({style, ground_truth}),
 extra_info (any struct, optional).
@@ -23,28 +23,21 @@ from typing import Any
 import numpy
 import pyarrow
 import pyarrow.compute
-import pyarrow.parquet
 from numpy.typing import NDArray
 
+from rlhf_megatron.data.parquet import UNREADABLE, RowPlace, SourceFile, pieces, python_rows
 from rlhf_megatron.errors import DataError
+from rlhf_megatron.untrusted import reason_of, shown
+
+__all__ = ["Block", "ParquetRows", "RowPlace"]
 
 # Row groups of a file that follow each other are decoded together up to this size, and up to this part of the memory:
 # many small ones cost more time.
 BLOCK_BYTES = 8 * 2**20
 BLOCKS_IN_MEMORY = 16
 DEFAULT_MEMORY_MB = 128
-
-
-@dataclass(frozen=True)
-class RowPlace:
-    """Where a row lies: file, and index of the row in that file (from 0)."""
-
-    file: str
-    row: int
-
-    def error(self, column: str, problem: str) -> DataError:
-        """Return the error for this row: file, row, column, what is wrong and what to do."""
-        return DataError(f"{self.file}, row {self.row}, column {column}: {problem}")
+# Characters of a role or a data source.
+MOST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class ParquetRows:
         optional: Sequence[str] = (),
         memory_mb: int = DEFAULT_MEMORY_MB,
     ) -> None:
-        """Map the files and read their footers.
+        """Read the files' footers.
 
         Args:
             files: parquet files; rows are numbered through all of them in this order.
@@ -93,23 +86,27 @@ class ParquetRows:
             memory_mb: how much of the decoded blocks is kept, at least one block; counted like `Block.size`.
 
         Raises:
-            DataError: no file, a file that cannot be read, no rows, or a missing column.
+            DataError: no file, a file that cannot be read or is named twice, no rows, or a missing column.
         """
         if not files:
             raise DataError("no data files are given; set data.train_files (or data.validation_files)")
-        self._files: list[pyarrow.parquet.ParquetFile] = []
-        self._names: list[str] = []
-        self._columns: list[list[str]] = []
+        self._files: list[SourceFile] = []
         self._file_starts: list[int] = []
         self._length = 0
         self.blocks: list[Block] = []
         self._memory = memory_mb * 2**20
         digest = hashlib.blake2b(digest_size=16)
-        for file in files:
-            digest.update(self._add_file(Path(file), required, optional))
+        for index, path in enumerate(files):
+            if path in files[:index]:
+                raise DataError(f"{shown(path)}: is named twice; name it once (data.mixture gives files a weight)")
+            file = SourceFile(Path(path), required, optional)
+            self._file_starts.append(self._length)
+            self._add_blocks(file)
+            self._files.append(file)
+            digest.update(file.footer)
         self.digest = digest.hexdigest()
         if self._length == 0:
-            raise DataError(f"{', '.join(self._names)}: no rows; check the step that wrote the data")
+            raise DataError(f"{shown(', '.join(self.files))}: no rows; check the step that wrote the data")
         self._block_starts = numpy.array([block.first for block in self.blocks], numpy.int64)
         self._cache: OrderedDict[int, pyarrow.Table] = OrderedDict()
         self._cached_bytes = 0
@@ -122,12 +119,12 @@ class ParquetRows:
     @property
     def files(self) -> list[str]:
         """The files' names."""
-        return self._names
+        return [file.name for file in self._files]
 
     def place(self, row: int) -> RowPlace:
         """Return file and row within it, for a row numbered through all files."""
         index = bisect_right(self._file_starts, row) - 1
-        return RowPlace(self._names[index], row - self._file_starts[index])
+        return RowPlace(self._files[index].name, row - self._file_starts[index])
 
     def read(self, row: int) -> dict[str, Any]:
         """Return one row as plain Python values, by column name."""
@@ -141,7 +138,9 @@ class ParquetRows:
         for index in numpy.unique(owners).tolist():
             where = numpy.flatnonzero(owners == index)
             part = self._block(index).take(pyarrow.array(wanted[where] - self.blocks[index].first))
-            for position, row in zip(where.tolist(), part.to_pylist(), strict=True):
+            numbers = wanted[where]
+            values = python_rows(part, lambda row, numbers=numbers: self.place(int(numbers[row])))  # type: ignore[misc]
+            for position, row in zip(where.tolist(), values, strict=True):
                 found[position] = row
         return found
 
@@ -154,27 +153,29 @@ class ParquetRows:
     ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yield (first row, rows) of at most `chunk` rows at a time in file order; `columns` default to all named."""
         for block in self.blocks:
-            names = self._columns[block.file]
+            names = self._files[block.file].columns
             table = self._decode(block, names if columns is None else [name for name in columns if name in names])
-            for start in range(0, table.num_rows, chunk):
-                yield block.first + start, table.slice(start, chunk).to_pylist()
+            for start, piece in pieces(table, chunk):
+                first = block.first + start
+                yield first, python_rows(piece, lambda row, first=first: self.place(first + row))  # type: ignore[misc]
 
     def heads(self, count: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yield (first row, rows) of the first `count` rows of each file, without decoding what is behind them."""
-        for file, first in enumerate(self._file_starts):
+        for file, first in zip(self._files, self._file_starts, strict=True):
             with self._lock:
-                batches = self._files[file].iter_batches(count, columns=self._columns[file], use_threads=False)
-                rows: list[dict[str, Any]] = []
-                while len(rows) < count and (batch := next(batches, None)) is not None:  # one for each row group
-                    rows += batch.to_pylist()
-            yield first, rows[:count]
+                rows = file.heads(count)
+            yield first, rows
 
     def distinct(self, column: str) -> Iterator[tuple[int, Any]]:
         """Yield (a row of its block, value) of the different values of a top-level column in each block."""
         for block in self.blocks:
-            if column in self._columns[block.file]:
+            if column in self._files[block.file].columns:
                 values = self._decode(block, [column])[column]
-                yield from ((block.first, value) for value in values.unique().to_pylist())
+                try:
+                    different = values.unique().to_pylist()
+                except UNREADABLE as error:
+                    raise self.place(block.first).error(column, f"cannot be read ({reason_of(error)})") from error
+                yield from ((block.first, value) for value in different)
 
     def numbers(self, column: str) -> NDArray[numpy.float64]:
         """Return a column of numbers, or a field of a struct (a dotted path), of all rows.
@@ -192,7 +193,8 @@ class ParquetRows:
         return values
 
     def _numbers_of(self, block: Block, column: str) -> NDArray[numpy.float64]:
-        where = f"{self._names[block.file]}, column {column}"
+        file = self._files[block.file]
+        where = f"{shown(file.name)}, column {shown(column)}"
         try:
             values: Any = self._decode(block, [column])
             top, *inner = [column] if column in values.column_names else column.split(".")
@@ -200,8 +202,7 @@ class ParquetRows:
             for name in inner:
                 values = pyarrow.compute.struct_field(values, name)
         except (KeyError, pyarrow.ArrowException) as error:
-            names = ", ".join(self._files[block.file].schema_arrow.names)
-            raise DataError(f"{where}: missing; the file has {names}") from error
+            raise DataError(f"{where}: missing; the file has {file.column_names}") from error
         kind = values.type
         if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind) or pyarrow.types.is_decimal(kind)):
             raise DataError(f"{where}: {kind} instead of numbers; name a column of numbers")
@@ -209,56 +210,17 @@ class ParquetRows:
         floats: NDArray[numpy.float64] = values.cast(pyarrow.float64(), safe=False).to_numpy()
         return floats
 
-    def _add_file(self, path: Path, required: Sequence[str], optional: Sequence[str]) -> bytes:
-        """Open one more file; returns its footer."""
-        try:
-            source = pyarrow.memory_map(str(path), "r")
-            metadata = pyarrow.parquet.read_metadata(str(path))
-            names = list(metadata.schema.to_arrow_schema().names)
-            # As a dictionary, a name that all rows repeat takes four bytes in each.
-            leaves = (metadata.schema.column(index).path for index in range(len(metadata.schema)))
-            repeated = [path for path in leaves if path == "data_source"]
-            file = pyarrow.parquet.ParquetFile(source, metadata=metadata, read_dictionary=repeated)
-        except FileNotFoundError as error:
-            raise DataError(f"{path}: there is no such file; make it with tools/prepare_data.py") from error
-        except (OSError, pyarrow.ArrowException) as error:
-            detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(f"{path}: not a readable parquet file ({detail})") from error
-        for column in required:
-            if column not in names:
-                raise DataError(
-                    f"{path}, column {column}: missing; the file has {', '.join(names)}; the columns are verl's: "
-                    "data_source, prompt, reward_model, extra_info (tools/prepare_data.py writes them)"
-                )
-        self._columns.append([name for name in (*required, *optional) if name in names])
-        self._file_starts.append(self._length)
-        self._add_blocks(file)
-        self._files.append(file)
-        self._names.append(str(path))
-        ending = 8  # the footer's length in four bytes, and the format's name
-        source.seek(source.size() - ending)
-        length = int.from_bytes(source.read(4), "little")
-        source.seek(source.size() - ending - length)
-        footer: bytes = source.read(length)
-        return footer
-
-    def _add_blocks(self, file: pyarrow.parquet.ParquetFile) -> None:
+    def _add_blocks(self, file: SourceFile) -> None:
         """Number the rows of one more file, and put its row groups together."""
         enough = min(BLOCK_BYTES, self._memory // BLOCKS_IN_MEMORY)
         start, rows, size = 0, 0, 0
-        for row_group in range(file.num_row_groups):
-            metadata = file.metadata.row_group(row_group)
-            chunks = [metadata.column(index) for index in range(metadata.num_columns)]
-            rows += metadata.num_rows
-            size += sum(
-                chunk.total_uncompressed_size
-                for chunk in chunks
-                if chunk.path_in_schema.split(".")[0] in self._columns[-1]
-            )
-            if size >= enough or row_group == file.num_row_groups - 1:
-                self.blocks.append(Block(len(self._files), range(start, row_group + 1), self._length, rows, size))
+        for index, group in enumerate(file.row_groups):
+            rows += group.rows
+            size += group.size
+            if size >= enough or index == len(file.row_groups) - 1:
+                self.blocks.append(Block(len(self._files), range(start, index + 1), self._length, rows, size))
                 self._length += rows
-                start, rows, size = row_group + 1, 0, 0
+                start, rows, size = index + 1, 0, 0
 
     def _block(self, index: int) -> pyarrow.Table:
         """Return a decoded block from memory or the file; the ones that were not used for longest make room."""
@@ -269,14 +231,13 @@ class ParquetRows:
             block = self.blocks[index]
             while self._cache and self._cached_bytes + block.size > self._memory:
                 self._cached_bytes -= self.blocks[self._cache.popitem(last=False)[0]].size
-            self._cache[index] = self._decode(block, self._columns[block.file])
+            self._cache[index] = self._decode(block, self._files[block.file].columns)
             self._cached_bytes += block.size
             return self._cache[index]
 
     def _decode(self, block: Block, columns: Sequence[str]) -> pyarrow.Table:
         with self._lock:
-            file = self._files[block.file]
-            return file.read_row_groups(list(block.row_groups), columns=list(columns), use_threads=False)
+            return self._files[block.file].decode(block.row_groups, columns)
 
 
 def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
@@ -305,6 +266,11 @@ def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
                     f"message {index} has {field} of type {type(message.get(field)).__name__} instead of text; "
                     "write plain text messages",
                 )
+        role = message["role"]
+        if not role.strip() or not role.isprintable() or len(role) > MOST_NAME:
+            raise place.error(
+                "prompt", f"message {index} has the role {shown(repr(role))}; write user, system or another"
+            )
         messages.append(_without_nulls(message))
     if messages[-1]["role"] == "assistant":
         raise place.error("prompt", "the last message is the assistant's; its turn must come next, so take that out")
@@ -330,10 +296,17 @@ def parse_data_source(value: Any, place: RowPlace) -> str:
     """Return a row's data_source, the name by which its reward function is chosen.
 
     Raises:
-        DataError: it is not text, or empty.
+        DataError: it is not text, empty, long, or holds control characters.
     """
     if not isinstance(value, str) or not value:
-        raise place.error("data_source", f"{value!r} instead of a name such as openai/gsm8k; name the reward to use")
+        shown_value = shown(repr(value))
+        raise place.error(
+            "data_source", f"{shown_value} instead of a name such as openai/gsm8k; name the reward to use"
+        )
+    if not value.isprintable() or len(value) > MOST_NAME:  # it names metrics
+        raise place.error(
+            "data_source", f"{shown(value)!r}: more than {MOST_NAME} characters, or one of control; shorten the name"
+        )
     return value
 
 
@@ -360,7 +333,10 @@ def parse_extra_info(value: Any, place: RowPlace) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-        value = dict(value)  # pyarrow gives a map column as a list of pairs
+        try:
+            value = dict(value)  # pyarrow gives a map column as a list of pairs
+        except TypeError as error:
+            raise place.error("extra_info", "a map whose keys are no text; use a struct or leave it out") from error
     if not isinstance(value, dict):
         raise place.error("extra_info", f"{type(value).__name__} instead of a struct; use a struct or leave it out")
     return value
@@ -375,7 +351,7 @@ def parse_margin(value: Any, place: RowPlace) -> float:
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise place.error("margin", f"{value!r} instead of a finite number; write a number or null")
+        raise place.error("margin", f"{shown(repr(value))} instead of a finite number; write a number or null")
     return float(value)
 
 
@@ -397,7 +373,7 @@ def parse_response(row: dict[str, Any], column: str, place: RowPlace) -> str:
     if not isinstance(value, str) or not value.strip():
         raise place.error(
             column,
-            f"{value!r} instead of a response text; write one (for sft, data.response_column names the column that "
-            "holds the text)",
+            f"{shown(repr(value))} instead of a response text; write one (for sft, data.response_column names the "
+            "column that holds the text)",
         )
     return value

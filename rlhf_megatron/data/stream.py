@@ -10,15 +10,33 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from rlhf_megatron.data.order import Order, Shares, WindowOrder, curriculum_order
 from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
+from rlhf_megatron.untrusted import shown
 
 # Prompts that are read ahead: so many batches, or as many prompts as are enough while a window is decoded.
 _BATCHES_AHEAD, _PROMPTS_AHEAD = 8, 2048
+
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Position(TypedDict):
+    """What a checkpoint, and the line of a fault, has of where the data stand."""
+
+    drawn: _Count
+    left_out: _Count
+    positions: list[_Count]
+
+
+_POSITION = TypeAdapter(_Position)
 
 
 class _Drawn(NamedTuple):
@@ -117,16 +135,25 @@ class PromptStream:
         Raises:
             DataError: the state belongs to another order: other files, seed, or settings of the data section.
         """
+        try:
+            checked = _POSITION.validate_python(state)
+        except ValidationError as error:
+            raise DataError(
+                "resume: the saved position in the data is damaged; go on from another checkpoint"
+            ) from error
+        order = state.get("order")
         for name, now in self._description.items():
-            saved = state["order"][name]
+            saved = order.get(name) if isinstance(order, dict) else None
             if saved != now:
-                values = "" if name == "data files" else f": {saved} instead of {now}"
+                values = "" if name == "data files" else f": {shown(saved)} instead of {now}"
                 raise DataError(
                     f"resume: the checkpoint was saved with other {name}{values}; restore what it was saved with, or "
                     "start a new run"
                 )
-        self._drawn, self._left_out = int(state["drawn"]), int(state["left_out"])
-        self._positions = tuple(int(position) for position in state["positions"])
+        if len(checked["positions"]) != len(self._datasets):
+            raise DataError(f"resume: the checkpoint was saved with {len(checked['positions'])} parts of the data")
+        self._drawn, self._left_out = checked["drawn"], checked["left_out"]
+        self._positions = tuple(checked["positions"])
         self._restart()
 
     def metrics(self) -> dict[str, float]:

@@ -6,14 +6,18 @@ transformers and sentencepiece are imported when a tokenizer is loaded, so that 
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.data.chat_template import ChatTemplate, read_template
+from rlhf_megatron.data.tokenizer_files import check_tokenizer_files, end_token_ids
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.untrusted import MOST_BYTES, check_regular, reason_of, shown
 
 Message = Mapping[str, Any]
 
@@ -30,7 +34,7 @@ class Tokenizer(ABC):
         pad_token_id: the tokenizer's padding token, or eos_token_id where it has none.
         stop_token_ids: sorted ids on which generation stops: eos, the ids of generation_config.json, and the token
             that the chat template puts behind an assistant's turn.
-        vocab_size: number of ids that the tokenizer can produce (the model's vocabulary may be padded beyond it).
+        vocab_size: one more than the highest id of a token (the model's vocabulary may be padded beyond it).
     """
 
     path: str
@@ -48,12 +52,22 @@ class Tokenizer(ABC):
         """Return the text of the ids, without control tokens unless skip_special_tokens is False."""
 
     @abstractmethod
+    def render_each(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
+    ) -> list[str | DataError]:
+        """Return the chat template's text for each conversation of {role, content}, or why it refuses it.
+
+        Raises:
+            DataError: there is no chat template.
+        """
+
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return the chat template's text for messages of {role, content}.
 
         Raises:
             DataError: there is no chat template, or the template refuses these messages.
         """
+        return _text(self.render_each([messages], add_generation_prompt)[0])
 
     @abstractmethod
     def is_special(self, token_id: int) -> bool:
@@ -77,11 +91,11 @@ class Tokenizer(ABC):
         Raises:
             DataError: see `render_chat`.
         """
-        texts = [
-            self.render_chat([*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+        asked = [
+            [*messages, {"role": "assistant", "content": answer}]
             for messages, answer in zip(conversations, answers, strict=True)
         ]
-        return self.encode_many(texts)
+        return self.encode_many(list(map(_text, self.render_each(asked, add_generation_prompt=False))))
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return what the chat template puts behind a turn of the assistant's that has ended, where `messages` follow:
@@ -128,7 +142,7 @@ class Tokenizer(ABC):
 
     def _collect_stop_tokens(self, folder: Path) -> tuple[int, ...]:
         """Return the sorted ids that end a response (see the class)."""
-        stops = {self.eos_token_id, *_generation_config_eos(folder)}
+        stops = {self.eos_token_id, *end_token_ids(folder / "generation_config.json")}
         turn_end = self.turn_end_token()
         if turn_end is not None:
             stops.add(turn_end)
@@ -150,31 +164,43 @@ class HuggingFaceTokenizer(Tokenizer):
         Raises:
             DataError: transformers cannot read the folder, or its tokenizer has no end-of-text token.
         """
-        from transformers import AutoTokenizer
-
+        check_tokenizer_files(folder)
         self.path = str(folder)
         self._template_kwargs = dict(chat_template_kwargs)
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(
-                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise DataError(
-                f"tokenizer: {folder} cannot be loaded ({_first_line(error)}); model.tokenizer must be a Hugging Face "
-                "folder with tokenizer.json (or tokenizer_config.json), or a sentencepiece .model file"
-            ) from error
-        if chat_template is not None:
-            self._inner.chat_template = chat_template
+            self._load(trust_remote_code)
+        except Exception as error:
+            raise self._unreadable(error) from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+                raise
+            raise self._unreadable(error) from error
         if self._inner.eos_token_id is None:
             raise DataError(f"tokenizer: {folder} has no end-of-text token; set eos_token in its tokenizer_config.json")
         self.eos_token_id = int(self._inner.eos_token_id)
         pad = self._inner.pad_token_id
         self.pad_token_id = self.eos_token_id if pad is None else int(pad)
-        self.vocab_size = len(self._inner)
+        self._template = self._load_template(chat_template)
+        self.stop_token_ids = self._collect_stop_tokens(folder)
+
+    def _load(self, trust_remote_code: bool) -> None:
+        """Have transformers read the folder, and look at every token: it reads some files late."""
+        from transformers import AutoTokenizer
+
+        self._inner: Any = AutoTokenizer.from_pretrained(
+            self.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        self.vocab_size = max(len(self._inner), 1 + max(self._inner.get_vocab().values(), default=0))
         self._special = frozenset(int(token_id) for token_id in self._inner.all_special_ids) | frozenset(
             int(token_id) for token_id, token in self._inner.added_tokens_decoder.items() if token.special
         )
-        self.stop_token_ids = self._collect_stop_tokens(folder)
+        self.decode(self.encode("a 1"))
+
+    def _unreadable(self, error: BaseException) -> DataError:
+        return DataError(
+            f"tokenizer: {self.path} cannot be loaded ({reason_of(error)}); model.tokenizer must be a Hugging Face "
+            "folder with tokenizer.json (or tokenizer_config.json), or a sentencepiece .model file"
+        )
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.encode_many`."""
@@ -191,22 +217,23 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         return str(text)
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """See `Tokenizer.render_chat`."""
-        from jinja2 import TemplateError
-
-        if not self._inner.chat_template:
+    def render_each(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
+    ) -> list[str | DataError]:
+        """See `Tokenizer.render_each`."""
+        if self._template is None:
             raise DataError(_no_template(self.path))
+        return self._template.render_each(conversations, add_generation_prompt)
+
+    def _load_template(self, replacement: str | None) -> ChatTemplate | None:
+        """Return the template of data.chat_template, or else the tokenizer's own, with the names it can read."""
+        tools = self._template_kwargs.get("tools")
         try:
-            rendered = self._inner.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"the chat template refuses these messages: {_first_line(error)}") from error
-        return str(rendered)
+            own = self._inner.get_chat_template(None, tools) if self._inner.chat_template else None
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"tokenizer: {self.path} has no usable chat template ({reason_of(error)})") from error
+        names = {"tools": None, "documents": None, **self._inner.special_tokens_map, **self._template_kwargs}
+        return _chat_template(replacement, own, self.path, names)
 
     def is_special(self, token_id: int) -> bool:
         """See `Tokenizer.is_special`."""
@@ -224,12 +251,12 @@ class SentencePieceTokenizer(Tokenizer):
         """
         import sentencepiece
 
+        check_regular(model_file, DataError, MOST_BYTES)
         self.path = str(model_file)
-        self._template_kwargs = dict(chat_template_kwargs)
         try:
             self._inner: Any = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
         except (OSError, RuntimeError) as error:
-            raise DataError(f"tokenizer: {model_file} is not a sentencepiece model ({_first_line(error)})") from error
+            raise DataError(f"tokenizer: {model_file} is not a sentencepiece model ({reason_of(error)})") from error
         if self._inner.eos_id() < 0:
             raise DataError(f"tokenizer: {model_file} has no </s> piece; train it with eos_id set")
         self.eos_token_id = int(self._inner.eos_id())
@@ -241,7 +268,15 @@ class SentencePieceTokenizer(Tokenizer):
             for token_id in range(self.vocab_size)
             if self._inner.is_control(token_id)
         }
-        self._template = None if chat_template is None else _compile_template(chat_template)
+        # Of those that begin at the same place, the longest.
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._pieces = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        names = {
+            "bos_token": self._inner.id_to_piece(self._inner.bos_id()) if self._inner.bos_id() >= 0 else "",
+            "eos_token": self._inner.id_to_piece(self.eos_token_id),
+            **chat_template_kwargs,
+        }
+        self._template = _chat_template(chat_template, None, self.path, names)
         self.stop_token_ids = self._collect_stop_tokens(model_file.parent)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -251,15 +286,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_with_controls(self, text: str) -> list[int]:
         """Encode the ordinary text between control pieces, and the pieces themselves as their ids."""
         token_ids: list[int] = []
-        while text:
-            starts = [(text.find(piece), -len(piece), piece) for piece in self._control if piece in text]
-            if not starts:
-                token_ids.extend(self._inner.encode(text))
-                break
-            start, _, piece = min(starts)
-            token_ids.extend(self._inner.encode(text[:start]))
-            token_ids.append(self._control[piece])
-            text = text[start + len(piece) :]
+        for index, part in enumerate(self._pieces.split(text) if self._control else [text]):
+            token_ids += [self._control[part]] if index % 2 else self._inner.encode(part)
         return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -276,23 +304,13 @@ class SentencePieceTokenizer(Tokenizer):
                 plain.append(token_id)
         return "".join([*parts, self._inner.decode(plain)])
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """See `Tokenizer.render_chat`."""
-        from jinja2 import TemplateError
-
+    def render_each(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
+    ) -> list[str | DataError]:
+        """See `Tokenizer.render_each`."""
         if self._template is None:
             raise DataError(_no_template(self.path))
-        try:
-            rendered = self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self._inner.id_to_piece(self._inner.bos_id()) if self._inner.bos_id() >= 0 else "",
-                eos_token=self._inner.id_to_piece(self.eos_token_id),
-                **self._template_kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"the chat template refuses these messages: {_first_line(error)}") from error
-        return str(rendered)
+        return self._template.render_each(conversations, add_generation_prompt)
 
     def is_special(self, token_id: int) -> bool:
         """See `Tokenizer.is_special`."""
@@ -332,15 +350,15 @@ def load_tokenizer(
         DataError: there is nothing to load at the path, or it cannot be loaded.
     """
     location = Path(path)
-    template = None if chat_template is None else _read_template(Path(chat_template))
+    template = None if chat_template is None else read_template(chat_template)
     names = chat_template_kwargs or {}
-    if location.is_file():
+    if os.path.isfile(location):  # which holds for no path that is too long, or has a NUL, and raises nothing
         if location.suffix != ".model":
             raise DataError(f"tokenizer: {location} is a file but not a sentencepiece .model; name its folder instead")
         return SentencePieceTokenizer(location, template, names)
-    if not location.is_dir():
+    if not os.path.isdir(location):
         raise DataError(
-            f"tokenizer: there is no {location}; set model.tokenizer (or model.path) to a local folder with "
+            f"tokenizer: there is no {shown(location)}; set model.tokenizer (or model.path) to a local folder with "
             "tokenizer.json or to a sentencepiece .model file"
         )
     model_file = location / "tokenizer.model"
@@ -357,51 +375,19 @@ def load_tokenizer(
     return HuggingFaceTokenizer(location, trust_remote_code, template, names)
 
 
-def _read_template(path: Path) -> str:
-    """Return the text of a Jinja file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"data.chat_template: {path} cannot be read ({_first_line(error)}); give a Jinja file"
-        ) from error
+def _chat_template(replacement: str | None, own: Any, path: str, names: Mapping[str, Any]) -> ChatTemplate | None:
+    """Return the template that replaces a tokenizer's own, or else that one, if there is one."""
+    if replacement is not None:
+        return ChatTemplate(replacement, "data.chat_template", names)
+    return ChatTemplate(own, f"tokenizer: the chat template of {shown(path)}", names) if own else None
 
 
-def _compile_template(text: str) -> Any:
-    """Compile a chat template in Jinja's sandbox, with the whitespace rules that transformers uses for its own."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(text)
-    except TemplateError as error:
-        raise DataError(f"data.chat_template is not valid Jinja: {_first_line(error)}") from error
-
-
-def _generation_config_eos(folder: Path) -> set[int]:
-    """Return the eos ids of a model folder's generation_config.json; an empty set where there is none."""
-    try:
-        value = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    except FileNotFoundError:
-        return set()
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{folder / 'generation_config.json'} cannot be read: {_first_line(error)}") from error
-    values = value if isinstance(value, list) else [value]
-    return {token_id for token_id in values if isinstance(token_id, int)}
+def _text(rendered: str | DataError) -> str:
+    """Return a text, or raise what there is instead."""
+    if isinstance(rendered, DataError):
+        raise rendered
+    return rendered
 
 
 def _no_template(path: str) -> str:
     return f"the tokenizer at {path} has no chat template; set data.chat_template to a Jinja file"
-
-
-def _first_line(error: BaseException) -> str:
-    """Return an error's first line, for messages of one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,33 +20,43 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.durable import tidy
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.loops.exports import beginning
 from rlhf_megatron.recipe.operations import CheckpointSection
 from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.roles.saved import files_of_role
 from rlhf_megatron.roles.state import restore_role, role_state, role_tensors
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.checkpoint import (
-    CheckpointError,
-    Manifest,
     TensorFile,
     Worth,
-    WrittenFile,
     damage,
     discard,
     found,
     join_tensors,
+    problems_in,
     publish,
     random_state,
-    read_manifest,
     restore_random_state,
     split_tensors,
     step_of,
-    tidy,
     write_tensors,
+)
+from rlhf_megatron.runtime.finite import NotFiniteError
+from rlhf_megatron.runtime.manifest import (
+    FORMAT,
+    CheckpointError,
+    Manifest,
+    WrittenFile,
+    file_of_rank,
+    read_manifest,
 )
 from rlhf_megatron.runtime.recovery import RecoveryLog
 from rlhf_megatron.runtime.signals import job_end, stop_signals
 from rlhf_megatron.topology.exchange import from_rank
 from rlhf_megatron.topology.team import Team
+from rlhf_megatron.untrusted import reason_of, shown
 
 Tell = Callable[[str], None]
 _TIME_IS_UP = 1  # no signal that is noted has this number
@@ -104,19 +114,24 @@ def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
     path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
     Raises CheckpointError where the given one is damaged, or all are.
     """
-    if dist.get_rank() == 0:
-        tidy(folder)
-    saved = from_rank(found(folder) if resume == "auto" else _saved_by_this_launch(folder))
+    problems: list[str] = []
+    saved, refusal = from_rank(_look(folder, resume, problems) if dist.get_rank() == 0 else ([], None))
+    if refusal:
+        raise CheckpointError(refusal)
+    for line in problems:
+        tell(f"warning: {line}")
     if resume == "none" and not saved:
         return None
     resume = "auto" if saved else resume
     candidates = saved if resume == "auto" else [Path(resume)]
     for candidate in candidates:
-        problem = _agreed_damage(candidate)
+        problem, version = _agreed_damage(candidate)
         if problem is None:
+            if version < FORMAT:
+                tell(f"{candidate}: is of an earlier version; its manifest has no digest that would show damage")
             return candidate
         if resume != "auto":
-            raise CheckpointError(f"--resume {candidate}: {problem}")
+            raise CheckpointError(f"--resume {shown(candidate)}: {problem}")
         tell(f"warning: {problem}; this checkpoint is passed over")
     if candidates:
         raise CheckpointError(
@@ -156,18 +171,24 @@ class Checkpoints:
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(TensorFile(checkpoint / file.name)) for file in manifest.files]
             for name, role in self._roles.items():
-                if name not in manifest.state["roles"]:
+                if name not in manifest.state.get("roles", {}):
                     raise CheckpointError(f"{checkpoint}: has no {name}; it was saved by a run without one")
                 state = manifest.state["roles"][name]
                 if role.local:
-                    ranks = state.get("ranks", range(len(files)))
-                    restore_role(role.local, state, [files[rank] for rank in ranks])
+                    with _damage_of(checkpoint, name):
+                        restore_role(role.local, state, files_of_role(state, files))
             for name, part in self._parts.items():
-                part.load(join_tensors(manifest.state["parts"][name], files[0]))
+                with _damage_of(checkpoint, name):
+                    part.load(join_tensors(manifest.state["parts"][name], files[0]))
+            for name, role in self._roles.items():
+                problem = role.not_finite(optimizer=True)
+                if problem:
+                    raise CheckpointError(f"{checkpoint}: {name} is not finite: {problem}; give --resume another one")
             if len(files) == dist.get_world_size():
                 prefix = "random/"
                 own = files[self._rank]
-                restore_random_state({name: own.tensor(prefix + name) for name in own.about["random"]})
+                with _damage_of(checkpoint, "random numbers"):
+                    restore_random_state({name: own.tensor(prefix + name) for name in own.about["random"]})
         self.saved = step = step_of(checkpoint)
         if self._rank == 0:
             self._recovery.append("resume", step, f"from {checkpoint}")
@@ -179,6 +200,8 @@ class Checkpoints:
         A step that was ``skipped`` is not saved while others follow: a rollback goes to where steps still succeeded.
         ``worth``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
 
+        Raises NotFiniteError on all ranks where there are weights to save, or to end with, that are not finite: the
+        checkpoints of before stay as they are.
         Raises RunStopped, once a checkpoint is published or could not be written, where a rank has been asked to stop
         or the job is about to end; not after the last step, which ends the run anyway.
         """
@@ -190,6 +213,8 @@ class Checkpoints:
         due = bool(reason or (interval and (last or (step % interval == 0 and not skipped))))
         if due or last or not still_writing:
             self._publish_pending()  # one at a time
+        if due or last:
+            self._refuse_nonfinite(step, is_saved=due)
         if due:
             self._begin(step, worth)
         if reason or last:
@@ -203,6 +228,16 @@ class Checkpoints:
     def _reason_to_stop(self) -> int:
         """Why this rank would stop now: the number of a signal, _TIME_IS_UP, or 0."""
         return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
+
+    def _refuse_nonfinite(self, step: int, is_saved: bool) -> None:
+        """No gradient is finite from there on, so no step would mend it. What is not saved may not be on the device."""
+        for name, role in self._roles.items():
+            problem = role.not_finite(optimizer=is_saved)
+            if problem:
+                raise NotFiniteError(
+                    f"step {step}: {name} is not finite, and not saved: {problem}; lower "
+                    f"{name}.optimizer.learning_rate, and the same command goes on from {beginning(self.saved)}"
+                )
 
     def _begin(self, step: int, worth: float | None) -> None:
         folder = self._folder / f"step-{step}"
@@ -221,7 +256,7 @@ class Checkpoints:
             name: role.everywhere(role_state(role.local) if role.local else {}) for name, role in self._roles.items()
         }
         about = {"pieces": pieces, "random": sorted(random)}
-        file = self._writer.submit(write_tensors, folder, f"rank-{self._rank:05d}.safetensors", tensors, about)
+        file = self._writer.submit(write_tensors, folder, file_of_rank(self._rank), tensors, about)
         best = self._section.keep_best
         value = Worth(best.metric, best.mode, worth) if best and worth is not None else None
         faults.at("write", step)
@@ -275,26 +310,54 @@ class _TimeLimit:
         return f"the next step would end less than {self._save_before_seconds:g} s before the job does"
 
 
-def _saved_by_this_launch(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder`` of this launch's attempts so far, the newest step first; on rank 0."""
-    if dist.get_rank():
-        return []
+def _look(folder: Path, resume: str, problems: list[str]) -> tuple[list[Path], str | None]:
+    """(the checkpoints of ``folder`` that may be gone on from, why there can be none), on rank 0; what is passed over
+    is added to ``problems``."""
+    try:
+        tidy(folder)
+        problems += problems_in(folder)
+        return found(folder) if resume == "auto" else _saved_by_this_launch(folder, problems), None
+    except CheckpointError as error:
+        return [], str(error)
+    except OSError as error:
+        return [], f"{folder}: cannot be cleared up ({reason_of(error)})"
+
+
+def _saved_by_this_launch(folder: Path, problems: list[str]) -> list[Path]:
+    """The checkpoints in ``folder`` of this launch's attempts so far, the newest step first."""
     own, launch = [], RecoveryLog(folder.parent).launch()
     for checkpoint in found(folder):
-        with contextlib.suppress(CheckpointError):
+        try:
             if read_manifest(checkpoint).state.get("launch") == launch:
                 own.append(checkpoint)
+        except CheckpointError as error:
+            problems.append(f"{error}; this checkpoint is passed over")
     return own
 
 
-def _agreed_damage(checkpoint: Path) -> str | None:
-    """What any rank finds wrong with the files that it checks, each a part of them; the same on every rank."""
+def _agreed_damage(checkpoint: Path) -> tuple[str | None, int]:
+    """(what any rank finds wrong with the files that it checks, each a part of them, the manifest's format); the same
+    on every rank."""
+    version = FORMAT
     try:
         step_of(checkpoint)
         manifest: Manifest = read_manifest(checkpoint)
+        version = manifest.format
         problem = damage(checkpoint, manifest.files[dist.get_rank() :: dist.get_world_size()])
     except (CheckpointError, OSError) as error:  # the latter: a disk or a file server that fails as it is read
         problem = str(error)
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    return next((text for text in problems if text), None)
+    return next((text for text in problems if text), None), version
+
+
+@contextlib.contextmanager
+def _damage_of(checkpoint: Path, what: str) -> Iterator[None]:
+    """Tells where what a checkpoint says of ``what`` is of no use, whoever wrote it so."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        said = f"{type(error).__name__}: {reason_of(error)}"
+        raise CheckpointError(f"{checkpoint}: what it says of {what} cannot be used ({said})") from error

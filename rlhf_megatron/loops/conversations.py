@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -19,10 +18,11 @@ from rlhf_megatron.errors import DataError
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.recipe import MultiTurnSection
 from rlhf_megatron.rewards import worker
-from rlhf_megatron.rewards.pool import Outcome, WorkerPool
+from rlhf_megatron.rewards.answers import Message, Outcome
+from rlhf_megatron.rewards.judges import unloadable
+from rlhf_megatron.rewards.pool import WorkerPool, bytes_of
 from rlhf_megatron.rollout.engine import Completion, RolloutError
 
-Message = dict[str, str]
 # A function that has failed this often and has never once answered does not work.
 HOPELESS_FAILURES = 8
 KEY = "rollout.multi_turn.function"
@@ -45,11 +45,13 @@ class TurnFunction:
     def __init__(self, section: MultiTurnSection) -> None:
         """Loads it. Raises RolloutError where that cannot be done."""
         self._function, self._section = section.function, section
-        self._pool = WorkerPool(section.workers, section.timeout_seconds)
+        self._pool = WorkerPool(
+            section.workers, section.timeout_seconds, memory_bytes=bytes_of(section.memory_limit_gb)
+        )
         outcome = self._pool.submit(self._job() | {"load_only": True}).result()
         if outcome.state != worker.DONE:
             self.close()
-            raise RolloutError(f"{KEY}: {outcome.message or 'loading it took too long'}")
+            raise RolloutError(unloadable(KEY, self._function, outcome))
         self._returned = self._failures = 0
 
     def _job(self) -> worker.Job:
@@ -67,8 +69,7 @@ class TurnFunction:
         """What it has said; None where it has failed. Raises RolloutError where it has never done anything else."""
         if outcome.state == worker.DONE:
             self._returned += 1
-            found: list[Message] = json.loads(outcome.message)
-            return found
+            return list(outcome.messages)
         self._failures += 1
         if outcome.state == worker.UNUSABLE:
             raise RolloutError(f"{KEY}: {outcome.message}")

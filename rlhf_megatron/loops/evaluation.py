@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
+from torch import Tensor
 
 from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
@@ -32,16 +33,20 @@ from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.loops.conversations import Conversations, TurnFunction, answer_text
 from rlhf_megatron.loops.groups import Group
 from rlhf_megatron.loops.scoring import GroupScoring
-from rlhf_megatron.monitor.environment import redact
+from rlhf_megatron.models.architecture import ModelError, read_architecture, read_config
+from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.models.hf_files import check_types
 from rlhf_megatron.monitor.evaluation import Answered, Estimate, evaluation_metrics
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, RecipeError
+from rlhf_megatron.redaction import redact
 from rlhf_megatron.rewards.rules import answer_of
 from rlhf_megatron.rewards.score import Score, Scorer
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling, request_seed
 from rlhf_megatron.rollout.tickets import TicketOffice
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
-from rlhf_megatron.topology.exchange import gather_bytes
+from rlhf_megatron.runtime.finite import nonfinite
+from rlhf_megatron.topology.exchange import gather_bytes, refused_by_all
 from rlhf_megatron.topology.world import join_world, leave_world
 
 Metrics = dict[str, dict[str, Estimate]]
@@ -58,6 +63,8 @@ def evaluate(recipe: Recipe) -> None:
     Raises UserError for input that is not right.
     """
     check(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    if str(read_config(recipe.model.path).get("model_type")) in FAMILIES:  # vLLM knows more, which can be evaluated
+        read_architecture(recipe.model.path)
     join_world(_LONGEST_MINUTES)
     rank = dist.get_rank()
     if rank == 0:
@@ -75,9 +82,12 @@ def evaluate(recipe: Recipe) -> None:
             stack.callback(function.close)
         if scorer:
             scorer.check_sources(dict.fromkeys(prompt.data_source for prompt in prompts))
+        check_types(recipe.model.path)
         engine = VllmEngine(
             recipe.model.path, recipe.rollout, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed, "auto"
         )
+        with refused_by_all():
+            check_weights(recipe.model.path, engine.parameters())
         engine.weights_updated(0)
         dist.barrier()  # time that others need to start is not this rank's generation
         started = time.perf_counter()
@@ -89,6 +99,16 @@ def evaluate(recipe: Recipe) -> None:
     dist.barrier()  # an engine that ends may take torch.distributed with it
     engine.close()
     leave_world()
+
+
+def check_weights(path: str, parameters: Mapping[str, Tensor]) -> None:
+    """Raises ModelError where what the engine has read from ``path`` is not finite; it would answer nonsense."""
+    weights = {name: each for name, each in parameters.items() if each.is_floating_point() and each.itemsize > 1}
+    for bad in nonfinite(weights.items()):
+        raise ModelError(
+            f"{path}: {bad.name} holds {bad.nan + bad.infinite} values that are not finite (NaN or infinity), as the "
+            "engine has read it; download the model again"
+        )
 
 
 def check(recipe: Recipe, world: int) -> None:

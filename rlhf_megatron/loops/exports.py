@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from rlhf_megatron.durable import partial_of, take_name, tidy
 from rlhf_megatron.models.adapters import Adaptation
 from rlhf_megatron.models.hf_files import companions_of
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError
 from rlhf_megatron.regather.export import export_adapters, export_weights
 from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.watchdog import watchdog
+from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.untrusted import reason_of
 
 ADAPTER_FOLDER = "adapter"  # of an export, in PEFT's format
 # Seconds between attempts to write what nothing else has: half an hour in all.
@@ -36,37 +42,67 @@ class Exports:
     """The exports of one run's actor. Every call is collective."""
 
     def __init__(self, recipe: Recipe, run: RunFolder, actor: PlacedRole, device: torch.device | str) -> None:
-        """Finds what a folder needs beside the weights: tokenizer, chat template, the model's code."""
+        """Finds what a folder needs beside the weights: tokenizer, chat template, the model's code.
+
+        What an attempt that was killed has left half-written is cleared up. Raises UserError where that fails.
+        """
         self._recipe, self._run, self._actor, self._device = recipe, run, actor, device
         self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
+        self._writer = min(actor.ranks)  # of weights and adapters
+        folder = run.export(recipe.steps).parent
+        if dist.get_rank() == 0:
+            try:
+                tidy(folder)
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be cleared up ({reason_of(error)}); move it away") from error
 
     def write(self, step: int) -> str | None:
-        """Writes the actor as it is now, and in its folder the adapters that it has; why that failed, where it did."""
-        lora, actor = self._recipe.actor.lora, self._actor
+        """Writes the actor as it is now, and in its folder the adapters that it has; why that failed, where it did.
+
+        The folder gets its name when all of it is on disk.
+        Raises NotFiniteError on all ranks where the actor is not finite: no later step would mend it.
+        """
+        folder, lora = self._run.export(step), self._recipe.actor.lora
+        parts = partial_of(folder) if lora else folder
         try:
-            export_weights(
-                self._run.export(step),
-                self._companions,
-                actor.architecture,
-                actor.side(),
-                actor.parameters(),
-                getattr(torch, self._recipe.model.dtype),
-                self._device,
-            )
+            self._write_weights(parts)
             if lora:
-                adaptation = Adaptation.of(lora)
-                export_adapters(
-                    self._run.export(step) / ADAPTER_FOLDER,
-                    self._recipe.model.path,
-                    actor.architecture,
-                    adaptation,
-                    actor.adapter_side(adaptation),
-                    actor.adapter_parameters(),
-                    self._device,
-                )
+                self._write_adapters(parts / ADAPTER_FOLDER, Adaptation.of(lora))
+                self._name(parts, folder)
         except OSError as error:
+            if lora and dist.get_rank() == self._writer:
+                shutil.rmtree(parts, ignore_errors=True)  # what a failure has left takes room
             return str(error)
+        except NotFiniteError as error:
+            if lora and dist.get_rank() == self._writer:
+                shutil.rmtree(parts, ignore_errors=True)
+            raise NotFiniteError(
+                f"step {step}: the actor is not finite, and not exported: {error}; lower "
+                "actor.optimizer.learning_rate, and go on from an older checkpoint"
+            ) from error
         return None
+
+    def _write_weights(self, folder: Path) -> None:
+        actor, dtype = self._actor, getattr(torch, self._recipe.model.dtype)
+        side, parameters = actor.side(), actor.parameters()
+        export_weights(folder, self._companions, actor.architecture, side, parameters, dtype, self._device)
+
+    def _write_adapters(self, folder: Path, adaptation: Adaptation) -> None:
+        actor, base = self._actor, self._recipe.model.path
+        side, parameters = actor.adapter_side(adaptation), actor.adapter_parameters()
+        export_adapters(folder, base, actor.architecture, adaptation, side, parameters, self._device)
+
+    def _name(self, parts: Path, folder: Path) -> None:
+        """Gives the finished folder its name; raises OSError on all ranks where that fails."""
+        problem = None
+        if dist.get_rank() == self._writer:
+            try:
+                take_name(parts, folder)
+            except OSError as error:
+                problem = str(error)
+        problem = from_rank(problem, self._writer)
+        if problem:
+            raise OSError(problem)
 
     def write_last(self, saved: int | None, tell: Callable[[str], None]) -> Path | None:
         """Writes the last step where the recipe asks for that, and returns the folder; ``saved`` is the step of the

@@ -99,6 +99,26 @@ def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
+def _check_lengths(state: dict[str, Any]) -> None:
+    """Raises ValueError where the tensors of a ``groups_state`` do not belong together."""
+    prompts, rows = state["prompts"], state["rows"]
+    if not rows.numel():  # without any, there is one dimension
+        rows = rows.reshape(0, 4)
+    sizes = {name: len(state[name]) for name in ("token_ids", "logprobs", "weight_versions")}
+    sound = (
+        prompts.dim() == rows.dim() == 2
+        and prompts.shape[1] == 3
+        and rows.shape[1] == 4
+        and not prompts.is_floating_point()
+        and not rows.is_floating_point()
+        and bool((prompts >= 0).all() and (rows >= 0).all())
+        and int(prompts[:, 2].sum()) == len(state["prompt_token_ids"])
+        and set(sizes.values()) == {int(rows[:, 2].sum())}
+    )
+    if not sound:
+        raise ValueError("groups that wait have tensors of other sizes than they say")
+
+
 def groups_from_state(
     state: dict[str, Any],
     responses_per_prompt: int,
@@ -111,6 +131,7 @@ def groups_from_state(
     """
     if not state:
         return []
+    _check_lengths(state)
     places = state["prompts"].tolist()
     prompts = read([(part, row) for part, row, _ in places])
     tokens = state["prompt_token_ids"].split([length for _, _, length in places])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+_VALUES = TypeAdapter(dict[Annotated[str, Field(pattern="^[0-9]{1,15}$")], float])
 
 
 class History:
@@ -27,4 +31,4 @@ class History:
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken."""
-        self._values = {int(step): float(value) for step, value in state["values"].items()}
+        self._values = {int(step): value for step, value in _VALUES.validate_python(state["values"]).items()}

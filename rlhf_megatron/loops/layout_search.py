@@ -19,11 +19,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, has_figures, layers_and_head, stage_work
+from rlhf_megatron.loops.model_checks import checked_architecture
 from rlhf_megatron.recipe import LayoutSection, Recipe, RecipeError, check_architecture, check_world, unsupported
 from rlhf_megatron.recipe.checks import stage_layers
 from rlhf_megatron.recipe.estimate import TIGHT, Estimate, estimate
 from rlhf_megatron.recipe.load import apply_override
-from rlhf_megatron.recipe.model_shape import planning_config, shape_of
+from rlhf_megatron.recipe.model_shape import planning_config, planning_folder, shape_of
 
 _AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
 _PIPELINES = (1, 2, 4, 8, 16)
@@ -46,6 +47,7 @@ def find_layouts(recipe: Recipe, world: int) -> list[Candidate]:
     Of layouts that are as fast as each other, as far as the estimate can tell, the simplest counts. Raises RecipeError
     where there is no config.json to plan with, or no figures to reckon a time by.
     """
+    checked_architecture(recipe, planning_folder(recipe))
     config = planning_config(recipe)
     if recipe.cluster.gpu is None:
         raise RecipeError("cluster.gpu: say what the GPUs are, such as cluster.gpu=H100")

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from rlhf_megatron.durable import write_text
 from rlhf_megatron.monitor.timeline import Clock, Span, chrome_trace
 from rlhf_megatron.topology.exchange import gather_bytes, max_over_ranks
 
@@ -98,7 +99,7 @@ class Phases:
         if parts:
             ranks = [[Span(*fields) for fields in json.loads(part)] for part in parts]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(chrome_trace(ranks, clocks, {"part": name})), encoding="utf-8")
+            write_text(path, json.dumps(chrome_trace(ranks, clocks, {"part": name})))
 
     @contextlib.contextmanager
     def _stretch(self, name: str) -> Iterator[_Stretch]:

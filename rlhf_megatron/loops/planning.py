@@ -7,9 +7,10 @@ from typing import Any
 
 from rlhf_megatron.loops.expected_time import expected_time
 from rlhf_megatron.loops.layouts import make_layout
-from rlhf_megatron.models.architecture import Architecture, parse_architecture
+from rlhf_megatron.loops.model_checks import checked_architecture
+from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.recipe import Recipe, dry_run, role_ranks
-from rlhf_megatron.recipe.model_shape import planning_config
+from rlhf_megatron.recipe.model_shape import planning_config, planning_folder
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.sides import rollout_side, trainer_side
 
@@ -19,11 +20,11 @@ _GB = 2**30
 
 def plan_text(recipe: Recipe, world_size: int) -> str:
     """All that is known of a run on ``world_size`` GPUs before it starts; raises RecipeError where it cannot run."""
-    dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
-    if recipe.loop != "rl" or recipe.rollout is None:
-        return dry_run(recipe, world_size)
     config = planning_config(recipe)
-    architecture = parse_architecture(config, recipe.model.path)
+    architecture = checked_architecture(recipe, planning_folder(recipe))
+    plan = dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
+    if recipe.loop != "rl" or recipe.rollout is None:
+        return plan
     summary = regather_summary(recipe, architecture, world_size)
     return dry_run(recipe, world_size, summary, time_lines(recipe, config, world_size))
 

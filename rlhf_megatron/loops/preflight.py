@@ -28,10 +28,12 @@ from rlhf_megatron.data.rows import (
 )
 from rlhf_megatron.data.tokenizer import recipe_tokenizer
 from rlhf_megatron.loops.conversations import TurnFunction
+from rlhf_megatron.loops.model_checks import check_tokens
+from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError
 from rlhf_megatron.recipe.estimate import checkpoint_bytes, export_bytes
-from rlhf_megatron.recipe.model_shape import planning_config, shape_of
+from rlhf_megatron.recipe.model_shape import planning_config, planning_folder, shape_of
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
 from rlhf_megatron.rewards.score import Scorer
 from rlhf_megatron.runtime.preflight import agreement, links, machine
@@ -120,7 +122,8 @@ def disk_check(recipe: Recipe, share: float) -> Check:
 
 def tokenizer_check(recipe: Recipe) -> Check:
     """Whether the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
-    tokenizer = recipe_tokenizer(recipe)
+    tokenizer, folder = recipe_tokenizer(recipe), planning_folder(recipe)
+    check_tokens(tokenizer, read_architecture(folder), folder)
     rows = ParquetRows(recipe.data.training_files, ["prompt"])
     lengths = []
     for row in range(min(ROWS, len(rows))):

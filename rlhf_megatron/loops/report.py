@@ -6,11 +6,15 @@ import json
 import os
 from collections.abc import Callable, Mapping
 
+from rlhf_megatron.durable import write_text
+from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.console import Console
-from rlhf_megatron.monitor.environment import environment_report, redact
+from rlhf_megatron.monitor.environment import environment_report
 from rlhf_megatron.monitor.metrics import MetricsLogger
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, resolved_yaml
+from rlhf_megatron.redaction import redact
+from rlhf_megatron.untrusted import reason_of
 
 
 class Report:
@@ -19,12 +23,22 @@ class Report:
     def __init__(self, run: RunFolder, recipe: Recipe, first_step: int = 1) -> None:
         """``first_step`` is beyond 1 where the run resumes."""
         self._run, self._recipe = run, recipe
-        run.prepare(resume=first_step > 1)
-        run.recipe.write_text(resolved_yaml(recipe, redact))
-        run.environment.write_text(json.dumps(environment_report(), indent=2))
+        moved = run.prepare(resume=first_step > 1)
+        for path, text in (
+            (run.recipe, resolved_yaml(recipe, redact)),
+            (run.environment, json.dumps(environment_report(), indent=2)),
+        ):
+            try:
+                write_text(path, text)
+            except OSError as error:
+                raise MonitorError(
+                    f"{path}: cannot be written ({reason_of(error)}); make room, or move it away"
+                ) from error
         self._logger = MetricsLogger(run, recipe.monitor, recipe.model_dump(mode="json"), first_step)
         stream = None if recipe.monitor.console else open(os.devnull, "w")  # noqa: SIM115  (open as long as the run)
         self.console = Console(recipe.loop, total_steps=recipe.steps, title=recipe.name, stream=stream)
+        for path in moved:
+            self.console.message(f"this run begins anew; what an earlier one has left is {path} now")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes and shows one step."""

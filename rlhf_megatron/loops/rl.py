@@ -24,6 +24,7 @@ from rlhf_megatron.algorithms.kl import KLController, with_kl_penalties
 from rlhf_megatron.algorithms.metrics import explained_variance, mismatch_metrics
 from rlhf_megatron.algorithms.objective import objective_fields, policy_objective, value_objective
 from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.durable import whole_file
 from rlhf_megatron.loops.checkpoints import KeptBy, Part
 from rlhf_megatron.loops.collection import Collector
 from rlhf_megatron.loops.evaluation import NO_STEP, gather_tables, metrics_of, sample_table
@@ -231,7 +232,8 @@ def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) 
             if told == "accuracy":
                 metrics |= {f"eval/{source}/{name}": estimate.value for name, estimate in named.items()}
         try:
-            pq.write_table(table.slice(0, recipe.monitor.sample_rows), session.run.sample_file(step))
+            with whole_file(session.run.sample_file(step)) as partial:
+                pq.write_table(table.slice(0, recipe.monitor.sample_rows), partial)
         except OSError as error:  # a full disk costs what people read, not the run
             session.say(f"warning: no answers of step {step} were written: {error.strerror or error}")
     session.log(step, metrics)

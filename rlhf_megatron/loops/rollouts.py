@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.loops.conversations import Conversations, TurnFunction
@@ -31,6 +33,18 @@ from rlhf_megatron.rollout.tickets import TicketOffice
 from rlhf_megatron.rollout.vllm_engine import VllmEngine
 from rlhf_megatron.topology.exchange import gather_objects, sum_over_ranks
 from rlhf_megatron.topology.team import world_of_their_own
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _State(TypedDict):
+    """What a checkpoint has of the rollouts."""
+
+    version: _Count
+    lengths: list[_Count]
+
+
+_STATE = TypeAdapter(_State)
 
 
 class Rollouts:
@@ -276,8 +290,9 @@ class Rollouts:
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken; the ``refresh`` that must follow counts that version again."""
-        self.version = int(state["version"]) - 1
-        self._lengths = list(state["lengths"])
+        checked = _STATE.validate_python(state)
+        self.version = checked["version"] - 1
+        self._lengths = list(checked["lengths"])
 
     def close(self) -> None:
         """Ends the engine and the reward workers."""

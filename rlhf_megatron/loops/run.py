@@ -37,6 +37,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
     join_world(waiting_minutes(recipe.retry.hang_seconds))
     import torch.distributed as dist
 
+    from rlhf_megatron.loops.model_checks import checked_architecture
     from rlhf_megatron.models.architecture import read_config
 
     folder = RunFolder(recipe.run_root, recipe.name)
@@ -51,6 +52,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
         if not preflight(recipe, PREFLIGHT_SECONDS, attempt=from_rank(uuid.uuid4().hex)):
             os._exit(1)  # a thread may hang in a collective
     check_world(recipe, dist.get_world_size())
+    checked_architecture(recipe, recipe.model.path)
     check_architecture(recipe, read_config(recipe.model.path))
     with _claimed(folder):
         recipe, skips = _begin(recipe, recovery)

@@ -22,13 +22,14 @@ from rlhf_megatron.loops.checkpoints import Checkpoints, KeptBy, Part, choose_ch
 from rlhf_megatron.loops.exports import Exports
 from rlhf_megatron.loops.gpu_use import GpuUses
 from rlhf_megatron.loops.layouts import make_layout
+from rlhf_megatron.loops.model_checks import check_tokens
 from rlhf_megatron.loops.phases import Phases
 from rlhf_megatron.loops.report import Report
 from rlhf_megatron.loops.skipped_steps import SkippedSteps
 from rlhf_megatron.models.adapters import Adaptation, PeftAdapter
 from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.flops import peak_flops, training_flops
-from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights
+from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights, WeightSource
 from rlhf_megatron.monitor.profiler import Profiler
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import (
@@ -79,6 +80,7 @@ class Session:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         with self.phase("data"):
             self.tokenizer = recipe_tokenizer(recipe)
+            check_tokens(self.tokenizer, self.architecture, recipe.model.path)
             responses: dict[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
             data = open_data(
                 recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
@@ -140,7 +142,13 @@ class Session:
         path = getattr(section, "path", None) or recipe.model.path
         architecture = (self.architecture if path == recipe.model.path else read_architecture(path)).with_head(head)
         ranks = role_ranks(recipe, name, self.world)
-        with self.phase(name):
+        lora = getattr(section, "lora", None)
+        with self.phase(name), contextlib.ExitStack() as opened:
+            start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
+            weights: WeightSource = RandomWeights(architecture, recipe.seed, torch.device(self.device))
+            if not recipe.model.random_weights:  # found out before memory is taken
+                files = CheckpointFiles(path, architecture, recipe.seed if optimizer else None)
+                weights = opened.enter_context(files)
             role = PlacedRole(
                 name,
                 architecture,
@@ -157,14 +165,8 @@ class Session:
                 team=self.generators if name == "reward_model" else self.learners,
             )
             self._roles.append(role)
-            lora = getattr(section, "lora", None)
-            start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
             with self.span("weights"):
-                if recipe.model.random_weights:
-                    role.load(RandomWeights(architecture, recipe.seed, torch.device(self.device)), start)
-                else:
-                    with CheckpointFiles(path, architecture, recipe.seed if optimizer else None) as files:
-                        role.load(files, start)
+                role.load(weights, start)
         return role
 
     def make_reward_model(self, section: RewardModelSection) -> RewardModel:
@@ -173,6 +175,7 @@ class Session:
             section.tokenizer or section.path, self.recipe.model.trust_remote_code, section.chat_template
         )
         role = self.make_role("reward_model", section, head="scalar")
+        check_tokens(tokenizer, role.architecture, section.path)
         return RewardModel(role, tokenizer, self.tokenizer, role.team.group)
 
     def steps(self, checkpoints: Checkpoints, evaluate: Callable[[int], None]) -> Iterator[int]:

@@ -11,30 +11,35 @@ import dataclasses
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
+from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, ModelError
+from rlhf_megatron.models.hf_files import check_type, open_weights
 from rlhf_megatron.models.weight_map import Block, Region, layer_of, tensor_shapes
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.runtime.checkpoint import write_safetensors
+from rlhf_megatron.runtime.finite import nonfinite
 from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.untrusted import read_json, reason_of, shown
 
 Factor = Literal["A", "B"]
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of the model that it wraps
 _HIGHEST_RANK = 1 << 20
-_UNUSUAL = (
-    "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "fan_in_fan_out", "use_qalora", "lora_bias",
-    "alora_invocation_tokens", "layer_replication", "layers_to_transform", "target_parameters",
-    "trainable_token_indices",
-)  # fmt: skip
+# Of an adapter_config.json: what is read, and what changes nothing once an adapter is trained. All else must be unset.
+_USUAL = {
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config", "lora_alpha",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "revision", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -144,6 +149,10 @@ class NewAdapters:
             whole = torch.rand(shape, generator=generator).mul_(2 * bound).sub_(bound)
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
+    def where(self, tensor: str) -> str:
+        """What they are made by."""
+        return "actor.lora"
+
 
 class PeftAdapter:
     """A folder that PEFT's ``save_pretrained`` has written; a WeightSource."""
@@ -151,7 +160,8 @@ class PeftAdapter:
     def __init__(self, folder: str | Path, architecture: Architecture, adaptation: Adaptation) -> None:
         """Reads all of it. Raises ModelError where it is not there, or is another adaptation than is asked for."""
         path = Path(folder)
-        given = _read_json(path / PEFT_CONFIG)
+        self._path = path / PEFT_WEIGHTS
+        given = _read_config(path / PEFT_CONFIG)
         scale = _peft_scale(path / PEFT_CONFIG, given)
         if given["r"] != adaptation.rank or not math.isclose(scale, adaptation.scale, rel_tol=1e-6):
             raise ModelError(
@@ -159,19 +169,20 @@ class PeftAdapter:
                 f"{adaptation.rank} and scale {adaptation.scale:g}; set its rank, alpha and rank_stabilized to these"
             )
         try:
-            with safe_open(path / PEFT_WEIGHTS, framework="pt") as file:
+            with open_weights(self._path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    check_type(self._path, shown(name), file.get_slice(name).get_dtype())
                 self._tensors = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path / PEFT_WEIGHTS}: cannot be read as safetensors ({error})") from error
-        unfit = [name for name, tensor in self._tensors.items() if not bool(tensor.isfinite().all())]
-        if unfit:
-            raise ModelError(f"{path / PEFT_WEIGHTS}: {unfit[0]} is not finite; train the adapter anew")
+        except SafetensorError as error:
+            raise ModelError(f"{self._path}: cannot be read as safetensors ({reason_of(error)})") from error
+        for unfit in nonfinite(self._tensors.items()):
+            raise ModelError(f"{self._path}: {shown(unfit.name)} is not finite; train the adapter anew")
         wanted = factor_shapes(architecture, adaptation)
         found = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         if found != wanted:
             odd = min(name for name in wanted.keys() | found if wanted.get(name) != found.get(name))
             raise ModelError(
-                f"{path / PEFT_WEIGHTS}: {odd} has shape {found.get(odd, 'none')} and actor.lora asks for "
+                f"{self._path}: {shown(odd)} has shape {found.get(odd, 'none')} and actor.lora asks for "
                 f"{wanted.get(odd, 'none')}; set its target_modules to those of {PEFT_CONFIG}"
             )
 
@@ -179,24 +190,21 @@ class PeftAdapter:
         """``tensor[region]`` in the file's type on the CPU."""
         return self._tensors[tensor][tuple(slice(start, stop) for start, stop in region)]
 
+    def where(self, tensor: str) -> str:
+        """The path of the file."""
+        return str(self._path)
+
 
 def write_peft(folder: Path, tensors: Iterable[tuple[str, Tensor]], adaptation: Adaptation, base: str) -> None:
     """Writes ``tensors``, every A and B by name, as an adapter that PEFT reads, for the model ``base``.
 
-    The folder appears whole, and an older one is replaced. Raises OSError where the disk fails.
+    The folder appears whole and on disk, and an older one is then replaced. Raises OSError where the disk fails.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as partial:
         named = {PEFT_PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         write_safetensors(partial / PEFT_WEIGHTS, named, {"format": "pt"})
         config = json.dumps(peft_config(adaptation, base), indent=2) + "\n"
         (partial / PEFT_CONFIG).write_text(config, encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what a failure has left takes room
 
 
 def peft_config(adaptation: Adaptation, base: str) -> dict[str, Any]:
@@ -219,11 +227,13 @@ def peft_config(adaptation: Adaptation, base: str) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}; actor.lora.path must be a folder that PEFT has written") from error
+        content = read_json(path, ModelError)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}, so it is not that of a LoRA; actor.lora.path must be a folder that PEFT has written"
+        ) from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: is not a JSON object; actor.lora.path must be a folder that PEFT has written")
     return content
@@ -237,12 +247,15 @@ def _peft_scale(path: Path, config: dict[str, Any]) -> float:
     if config.get("peft_type") != "LORA" or not ranked or not scaled:
         raise ModelError(f"{path}: peft_type, r or lora_alpha is not that of a LoRA, which alone can be read")
     assert rank is not None and alpha is not None
-    unusual = [key for key in _UNUSUAL if config.get(key)]
+    unusual = [key for key in config if key not in _USUAL and config[key]]
     unusual += [key for key in ("bias",) if config.get(key, "none") != "none"]
     # Others have A and B belong to weights that PEFT changes as it loads them.
+    unusual += [key for key in ("use_rslora",) if not isinstance(config.get(key), bool | None)]
     unusual += [key for key in ("init_lora_weights",) if config.get(key, True) not in _PLAIN_BEGINNINGS]
     if unusual:
-        raise ModelError(f"{path}: {unusual[0]}={config[unusual[0]]!r} is not supported; train it without")
+        raise ModelError(
+            f"{path}: {shown(unusual[0])}={shown(repr(config[unusual[0]]))} is not supported; train it without"
+        )
     try:
         return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
     except OverflowError as error:

@@ -1,60 +1,40 @@
 """What a model is: the fields of a Hugging Face config that matter here, checked, and Megatron's config made from them.
 
-One entry in ``_FAMILIES`` per supported ``model_type``. A config that asks for anything else is refused by the name of
-the field. Weights and their names are the matter of ``weight_map``.
+Which kinds of model there are is the matter of ``families``, and what is not read here is refused by the name of the
+field (``config_fields``). Weights and their names are the matter of ``weight_map``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.errors import ModelError
+from rlhf_megatron.models.config_fields import (
+    brief,
+    check_class,
+    check_fields,
+    flag,
+    number,
+    read_model_json,
+    size,
+    token_ids,
+    unsupported,
+)
+from rlhf_megatron.models.families import FAMILIES, Family
 from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.untrusted import shown
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 Head = Literal["language", "scalar"]
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it too, so that equal layouts have equal shards
-
-
-class ModelError(UserError):
-    """A model folder that is missing, damaged or of a kind that is not supported."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What the decoder layers of one Hugging Face ``model_type`` have, and what transformers' classes begin with.
-
-    ``only``: fields of its config and the one value of each that is supported, which is what an absent field means.
-    """
-
-    classes: str
-    query_key_norm: bool = False
-    qkv_bias: bool = False
-    experts: bool = False
-    only: tuple[tuple[str, Any], ...] = ()
-
-
-_FAMILIES = {
-    "llama": Family("Llama"),
-    "mistral": Family("Mistral", only=(("sliding_window", None),)),
-    "qwen2": Family("Qwen2", qkv_bias=True),
-    "qwen3": Family("Qwen3", query_key_norm=True),
-    "qwen3_moe": Family(
-        "Qwen3Moe", query_key_norm=True, experts=True, only=(("decoder_sparse_step", 1), ("mlp_only_layers", []))
-    ),
-}
-_ONLY = (
-    ("hidden_act", "silu"),
-    ("mlp_bias", False),
-    ("use_sliding_window", False),
-    ("partial_rotary_factor", 1.0),
-    ("quantization_config", None),
-)
+# Megatron-core has these of Llama 3's scaling as constants.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,82 +125,71 @@ class Architecture:
 def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
     """A Hugging Face ``config`` as that of the same decoder with a scalar head: sequence classification, one label."""
     return config | {
-        "architectures": [f"{_FAMILIES[config['model_type']].classes}ForSequenceClassification"],
+        "architectures": [f"{FAMILIES[config['model_type']].classes}ForSequenceClassification"],
         "num_labels": 1,
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
 
 
-def _unsupported(path: Path, field: str, value: object, supported: str) -> ModelError:
-    return ModelError(f"{path}: {field} is {value!r}, which is not supported; supported: {supported}")
-
-
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The ``config.json`` of a Hugging Face folder; raises ModelError where it is missing or damaged."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{path}: no such file; model.path must be a folder in Hugging Face format")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error}); download the model again") from error
+    if not os.path.lexists(path):
+        raise ModelError(f"{shown(path)}: no such file; model.path must be a folder in Hugging Face format")
+    config = read_model_json(path)
     if not isinstance(config, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
+        raise ModelError(f"{shown(path)}: must hold a JSON object")
     return config
 
 
 def _rope(path: Path, config: dict[str, Any]) -> tuple[float, float | None]:
     """(theta, factor of Llama 3's scaling or None), from either spelling that transformers has used."""
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or parameters
-    for field, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        if not isinstance(value, dict):
-            raise ModelError(f"{path}: {field} must be an object; it is {value!r}")
-        if value.get("partial_rotary_factor") not in (None, 1.0):
-            raise _unsupported(path, f"{field}.partial_rotary_factor", value["partial_rotary_factor"], "1.0")
-    theta = _number(path, "rope_theta", parameters if "rope_theta" in parameters else config, 10000.0)
-    kind = scaling.get("rope_type", scaling.get("type", "default")) if scaling else "default"
+    for field in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(field), dict | None):
+            raise ModelError(f"{shown(path)}: {field} must be an object; it is {brief(config[field])}")
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers chooses
+    given: dict[str, Any] = {key: value for key, value in (config.get(field) or {}).items() if value is not None}
+    theta = number(path, "rope_theta", given if "rope_theta" in given else config, 10000.0)
+    kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("type", kind) != kind:
+        told = f"{field}.rope_type is {brief(kind)} and type is {brief(given['type'])}"
+        raise ModelError(f"{shown(path)}: {told}, which are one field; remove one")
+    if kind not in ("default", "llama3"):
+        raise unsupported(path, f"{field}.rope_type", kind, "default, llama3")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise unsupported(path, f"{field}.partial_rotary_factor", given["partial_rotary_factor"], "1.0")
+    known = (*_ROPE_FIELDS, *(("factor", *_LLAMA3) if kind == "llama3" else ()))
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ModelError(
+            f"{shown(path)}: {field}.{shown(unknown[0], 80)} is {brief(given[unknown[0]])}, which this version does "
+            f"not know for rope_type {kind}"
+        )
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise _unsupported(path, "rope_scaling.rope_type", kind, "default, llama3")
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    for field, value in fixed.items():  # Megatron-core has these as constants
-        if scaling.get(field, value) != value:
-            raise _unsupported(path, f"rope_scaling.{field}", scaling[field], str(value))
-    return theta, _number(path, "factor", scaling)
-
-
-def _number(path: Path, field: str, values: dict[str, Any], default: float | None = None) -> float:
-    """A number above 0 in the config at ``path``, or in an object of it; ``default`` is for an absent field."""
-    value = values.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ModelError(f"{path}: {field} {_not_a('number', field, values)}")
-    return float(value)
-
-
-def _size(path: Path, field: str, config: dict[str, Any], default: int | None = None) -> int:
-    """A whole number above 0 in the config at ``path``; ``default`` is for a field that is absent or null."""
-    value = config.get(field)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{path}: {field} {_not_a('whole number', field, config)}")
-    return value
-
-
-def _not_a(what: str, field: str, values: dict[str, Any]) -> str:
-    return f"is {values[field]!r}; it must be a {what} above 0" if field in values else "is missing"
+    factor = number(path, "factor", given)
+    for key, value in _LLAMA3.items():
+        if isinstance(given.get(key), bool) or given.get(key) != value:
+            raise unsupported(path, f"{field}.{key}", given.get(key), str(value))
+    return theta, factor
 
 
 def _experts(path: Path, config: dict[str, Any]) -> Experts:
-    return Experts(
-        count=_size(path, "num_local_experts" if "num_local_experts" in config else "num_experts", config),
-        chosen=_size(path, "num_experts_per_tok", config),
-        feed_forward=_size(path, "moe_intermediate_size", config),
-        normalized=bool(config.get("norm_topk_prob", False)),
+    """The mixture of a config; raises ModelError where a token would reach more experts than there are."""
+    names = [name for name in ("num_local_experts", "num_experts") if config.get(name) is not None] or ["num_experts"]
+    counts = {size(path, name, config) for name in names}
+    experts = Experts(
+        count=max(counts),
+        chosen=size(path, "num_experts_per_tok", config),
+        feed_forward=size(path, "moe_intermediate_size", config),
+        normalized=flag(path, "norm_topk_prob", config),
     )
+    if len(counts) > 1:
+        raise ModelError(f"{shown(path)}: num_experts and num_local_experts differ, and are one field; remove one")
+    if experts.chosen > experts.count:
+        raise ModelError(f"{shown(path)}: num_experts_per_tok is {experts.chosen}, of {experts.count} experts")
+    return experts
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -232,41 +201,75 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
     """The architecture of a Hugging Face ``config``; ``folder`` is where it is from, for errors (see ModelError)."""
     path = Path(folder) / "config.json"
     kind = config.get("model_type")
-    if kind not in _FAMILIES:
-        raise _unsupported(path, "model_type", kind, ", ".join(sorted(_FAMILIES)))
-    family = _FAMILIES[kind]
-    for field, wanted in (*_ONLY, *family.only):
-        if config.get(field) not in (None, wanted):
-            raise _unsupported(path, field, config[field], repr(wanted))
-    if config.get("attention_bias", False) and not family.qkv_bias:
-        raise _unsupported(path, "attention_bias", True, f"False for {kind}")
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        found = sorted(set(map(str, layer_types))) if isinstance(layer_types, list) else layer_types
-        raise _unsupported(path, "layer_types", found, "full_attention in every layer")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise unsupported(path, "model_type", kind, ", ".join(sorted(FAMILIES)))
+    family = FAMILIES[kind]
+    check_fields(path, config, family)
+    check_class(path, config, family)
+    if kind == "mistral" and "sliding_window" not in config:
+        raise ModelError(
+            f"{shown(path)}: sliding_window is missing, which means 4096 for mistral and is not supported; "
+            'add "sliding_window": null if the model has none'
+        )
     theta, factor = _rope(path, config)
-    heads, hidden = _size(path, "num_attention_heads", config), _size(path, "hidden_size", config)
-    end = config.get("eos_token_id")
+    layers, vocabulary = size(path, "num_hidden_layers", config), size(path, "vocab_size", config)
+    _check_layer_types(path, config, layers)
+    heads, key_value_heads, head_dim = _heads(path, config, family)
+    token_ids(path, "bos_token_id", config, vocabulary)
+    pad = token_ids(path, "pad_token_id", config, vocabulary)
     return Architecture(
         family=kind,
-        layers=_size(path, "num_hidden_layers", config),
-        hidden=hidden,
-        feed_forward=_size(path, "intermediate_size", config),
+        layers=layers,
+        hidden=size(path, "hidden_size", config),
+        feed_forward=size(path, "intermediate_size", config),
         heads=heads,
-        key_value_heads=_size(path, "num_key_value_heads", config, heads),
-        head_dim=_size(path, "head_dim", config, hidden // heads),
-        vocabulary=_size(path, "vocab_size", config),
-        max_positions=_size(path, "max_position_embeddings", config, 4096),
-        norm_epsilon=_number(path, "rms_norm_eps", config, 1e-6),
+        key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        vocabulary=vocabulary,
+        max_positions=size(path, "max_position_embeddings", config, family.positions),
+        norm_epsilon=number(path, "rms_norm_eps", config, 1e-6),
         rope_theta=theta,
         rope_scaling_factor=factor,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=flag(path, "tie_word_embeddings", config),
         query_key_norm=family.query_key_norm,
         qkv_bias=family.qkv_bias,
-        pad_token_id=config.get("pad_token_id"),
-        end_token_ids=tuple(end) if isinstance(end, list) else () if end is None else (end,),
+        pad_token_id=pad[0] if pad else None,
+        end_token_ids=token_ids(path, "eos_token_id", config, vocabulary),
         experts=_experts(path, config) if family.experts else None,
     )
+
+
+def _check_layer_types(path: Path, config: dict[str, Any], layers: int) -> None:
+    types = config.get("layer_types")
+    if types is None:
+        return
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        told = sorted(set(map(str, types))) if isinstance(types, list) else types
+        raise unsupported(path, "layer_types", told, "full_attention in every layer")
+    if len(types) != layers:
+        raise ModelError(f"{shown(path)}: layer_types has {len(types)} layers, and num_hidden_layers is {layers}")
+
+
+def _heads(path: Path, config: dict[str, Any], family: Family) -> tuple[int, int, int]:
+    """(query heads, key-value heads, size of a head) of a config; raises ModelError where they do not go together."""
+    heads, hidden = size(path, "num_attention_heads", config), size(path, "hidden_size", config)
+    derived = {"num_key_value_heads": heads, "head_dim": hidden // heads}
+    for field, default in family.absent:
+        if field not in config and default != derived[field]:
+            raise ModelError(f"{shown(path)}: {field} is missing; add it (transformers would take {default})")
+    key_value_heads = size(path, "num_key_value_heads", config, heads)
+    if heads % key_value_heads:
+        raise ModelError(
+            f"{shown(path)}: num_attention_heads is {heads}, no multiple of num_key_value_heads, {key_value_heads}"
+        )
+    if config.get("head_dim") is None and hidden % heads:
+        raise ModelError(
+            f"{shown(path)}: hidden_size is {hidden}, no multiple of num_attention_heads, {heads}; head_dim is missing"
+        )
+    head_dim = size(path, "head_dim", config, hidden // heads)
+    if head_dim % 2:
+        raise ModelError(f"{shown(path)}: head_dim is {head_dim}; it must be even, since positions turn pairs")
+    return heads, key_value_heads, head_dim
 
 
 def transformer_config(

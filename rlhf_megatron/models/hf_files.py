@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,15 +21,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlhf_megatron.data.chat_template import read_template
+from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
+from rlhf_megatron.models.config_fields import read_model_json
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
 from rlhf_megatron.runtime.checkpoint import write_safetensors
+from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog
+from rlhf_megatron.untrusted import check_regular, reason_of, shown
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 # What a model folder holds beside its weights: configs, the tokenizer, the chat template, and code for either.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+# What files of Llama 2's time have of the decoder, and is computed today.
+_DECODER, _FORMER_BUFFER = ("model.", "lm_head.bias"), "rotary_emb.inv_freq"
 _OF_THE_MODEL = ("generation_config.json",)
 _CHAT_TEMPLATE, _SENTENCEPIECE = "chat_template.jinja", "tokenizer.model"
 
@@ -61,15 +70,15 @@ class Companions:
 def companions_of(model: str, tokenizer: str | None, chat_template: str | None) -> Companions:
     """Those of a run whose recipe has these paths; the template is read now, as for the run itself.
 
-    Raises OSError or UnicodeDecodeError where the template cannot be read.
+    Raises DataError where the template cannot be read.
     """
-    template = Path(chat_template).read_text(encoding="utf-8") if chat_template else None
+    template = read_template(chat_template) if chat_template else None
     return Companions(Path(model), Path(tokenizer) if tokenizer else None, template)
 
 
 def _small_files(folder: Path) -> list[Path]:
     """What a model folder holds beside its weights and its config.json."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in _COMPANION_SUFFIXES]
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _COMPANION_SUFFIXES and file.is_file()]
     return [file for file in files if file.name != "config.json" and not file.name.endswith(".index.json")]
 
 
@@ -77,7 +86,11 @@ class WeightSource(Protocol):
     """Anything that gives rectangles of Hugging Face tensors."""
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]``, on the CPU or the current device."""
+        """``tensor[region]``, on the CPU or the current device; all of it where the region is empty."""
+        ...
+
+    def where(self, tensor: str) -> str:
+        """What holds it, for errors: a file."""
         ...
 
 
@@ -85,7 +98,9 @@ class CheckpointFiles:
     """The safetensors files of one Hugging Face folder, opened lazily; a context manager."""
 
     def __init__(self, folder: str | Path, architecture: Architecture, new_head_seed: int | None = None) -> None:
-        """Finds every tensor of ``architecture``; raises ModelError naming what is missing or has another shape.
+        """Finds every tensor of ``architecture``, and reads headers alone.
+
+        Raises ModelError naming what is damaged, is missing, has another shape, or belongs to another model.
 
         With ``new_head_seed`` a scalar head that the folder lacks, since it holds a language model, is drawn from it.
         """
@@ -103,35 +118,53 @@ class CheckpointFiles:
             raise ModelError(
                 f"{self.folder}: {len(missing)} of {len(self._shapes)} tensors are missing, the first is {missing[0]}"
             )
+        self._check_headers()
 
     def _locate(self) -> dict[str, Path]:
         index = self.folder / _INDEX
-        if index.is_file():
-            try:
-                content = json.loads(index.read_text(encoding="utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise ModelError(f"{index}: not valid JSON ({error}); download the model again") from error
+        if os.path.lexists(index):
+            content = read_model_json(index)
             names = content.get("weight_map") if isinstance(content, dict) else None
             if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
                 raise ModelError(f"{index}: has no weight_map of tensors and their files; download the model again")
             for file in names.values():
                 if Path(file).name != file:
-                    raise ModelError(f"{index}: names the file {file!r}, which does not lie in this folder")
+                    raise ModelError(f"{index}: names the file {shown(repr(file))}, which does not lie in this folder")
             return {name: self.folder / file for name, file in names.items()}
         single = self.folder / _SINGLE
-        if not single.is_file():
+        if not os.path.lexists(single):
             raise ModelError(
-                f"{self.folder}: neither {_SINGLE} nor {_INDEX} is there; "
+                f"{shown(self.folder)}: neither {_SINGLE} nor {_INDEX} is there; "
                 "model.path must hold safetensors weights (or set model.random_weights=true)"
             )
         return dict.fromkeys(self._reader(single).keys(), single)
 
+    def _check_headers(self) -> None:
+        """Every tensor's place, shape and type, which files tell at their beginnings: before memory is taken."""
+        held = {path: set(self._reader(path).keys()) for path in set(self._file_of.values())}
+        for name, path in self._file_of.items():
+            if name not in held[path]:
+                raise ModelError(f"{path}: {shown(name)} is not there, and {_INDEX} says so; download the model again")
+            if name not in self._shapes:
+                self._check_surplus(name, path)
+                continue
+            piece = self._reader(path).get_slice(name)
+            shape = tuple(piece.get_shape())
+            if shape != self._shapes[name]:
+                raise ModelError(f"{path}: {name} has shape {shape}, config.json asks for {self._shapes[name]}")
+            check_type(path, name, piece.get_dtype())
+
+    def _check_surplus(self, name: str, path: Path) -> None:
+        """A tensor of the decoder that nothing reads belongs to another model; heads of other uses do no harm."""
+        if name.startswith(_DECODER) and not name.endswith(_FORMER_BUFFER):
+            raise ModelError(
+                f"{path}: {shown(name)} is no tensor of the model that config.json describes; they do not belong "
+                "together"
+            )
+
     def _reader(self, path: Path) -> Any:
         if str(path) not in self._files:
-            try:
-                self._files[str(path)] = self._open.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
+            self._files[str(path)] = self._open.enter_context(open_weights(path))
         return self._files[str(path)]
 
     def read(self, tensor: str, region: Region) -> Tensor:
@@ -139,13 +172,18 @@ class CheckpointFiles:
         if tensor == SCORE and self._new_head:
             return self._new_head.read(tensor, region)
         path = self._file_of[tensor]
-        piece = self._reader(path).get_slice(tensor)
-        if tuple(piece.get_shape()) != self._shapes[tensor]:
+        try:
+            piece = self._reader(path).get_slice(tensor)
+            selected: Tensor = piece[tuple(slice(start, stop) for start, stop in region)]
+        except SafetensorError as error:
             raise ModelError(
-                f"{path}: {tensor} has shape {tuple(piece.get_shape())}, config.json asks for {self._shapes[tensor]}"
-            )
-        selected: Tensor = piece[tuple(slice(start, stop) for start, stop in region)]
+                f"{path}: {tensor} cannot be read ({reason_of(error)}); download the model again"
+            ) from error
         return selected
+
+    def where(self, tensor: str) -> str:
+        """The path of its file."""
+        return str(self._file_of.get(tensor, self.folder))
 
     def __enter__(self) -> CheckpointFiles:
         return self
@@ -179,12 +217,49 @@ class RandomWeights:
             whole = torch.randn(shape, generator=generator, device=self._device).mul_(deviation)
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
+    def where(self, tensor: str) -> str:
+        """What they are drawn by."""
+        return "model.random_weights"
+
+
+def open_weights(path: Path) -> Any:
+    """A safetensors file, as a context manager; raises ModelError where it is none, or is no file at all."""
+    check_regular(path, ModelError)  # a pipe would be waited for
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        reason = reason_of(error)
+        raise ModelError(f"{path}: cannot be read as safetensors ({reason}); download the model again") from error
+
+
+def check_types(folder: str | Path) -> None:
+    """``check_type`` of every tensor of a model folder, for those who leave the reading to others.
+
+    Raises ModelError as it does; says nothing of a model whose config.json names its quantisation.
+    """
+    if "quantization_config" in read_config(folder):
+        return
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with open_weights(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                check_type(path, shown(name), file.get_slice(name).get_dtype())
+
+
+def check_type(path: Path, tensor: str, kind: str) -> None:
+    """Raises ModelError where a tensor's numbers are of a type (safetensors' name) that weights are not: whole numbers
+    and those of a quantisation would be taken at their face value."""
+    if kind not in _WEIGHT_TYPES:
+        raise ModelError(
+            f"{path}: {tensor} has numbers of type {kind}, and weights are {', '.join(_WEIGHT_TYPES)}; take a model "
+            "that is not quantised, or download it again"
+        )
+
 
 @torch.no_grad()
 def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: WeightSource) -> None:
     """Fills ``parameters`` (by name) from ``source``; what no block covers (vocabulary padding) becomes zero.
 
-    Raises ModelError where blocks and parameters do not name the same set.
+    Raises ModelError where blocks and parameters do not name the same set, and where a parameter is not finite then.
     """
     named = {block.parameter for block in blocks}
     if named != set(parameters):
@@ -195,6 +270,28 @@ def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: 
     for block in blocks:
         watchdog.beat()  # a large model takes its time
         window(parameters[block.parameter], block.offset, block.region).copy_(source.read(block.tensor, block.region))
+    finite = dict(zip(parameters, are_finite(parameters.values()), strict=True))
+    for block in blocks:
+        if not finite[block.parameter]:
+            _refuse_nonfinite(block.tensor, parameters[block.parameter].dtype, source)
+
+
+def _refuse_nonfinite(tensor: str, dtype: torch.dtype, source: WeightSource) -> None:
+    """Raises ModelError where a tensor is not finite as ``dtype``; of all of it, so that every rank says the same."""
+    whole = source.read(tensor, ())
+    given, cast = nonfinite([(tensor, whole)]), nonfinite([(tensor, whole.to(dtype))])
+    if given:
+        count = given[0].nan + given[0].infinite
+        raise ModelError(
+            f"{source.where(tensor)}: {tensor} holds {count} values that are not finite (NaN or infinity); download "
+            "the model again"
+        )
+    if cast:
+        kind, largest = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+        raise ModelError(
+            f"{source.where(tensor)}: {tensor} holds {cast[0].infinite} values beyond {largest:.3g}, the largest of "
+            f"{kind}; set model.dtype to a type that has them, or take another model"
+        )
 
 
 def window(parameter: Tensor, offset: Sequence[int], region: Region) -> Tensor:
@@ -221,18 +318,11 @@ def write_checkpoint(
     """Writes ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
 
     The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification. The
-    folder appears whole: it is written under another name and renamed, and an older one is replaced.
+    folder appears whole and on disk: it is written under another name and renamed, and an older one is then replaced.
     Raises OSError where the disk fails.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as partial:
         _write_into(partial, companions, tensors, dtype, shard_bytes, head)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what a failure has left takes room
 
 
 def _write_into(

@@ -6,22 +6,21 @@ appears in no message.
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
 import queue
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.http_client import ExchangeError, HttpClient
+from rlhf_megatron.redaction import hide_secrets, read_secret, redact
+from rlhf_megatron.untrusted import shown
 
 HTTP_SECONDS = 10.0
 COMMAND_SECONDS = 30.0
@@ -73,7 +72,7 @@ class AlertSender:
         Raises MonitorError where the webhook's variable is not set or holds no http(s) URL.
         """
         self._settings, self._tell, self._pause, self._clock = settings, tell, first_pause, clock
-        self._url = None if settings.webhook_environment is None else _url_in(settings.webhook_environment)
+        self._webhook = None if settings.webhook_environment is None else _webhook_in(settings.webhook_environment)
         self._sent: deque[float] = deque()
         self._withheld = 0
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -83,6 +82,7 @@ class AlertSender:
     def send(self, text: str, details: Mapping[str, Any], urgent: bool = False) -> bool:
         """Queues an alert: JSON {"text", "withheld", **details}. Returns False where the hour's number is used up.
 
+        Secrets in it are hidden: it goes to people and to services.
         ``urgent`` alerts are sent in any case. ``withheld`` is the number that was not sent since the last one.
         """
         now = self._clock()
@@ -92,7 +92,7 @@ class AlertSender:
             self._withheld += 1
             return False
         self._sent.append(now)
-        self._waiting.put({"text": text, "withheld": self._withheld, **details})
+        self._waiting.put(redact({"text": text, "withheld": self._withheld, **details}))
         self._withheld = 0
         return True
 
@@ -105,8 +105,8 @@ class AlertSender:
 
     def _work(self) -> None:
         while (alert := self._waiting.get()) is not None:
-            if self._url is not None:
-                self._deliver("webhook", partial(post, self._url, alert))
+            if self._webhook is not None:
+                self._deliver("webhook", partial(post, self._webhook, alert))
             if self._settings.command:
                 self._deliver("command", partial(run_command, self._settings.command, alert))
 
@@ -127,40 +127,33 @@ class AlertSender:
             time.sleep(self._pause * 2**number)
 
 
-def _url_in(variable: str) -> str:
-    """The URL that an environment variable holds; raises MonitorError without showing it."""
+def _webhook_in(variable: str) -> HttpClient:
+    """The webhook whose URL an environment variable holds; raises MonitorError without showing it."""
     where = f"health.alert.webhook_environment: environment variable {variable}"
-    url = os.environ.get(variable, "")
+    url = read_secret(variable)
     if not url:
         raise MonitorError(f"{where} is not set on rank 0; export it, or leave webhook_environment out")
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:
+        parts = urllib.parse.urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise MonitorError(f"{where} holds no http(s) URL; correct it")
-    return url
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would go on as a GET without its body: nobody would read the alert."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Has the answer treated as an error."""
-
-
-def post(url: str, alert: Mapping[str, Any]) -> None:
-    """Posts an alert as JSON; raises DeliveryError, in whose text the URL does not appear."""
-    body = json.dumps(alert, default=str).encode()
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=HTTP_SECONDS) as answer:
-            answer.read()
-    except urllib.error.HTTPError as error:
-        raise DeliveryError(f"HTTP status {error.code}", error.code >= 500 or error.code in _PASSING) from None
-    except urllib.error.URLError as error:
-        reason = error.reason
-        shown = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
-        raise DeliveryError(str(shown), True) from None
-    except (OSError, http.client.HTTPException) as error:
-        raise DeliveryError(type(error).__name__, True) from None
+        return HttpClient(url)
+    except ValueError as error:
+        raise MonitorError(f"{where}: {error}; correct it") from error
+
+
+def post(webhook: HttpClient, alert: Mapping[str, Any]) -> None:
+    """Posts an alert as JSON; raises DeliveryError, in whose text the URL does not appear."""
+    try:
+        # Nothing of what is said to an alert is of use. A redirected one would go on without its body.
+        answer = webhook.post(json.dumps(alert, default=str).encode(), HTTP_SECONDS, most_bytes=1)
+    except ExchangeError as error:
+        raise DeliveryError(hide_secrets(str(error)), True) from None
+    if not answer.is_success:
+        raise DeliveryError(f"HTTP status {answer.status}", answer.status >= 500 or answer.status in _PASSING)
 
 
 def run_command(command: Sequence[str], alert: Mapping[str, Any]) -> None:
@@ -186,4 +179,4 @@ def run_command(command: Sequence[str], alert: Mapping[str, Any]) -> None:
         raise DeliveryError(f"{command[0]}: {error.strerror}", False) from None
     if finished.returncode:
         last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-        raise DeliveryError(f"{command[0]} ended with status {finished.returncode}: {last}", True)
+        raise DeliveryError(f"{command[0]} ended with status {finished.returncode}: {shown(hide_secrets(last))}", True)

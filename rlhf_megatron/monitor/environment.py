@@ -1,4 +1,4 @@
-"""What a run ran in: versions, git state, hardware, command line; and the hiding of secrets in what is recorded.
+"""What a run ran in: versions, git state, hardware, command line without secrets.
 
 Only facts that help to repeat a run. Environment variables are taken from an allow list, never all of them.
 """
@@ -12,12 +12,15 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import rlhf_megatron
+from rlhf_megatron.redaction import HIDDEN, hide_secrets, is_secret_name, redact
 
 # Several names per package: a wheel for another device has a name of its own.
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -49,46 +52,35 @@ ENVIRONMENT_VARIABLES = (
     "WORLD_SIZE",
 )  # fmt: skip
 
-HIDDEN = "***"
-_SECRET_NAME = re.compile(
-    r"(^|[_.-])(secret|passwords?|passwd|credentials?|authorization|bearer"
-    r"|token|key)([_.-]|$)",
-    flags=re.IGNORECASE,
-)
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
-
-def redact(value: Any, name: str = "") -> Any:
-    """Return a copy with every secret replaced by ***: a value under a name like `api_key`, a login inside a URL.
-
-    Mappings, lists and tuples are walked. `tokens_per_gpu` and the like are no secrets: a name counts by whole words.
-    """
-    if _SECRET_NAME.search(name) and isinstance(value, str):
-        return HIDDEN
-    if isinstance(value, Mapping):
-        return {key: redact(item, str(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact(item, name) for item in value]
-    if isinstance(value, str):
-        return _URL_LOGIN.sub(f"{HIDDEN}@", value)
-    return value
-
-
-def redact_arguments(arguments: list[str]) -> list[str]:
-    """Return a command line with the secrets hidden, whether given as `a.api_key=x`, `--api-key=x` or `--api-key x`."""
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without secrets, be they given as `a.api_key=x`, `--api-key x`, or inside of YAML."""
     hidden: list[str] = []
     next_is_secret = False
     for argument in arguments:
-        name, separator, value = argument.partition("=")
-        if next_is_secret:
-            hidden.append(HIDDEN)
-        elif separator:
-            hidden.append(f"{name}={redact(value, name.lstrip('-'))}")
-        else:
-            hidden.append(redact(argument))
-        names_a_secret = argument.startswith("-") and bool(_SECRET_NAME.search(name.lstrip("-")))
-        next_is_secret = names_a_secret and not separator and not next_is_secret
+        hidden.append(HIDDEN if next_is_secret else redact_argument(argument))
+        is_name = argument.startswith("-") and "=" not in argument and is_secret_name(argument)
+        next_is_secret = is_name and not next_is_secret
     return hidden
+
+
+def redact_argument(argument: str) -> str:
+    """Return one argument without secrets; `name=value` is looked into as YAML, and stays as it is if it holds none."""
+    name, separator, text = argument.partition("=")
+    if separator and is_secret_name(name):
+        return f"{name}={HIDDEN}"
+    if separator:
+        try:
+            value = yaml.safe_load(text)
+            kept = redact(value)
+            if isinstance(value, (dict, list)) and kept != value:
+                flow = yaml.safe_dump(kept, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+                argument = f"{name}={flow.strip()}"
+        except RecursionError:
+            return f"{name}={HIDDEN}"
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):
+            pass  # no YAML: a text
+    return hide_secrets(argument)
 
 
 def environment_report() -> dict[str, Any]:
@@ -96,7 +88,7 @@ def environment_report() -> dict[str, Any]:
 
     A fact that cannot be found out is None or left out; nothing here raises. No package is imported for its version.
     """
-    return {
+    report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": redact_arguments(list(sys.argv)),
         "working_directory": os.getcwd(),
@@ -107,6 +99,8 @@ def environment_report() -> dict[str, Any]:
         "hardware": hardware(),
         "variables": {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
     }
+    hidden: dict[str, Any] = redact(report)
+    return hidden
 
 
 def package_versions() -> dict[str, str]:

@@ -5,7 +5,6 @@ Not here: the trackers themselves (trackers.py), and any reduction over ranks: t
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import deque
@@ -15,8 +14,10 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.records import lines_of, record_of
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import Tracker, make_tracker
+from rlhf_megatron.untrusted import opened, reason_of
 
 FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
 # Beginnings of the names of what depends on the machine and its load: no two runs share it.
@@ -98,8 +99,11 @@ class MetricsLogger:
             self._failures[name] += 1
             dropped = self._failures[name] >= FAILURES_BEFORE_A_TRACKER_IS_DROPPED
             ending = "; it is dropped for the rest of the run" if dropped else ""
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            print(f"warning: tracker {name} failed at step {step}: {reason}{ending}", file=sys.stderr, flush=True)
+            print(
+                f"warning: tracker {name} failed at step {step}: {reason_of(error)}{ending}",
+                file=sys.stderr,
+                flush=True,
+            )
             if dropped:
                 del self._trackers[name]
         else:
@@ -144,22 +148,19 @@ def _number(name: str, value: Any) -> float:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl in the order of writing: "step" and numbers, None where one was not finite.
 
-    A torn last line, as a killed run leaves it, is skipped; a broken line elsewhere raises MonitorError with file and
-    line number.
+    A damaged last line, as a killed run leaves it, is skipped; one elsewhere raises MonitorError with file and line
+    number. (A run that goes on has such lines moved out of the way before, see trackers.py.)
     """
-    records = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            values = {name: None if value is None else float(value) for name, value in record.items()}
-            records.append(values | {"step": int(record["step"])})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number == len(lines):
-                break
-            raise MonitorError(f"{path}:{number}: not an object with a step and numbers; remove the line") from error
+    records, damaged = [], 0
+    with opened(path, MonitorError) as file:
+        for number, line in lines_of(file):
+            if damaged:
+                raise MonitorError(f"{path}:{damaged}: not an object with a step and numbers; remove the line")
+            record = record_of(line)
+            if record is None:
+                damaged = number
+            else:
+                records.append(record)
     return records
 
 

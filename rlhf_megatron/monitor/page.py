@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,12 +18,15 @@ from statistics import median
 from typing import Any
 
 import jinja2
-import pyarrow.parquet
 import yaml
 
+from rlhf_megatron.durable import write_text
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.environment import redact_arguments
 from rlhf_megatron.monitor.metrics import read_metrics
 from rlhf_megatron.monitor.plots import picture
+from rlhf_megatron.monitor.run_files import FilesOfRun, section_of
+from rlhf_megatron.redaction import hide_secrets, redact
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 SAMPLES_SHOWN = 6
@@ -107,9 +111,9 @@ def write_page(runs: Mapping[str, Path], output: Path, title: str = "") -> None:
     )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        partial = output.with_name(f".{output.name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(output)
+        write_text(
+            output, text.encode("utf-8", "backslashreplace").decode("utf-8")
+        )  # half a pair of UTF-16 has no UTF-8
     except OSError as error:
         raise MonitorError(
             f"{output}: cannot be written ({error.strerror or error}); choose another --output"
@@ -117,22 +121,24 @@ def write_page(runs: Mapping[str, Path], output: Path, title: str = "") -> None:
 
 
 def view_of(label: str, folder: Path) -> RunView:
-    """What can be said of a run from its folder; raises MonitorError where it has no metrics."""
+    """What can be said of a run from its folder; raises MonitorError where it has no metrics.
+
+    What else there is and cannot be read is named under the facts.
+    """
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
+    if not metrics.exists():
         raise MonitorError(f"{folder}: no metrics.jsonl; name the folder of a run that has finished a step")
     series = {name: _finite(points) for name, points in read_metrics(metrics).items()}
     series = {name: points for name, points in series.items() if points[0]}
-    recipe_text = _text(folder / "recipe.yaml")
-    environment_text = _text(folder / "environment.json")
-    recipe, environment = _mapping(yaml.safe_load, recipe_text), _mapping(json.loads, environment_text)
-    events = [_mapping(json.loads, line) for line in _text(folder / "recovery.jsonl").splitlines()]
-    events = [event for event in events if "what" in event]
-    samples, step = _newest_samples(folder / "samples")
+    files = FilesOfRun(folder)
+    recipe, recipe_text = _without_secrets(files.recipe(), files.text("recipe.yaml"), _as_yaml)
+    environment, environment_text = _without_secrets(files.environment(), files.text("environment.json"), _as_json)
+    events = [redact(event) for event in files.events()]
+    samples, step = files.newest_samples(SAMPLES_SHOWN)
     return RunView(
         label,
         _state(events, series, recipe),
-        _facts(series, recipe, environment, events),
+        _facts(series, recipe, environment, events) + [("not read", problem) for problem in files.problems],
         _headlines(series),
         _phases(series),
         _evaluations(series),
@@ -141,7 +147,7 @@ def view_of(label: str, folder: Path) -> RunView:
         recipe,
         recipe_text,
         environment_text,
-        samples,
+        [redact(row) for row in samples],
         step,
     )
 
@@ -151,20 +157,21 @@ def _finite(points: Points) -> Points:
     return [step for step, _ in kept], [value for _, value in kept]
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+def _without_secrets(values: dict[str, Any], text: str, write: Callable[[Any], str]) -> tuple[dict[str, Any], str]:
+    """A file's values and text without secrets, which earlier versions and other programs may have left in it."""
+    hidden = redact(values)
+    if isinstance(values.get("argv"), list):  # in it, names and values are one text, or two
+        hidden["argv"] = redact_arguments([str(argument) for argument in values["argv"]])
+    return hidden, hide_secrets(text if hidden == values else write(hidden))
 
 
-def _mapping(read: Any, text: str) -> dict[str, Any]:
-    """What a text holds, nothing where it holds no mapping: a page is made of what there is."""
-    try:
-        found = read(text)
-    except (ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _as_yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=2)
 
 
 def _state(events: Sequence[Mapping[str, Any]], series: Mapping[str, Points], recipe: Mapping[str, Any]) -> str:
@@ -187,28 +194,32 @@ def _facts(
 ) -> list[tuple[str, str]]:
     """Model, sizes, hardware and what the run has cost, as far as they are known."""
     facts: list[tuple[str, str]] = []
-    model = recipe.get("model") or {}
+    model = section_of(recipe, "model")
     if model.get("path"):
         facts.append(("model", f"{model['path']}, {model.get('dtype', '')}"))
-    algorithm = recipe.get("algorithm") or {}
+    algorithm = section_of(recipe, "algorithm")
     loop = str(recipe.get("loop", ""))
     if loop:
         facts.append(
             ("loop", f"rl: {algorithm.get('advantage')}, {algorithm.get('policy_loss')}" if loop == "rl" else loop)
         )
-    batch = recipe.get("batch") or {}
+    batch = section_of(recipe, "batch")
     if batch.get("prompts_per_step"):
         responses = batch.get("responses_per_prompt", 1)
-        facts.append(("step", f"{batch['prompts_per_step']} prompts" + f" x {responses} responses" * (responses > 1)))
-    world = int((environment.get("variables") or {}).get("WORLD_SIZE") or 0)
-    hardware = environment.get("hardware") or {}
+        facts.append(("step", f"{batch['prompts_per_step']} prompts" + f" x {responses} responses" * (responses != 1)))
+    said = str(section_of(environment, "variables").get("WORLD_SIZE"))
+    world = int(said) if re.fullmatch("[0-9]{1,9}", said) else 0
+    hardware = section_of(environment, "hardware")
+    gpus = hardware.get("gpus")
     names = sorted(
-        {str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in hardware.get("gpus") or []}
+        {str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus if gpu}
+        if isinstance(gpus, list)
+        else ()
     )
     if world:
         facts.append(("processes", f"{world}, {', '.join(names) or hardware.get('cpu', '')}"))
     seconds = sum(series["train/step_time_ms"][1]) / 1000 if "train/step_time_ms" in series else 0.0
-    if seconds:
+    if 0 < seconds < math.inf:
         facts.append(("time in steps", _duration(seconds)))
         if world and names:
             facts.append(("GPU hours in steps", f"{seconds * world / 3600:,.1f}"))
@@ -220,9 +231,9 @@ def _facts(
     begun = sum(event["what"] in ("start", "restart") for event in events)
     if begun > 1:
         facts.append(("attempts", str(begun)))
-    commit = (environment.get("git") or {}).get("commit")
-    if commit:
-        facts.append(("code", str(commit)[:12] + (", changed" if environment["git"].get("dirty") else "")))
+    git = section_of(environment, "git")
+    if git.get("commit"):
+        facts.append(("code", str(git["commit"])[:12] + (", changed" if git.get("dirty") else "")))
     if environment.get("date"):
         facts.append(("begun", str(environment["date"])))
     return facts
@@ -271,27 +282,11 @@ def _evaluations(series: Mapping[str, Points]) -> tuple[list[str], list[tuple[in
     return [name.removeprefix("eval/") for name in names], rows
 
 
-def _newest_samples(folder: Path) -> tuple[list[dict[str, Any]], int | None]:
-    steps = {
-        int(path.stem.removeprefix("step-")): path
-        for path in folder.glob("step-*.parquet")
-        if path.stem.removeprefix("step-").isdigit()
-    }
-    if not steps:
-        return [], None
-    newest = max(steps)
-    try:
-        table = pyarrow.parquet.read_table(steps[newest])
-    except (OSError, pyarrow.ArrowInvalid):
-        return [], None
-    return table.slice(0, SAMPLES_SHOWN).to_pylist(), newest
-
-
 def _curve(name: str, points: Points) -> Curve:
     """A metric's numbers, and its curve of at most SPARK_POINTS points, each the mean of as many values."""
     values = points[1]
     size = max(1, math.ceil(len(values) / SPARK_POINTS))
-    means = [math.fsum(part) / len(part) for part in (values[at : at + size] for at in range(0, len(values), size))]
+    means = [sum(part) / len(part) for part in (values[at : at + size] for at in range(0, len(values), size))]
     low, high = min(means), max(means)
     across, up = SPARK_WIDTH / max(1, len(means) - 1), (SPARK_HEIGHT - 4) / (high - low) if high > low else 0.0
     line = " ".join(f"{at * across:.1f},{SPARK_HEIGHT - 2 - (mean - low) * up:.1f}" for at, mean in enumerate(means))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from rlhf_megatron.durable import whole_file
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.columns import GENERATING, PHASES
 from rlhf_megatron.monitor.metrics import read_metrics
+from rlhf_megatron.untrusted import reason_of
 
 Series = dict[str, tuple[list[int], list[float]]]
 
@@ -29,6 +32,7 @@ PHASE_COLOURS = {
 COLUMNS_OF_PANELS = 3
 POINTS_THAT_NEED_SMOOTHING = 24
 SINGLE_BARS = 60
+LARGEST_DRAWN = 1e100
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
     phase; a run with pairs or of supervised training gets the panels of its kind. Those without a value are left out.
     Raises MonitorError if the file is missing, a line of it is broken, or nothing in it can be drawn.
     """
-    _save(_figure_of_run(metrics_path, title or metrics_path.resolve().parent.name), out_png)
+    _save(_figure_of_run(metrics_path, title or Path(os.path.realpath(metrics_path.parent)).name), out_png)
 
 
 def plot_comparison(runs: dict[str, Path], out_png: Path, title: str = "") -> None:
@@ -129,7 +133,12 @@ def _figure_of_runs(runs: dict[str, Path], title: str) -> Figure:
 def _read(path: Path) -> Series:
     if not path.is_file():
         raise MonitorError(f"{path}: no such file; give the metrics.jsonl of a run folder")
-    return read_metrics(path)
+    return {name: (steps, [_drawn(value) for value in values]) for name, (steps, values) in read_metrics(path).items()}
+
+
+def _drawn(value: float) -> float:
+    """A value as it is drawn: not, where it is beyond what axes can be divided for."""
+    return value if abs(value) < LARGEST_DRAWN else math.nan
 
 
 def _panels_for(series: Series) -> tuple[Panel, ...]:
@@ -140,8 +149,12 @@ def _panels_for(series: Series) -> tuple[Panel, ...]:
 
 
 def _save(figure: Figure, out_png: Path) -> None:
-    out_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png, dpi=144, facecolor="white")
+    try:
+        out_png.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out_png) as partial:
+            figure.savefig(partial, dpi=144, facecolor="white", format="png")
+    except OSError as error:
+        raise MonitorError(f"{out_png}: cannot be written ({reason_of(error)}); choose another place") from error
 
 
 def _curves_of(panel: Panel, series: Series) -> dict[str, tuple[list[int], list[float]]]:

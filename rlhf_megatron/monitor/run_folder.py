@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.recipe.recipe import check_run_name
+from rlhf_megatron.untrusted import kind_of, reason_of
+
+# What is read or added to when a run goes on; whatever else is written replaces what was there.
+_FILES = ("metrics.jsonl", "metrics.csv", "recovery.jsonl", "trackers.json")
+_FOLDERS = ("samples", "plots", "checkpoints", "export", "tensorboard", "timeline", "profile", "logs")
 
 
 class RunFolder:
@@ -103,8 +109,9 @@ class RunFolder:
         With `resume` the metrics go on in the same file (a reader takes the last value of a step that was run twice).
         Without it those of an earlier run (metrics.jsonl, metrics.csv, tensorboard/, trackers.json) are moved aside, as
         metrics.previous-K.jsonl and so on: two runs are never mixed and no number is lost.
-        Raises MonitorError if the folder cannot be written.
+        Raises MonitorError if the folder cannot be written, or has something else where a file or folder belongs.
         """
+        self._check_kinds()
         try:
             for folder in (self.path, self.samples, self.plots):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +120,21 @@ class RunFolder:
             raise MonitorError(
                 f"run_root: cannot write the run folder {self.path}: {error.strerror or error}; choose another run_root"
             ) from error
+
+    def _check_kinds(self) -> None:
+        """Refuses a pipe in place of a file, a file in place of a folder, and the like."""
+        for name, wanted in [*((name, stat.S_IFREG) for name in _FILES), *((name, stat.S_IFDIR) for name in _FOLDERS)]:
+            path = self.path / name
+            if not os.path.lexists(path):
+                continue
+            try:
+                mode = path.stat().st_mode
+            except OSError as error:  # a link to nothing
+                raise MonitorError(f"{path}: cannot be used ({reason_of(error)}); move it away") from error
+            if stat.S_IFMT(mode) != wanted:
+                kind = "a file" if stat.S_ISREG(mode) else kind_of(mode)
+                belongs = "a folder" if wanted == stat.S_IFDIR else "a file"
+                raise MonitorError(f"{path}: is {kind}, and {belongs} of the run belongs there; move it away")
 
     def _move_metrics_aside(self) -> list[Path]:
         written = (self.metrics, self.metrics.with_suffix(".csv"), self.tensorboard, self.trackers)
@@ -127,5 +149,5 @@ class RunFolder:
 
 def _number_of(path: Path) -> int:
     """K of NAME.previous-K, 0 for other names."""
-    match = re.fullmatch(r"\w+\.previous-(\d+)(\.\w+)?", path.name)
+    match = re.fullmatch(r"\w+\.previous-([0-9]+)(\.\w+)?", path.name)
     return int(match.group(1)) if match else 0

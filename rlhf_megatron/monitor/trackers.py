@@ -1,12 +1,13 @@
 """Where metrics go: jsonl, csv, tensorboard, wandb, mlflow, prometheus, behind one small interface.
 
 The third-party packages are imported when a tracker is opened, never with this module. What a tracker is given to log
-is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through environment.redact first.
+is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through redaction.redact first.
 A run that resumes goes on as the same run in each of them: services name it, and trackers.json remembers the names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import importlib
@@ -15,14 +16,21 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
+from rlhf_megatron.durable import move_aside, whole_file, write_text
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.monitor.environment import redact
+from rlhf_megatron.monitor.records import record_of, set_damaged_aside
 from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.redaction import redact
+from rlhf_megatron.untrusted import read_json, reason_of
+
+# What W&B and MLflow call a run.
+_RUN = re.compile(r"[\w.-]{1,128}")
 
 
 class Tracker(Protocol):
@@ -43,7 +51,9 @@ class JsonlTracker:
     is_local: ClassVar[bool] = True
 
     def __init__(self, path: Path) -> None:
-        _drop_torn_line(path)
+        """Goes on behind what is there; damaged lines are moved out of the way, which is told."""
+        if path.exists():
+            set_damaged_aside(path, lambda line: record_of(line) is not None)
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -67,6 +77,8 @@ class CsvTracker:
     def __init__(self, path: Path) -> None:
         self._path = path
         _drop_torn_line(path)
+        if path.exists() and not _is_table(path):
+            print(f"warning: {path}: is damaged; it is {move_aside(path).name} now and begun anew", file=sys.stderr)
         self._columns = ["step"]
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
@@ -88,17 +100,12 @@ class CsvTracker:
         with self._path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))[1:]
         columns = [*self._columns, *new_columns]
-        beside = self._path.with_suffix(".csv.partial")
-        try:
-            with beside.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow(columns)
-                writer.writerows(row + [""] * (len(columns) - len(row)) for row in rows)
-        except OSError:
-            beside.unlink(missing_ok=True)
-            raise
+        with whole_file(self._path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(row + [""] * (len(columns) - len(row)) for row in rows)
+            file.flush()
         self._file.close()
-        os.replace(beside, self._path)
         self._columns = columns
         self._file = self._path.open("ab", buffering=0)
 
@@ -164,7 +171,7 @@ class WandbTracker:
             self._run.define_metric("*", step_metric="step")
         except Exception as error:
             raise MonitorError(
-                f"monitor.trackers: wandb cannot start: {_first_line(error)}; "
+                f"monitor.trackers: wandb cannot start: {reason_of(error)}; "
                 "run `wandb login`, or set WANDB_MODE=offline"
             ) from error
 
@@ -195,7 +202,7 @@ class MlflowTracker:
                 mlflow.log_params({name: str(value)[:500] for name, value in _flatten(run_settings).items()})
         except Exception as error:
             raise MonitorError(
-                f"monitor.trackers: mlflow cannot start: {_first_line(error)}; check MLFLOW_TRACKING_URI"
+                f"monitor.trackers: mlflow cannot start: {reason_of(error)}; check MLFLOW_TRACKING_URI"
             ) from error
 
     def _goes_on(self, known: str | None) -> bool:
@@ -275,19 +282,26 @@ def make_tracker(name: str, run_folder: RunFolder, run_settings: Mapping[str, An
 
 
 def _known_run(run_folder: RunFolder, tracker: str) -> str | None:
-    """What the service calls this run, if an attempt before has begun one there."""
-    try:
-        known = json.loads(run_folder.trackers.read_text(encoding="utf-8"))[tracker]
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, or a file that was torn as its machine died
+    """What the service calls this run, if an attempt before has begun one there; told where the file is damaged."""
+    path = run_folder.trackers
+    if not path.exists():
         return None
-    return known if isinstance(known, str) else None
+    try:
+        known = read_json(path, MonitorError).get(tracker)
+        if known is None or (isinstance(known, str) and _RUN.fullmatch(known)):
+            return known
+        reason = f"{path}: the run of {tracker} has no such name"
+    except (MonitorError, AttributeError) as error:  # torn as its machine died, or no object
+        reason = str(error) if isinstance(error, MonitorError) else f"{path}: not a JSON object"
+    print(f"warning: {reason}; {tracker} does not know the run of before", file=sys.stderr, flush=True)
+    return None
 
 
 def _remember_run(run_folder: RunFolder, tracker: str, run: str) -> None:
-    known = {name: found for name in TRACKERS if (found := _known_run(run_folder, name)) is not None}
-    beside = run_folder.trackers.with_suffix(".json.partial")
-    beside.write_text(json.dumps({**known, tracker: run}) + "\n", encoding="utf-8")
-    os.replace(beside, run_folder.trackers)
+    known: dict[str, str] = {}
+    with contextlib.suppress(MonitorError, AttributeError):
+        known = {name: of for name, of in read_json(run_folder.trackers, MonitorError).items() if isinstance(of, str)}
+    write_text(run_folder.trackers, json.dumps({**known, tracker: run}) + "\n")
 
 
 def _import(module: str, package: str) -> ModuleType:
@@ -295,14 +309,9 @@ def _import(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MonitorError(
-            f"monitor.trackers: {package} cannot be imported ({_first_line(error)}); "
+            f"monitor.trackers: {package} cannot be imported ({reason_of(error)}); "
             f"pip install 'rlhf-megatron[trackers]' or take {package} out of monitor.trackers"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _drop_torn_line(path: Path) -> None:
@@ -313,6 +322,18 @@ def _drop_torn_line(path: Path) -> None:
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
         os.truncate(path, complete)
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a file is a table of steps as this tracker writes it, to its end."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.reader(file)
+            header = next(rows, ["step"])
+            width = len(header)
+            return header[:1] == ["step"] and all(0 < len(row) <= width and "\0" not in row[0] for row in rows)
+    except (UnicodeDecodeError, csv.Error):
+        return False
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

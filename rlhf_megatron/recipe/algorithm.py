@@ -64,7 +64,7 @@ class FilterGroupsSection(_SwitchedSection):
     """What must differ inside a group: the score itself, or the reward with its penalties."""
     max_num_gen_batches: int = Field(default=10, ge=0)
     """Most rounds of generation for one step; 0: no limit."""
-    prompts_per_round: int | None = Field(default=None, gt=0)
+    prompts_per_round: int | None = Field(default=None, gt=0, le=2**20)
     """Prompts of one round; default: batch.prompts_per_step."""
     when_exhausted: Literal["train", "stop"] = "train"
     """After the last round: train on the groups that there are, or stop the run."""

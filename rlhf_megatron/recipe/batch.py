@@ -10,9 +10,9 @@ from rlhf_megatron.recipe.section import Section
 class BatchSection(Section):
     """Sizes of one step, over all GPUs together."""
 
-    prompts_per_step: int = Field(gt=0)
+    prompts_per_step: int = Field(gt=0, le=2**20)
     """Prompts in one step (for sft: rows; for reward_modeling: pairs)."""
-    responses_per_prompt: int = Field(default=1, gt=0)
+    responses_per_prompt: int = Field(default=1, gt=0, le=2**16)
     """Responses sampled for each prompt: the group size of GRPO."""
     minibatch_prompts: int | None = Field(default=None, gt=0)
     """Prompts (with all their responses) per optimizer step; default: all of the step's."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.untrusted import MOST_LEVELS, is_within_levels
 
 # What a chat template is given anyway.
 _TEMPLATE_NAMES = frozenset(["messages", "add_generation_prompt", "tokenize", "chat_template"])
@@ -20,7 +21,7 @@ class MixturePart(Section):
     """Names the part in metrics: data/epoch/NAME."""
     files: list[str] = Field(min_length=1)
     """Its parquet files."""
-    weight: float = Field(gt=0, allow_inf_nan=False)
+    weight: float = Field(gt=0)
     """Its share of the prompts, divided by the sum of all weights; it does not depend on how many rows there are."""
 
 
@@ -68,7 +69,7 @@ class DataSection(Section):
     """A system message for the conversations that have none."""
     chat_template: str | None = None
     """A jinja file that replaces the tokenizer's chat template."""
-    chat_template_kwargs: dict[str, Any] = Field(default={})
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Names that the chat template reads, such as {enable_thinking: false}."""
     response_column: str | None = None
     """For sft: the column that holds the text to learn; default: reward_model.ground_truth. (reward_modeling reads the
@@ -112,6 +113,8 @@ class DataSection(Section):
             yield f"min_prompt_length={shortest} is above max_prompt_length={longest}; lower it"
         if self.curriculum and self.curriculum.bands and not self.shuffle:
             yield "curriculum.bands: rows are shuffled within bands, which shuffle=false forbids; leave one out"
+        if not is_within_levels(self.chat_template_kwargs):
+            yield f"chat_template_kwargs: is nested too deeply; at most {MOST_LEVELS} levels are read"
         taken = sorted(_TEMPLATE_NAMES & set(self.chat_template_kwargs))
         if taken:
             yield f"chat_template_kwargs: {taken[0]} is given by the program; leave it out"

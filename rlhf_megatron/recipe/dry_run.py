@@ -30,6 +30,7 @@ from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
 from rlhf_megatron.recipe.unsupported import unsupported
+from rlhf_megatron.redaction import redact
 
 _LARGE_LOGITS_GB = 0.5  # from where on making them once is worth a key
 
@@ -47,7 +48,7 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
     shape = shape_of(config)
     memory = estimate(recipe, shape, world_size)
     sections = [
-        ("Recipe", resolved_yaml(recipe).rstrip().splitlines()),
+        ("Recipe", resolved_yaml(recipe, redact).rstrip().splitlines()),
         ("Model", [_model_line(recipe, shape), *_adapter_lines(recipe, shape)]),
         ("Layouts", list(_layout_lines(recipe, shape, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),

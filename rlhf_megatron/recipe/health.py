@@ -47,7 +47,7 @@ class AlertSection(Section):
     command: list[str] = Field(default=[])
     """Program and arguments, started without a shell; {message} in an argument is replaced, and the alert comes as JSON
     on its standard input."""
-    retries: int = Field(default=4, ge=0)
+    retries: int = Field(default=4, ge=0, le=20)
     """Further attempts where one fails, after 1, 2, 4, ... seconds."""
     most_per_hour: int = Field(default=12, gt=0)
     """More alerts than that are counted instead of sent; the next one says how many. A stop is always sent."""

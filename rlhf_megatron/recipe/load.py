@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.plain_yaml import parse_yaml, yaml_problem
 from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.redaction import HIDDEN
 from rlhf_megatron.untrusted import MOST_LEVELS, is_within_levels, read_bytes, reason_of, shown
 
 # Far beyond any recipe that a person or a program writes on purpose: of one file, and files with all their overlays.
@@ -50,10 +51,25 @@ def make_recipe(values: dict[str, Any], where: str) -> Recipe:
     if problems:
         raise RecipeError(_complaints(where, problems))
     try:
-        return Recipe.model_validate(values)
+        recipe = Recipe.model_validate(values)
     except ValidationError as error:
         details = error.errors(include_url=False)[: _MOST_COMPLAINTS + 1]
         raise RecipeError(_complaints(where, [_complaint(item) for item in details])) from error
+    for key in _hidden_keys(recipe.model_dump(mode="json"), ""):
+        raise RecipeError(f"{where}: {key} is {HIDDEN}, as a run's records hide a secret; write the value itself")
+    return recipe
+
+
+def _hidden_keys(value: Any, key: str) -> Iterator[str]:
+    """The keys with a hidden value: a run's own recipe.yaml would otherwise be taken for what the run was made from."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _hidden_keys(inner, f"{key}.{name}".strip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _hidden_keys(inner, key)
+    elif isinstance(value, str) and (value == HIDDEN or f"://{HIDDEN}@" in value):
+        yield key
 
 
 def resolved_yaml(recipe: Recipe, hide: Callable[[Any], Any] = dict) -> str:
@@ -162,13 +178,10 @@ def _problems(values: dict[str, Any], section: type[BaseModel], prefix: str) -> 
         if key not in section.model_fields:
             yield f"unknown key {prefix}{shown(key)}{_suggestion(str(key), prefix, section)}"
             continue
-        annotation = section.model_fields[key].annotation
-        inner = section_of(annotation)
+        inner = section_of(section.model_fields[key].annotation)
         for part in value if isinstance(value, list) else [value]:
             if inner is not None and isinstance(part, dict):
                 yield from _problems(part, inner, f"{prefix}{key}.")
-            elif isinstance(part, bool) and _wants_number(annotation):
-                yield f"{prefix}{key}: must be a number; it is {str(part).lower()}"
             elif isinstance(part, str) and key not in _FREE_TEXT and (problem := _problem_of_text(part)):
                 yield f"{prefix}{key}: {problem}"
 
@@ -192,16 +205,6 @@ def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
     everywhere = {key.rsplit(".", 1)[-1]: key for key in known_keys()}
     near = difflib.get_close_matches(name, list(everywhere), 1, 0.7)
     return f"; did you mean {everywhere[near[0]]}?" if near else f"; known keys here: {', '.join(section.model_fields)}"
-
-
-def _wants_number(annotation: Any) -> bool:
-    """Whether a type is a number, or has one among others, and no ``bool``, which Python takes for a number."""
-    parts = typing.get_args(annotation) or (annotation,)
-    if bool in parts:
-        return False
-    return any(
-        part in (int, float) or type(part) is int or (typing.get_args(part) and _wants_number(part)) for part in parts
-    )
 
 
 def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:

@@ -7,7 +7,7 @@ or with experts in each layer.
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.roles import LoraSection, RoleSection
+from rlhf_megatron.untrusted import read_json, shown
 
 _VOCABULARY_MULTIPLE = 64  # as in models.architecture: vLLM pads to it too
 
@@ -134,33 +135,48 @@ class ModelShape:
         return count + embeddings * self.embedding_parameters(tensor) + norm_and_head
 
 
-def planning_config(recipe: Recipe) -> dict[str, Any]:
-    """config.json of ``model.path``, or of ``model.config`` where the former is not here; raises RecipeError."""
+def planning_folder(recipe: Recipe) -> Path:
+    """``model.path``, or ``model.config`` where the former has no config.json; raises RecipeError if neither has."""
     candidates = [folder for folder in (recipe.model.path, recipe.model.config) if folder is not None]
-    path = next((file for folder in candidates if (file := Path(folder) / "config.json").is_file()), None)
-    if path is None:
-        tried = " nor ".join(str(Path(folder) / "config.json") for folder in candidates)
+    given = next((Path(folder) for folder in candidates if _has_config(Path(folder))), None)
+    if given is None:
+        tried = " nor ".join(shown(Path(folder) / "config.json") for folder in candidates)
         raise RecipeError(
             f"model.path: there is no {tried}; download the model, or set model.config to a folder with its config.json"
         )
-    return _read(path)
+    return given
+
+
+def planning_config(recipe: Recipe) -> dict[str, Any]:
+    """config.json of the ``planning_folder``; raises RecipeError."""
+    return _read(planning_folder(recipe) / "config.json")
+
+
+def role_folder(recipe: Recipe, section: RoleSection) -> Path | None:
+    """The role's own folder, if it names one that is here and is not the model's."""
+    own = getattr(section, "path", None)
+    return None if own in (None, recipe.model.path) or not _has_config(Path(own)) else Path(own)
 
 
 def role_config(recipe: Recipe, section: RoleSection, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the role's own folder if it names one that is here; else ``config``, the model's."""
-    own = getattr(section, "path", None)
-    if own in (None, recipe.model.path) or not (Path(own) / "config.json").is_file():
-        return config
-    return _read(Path(own) / "config.json")
+    """config.json of the ``role_folder``; else ``config``, the model's."""
+    own = role_folder(recipe, section)
+    return config if own is None else _read(own / "config.json")
+
+
+def _has_config(folder: Path) -> bool:
+    """Whether there is something of that name, which may be no file that can be read."""
+    return os.path.lexists(folder / "config.json")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read as JSON ({error}); download it again") from error
+        config = read_json(path, RecipeError)
+    except RecipeError as error:
+        reason = str(error).removeprefix(f"{shown(path)}: ")
+        raise RecipeError(f"{shown(path)}: cannot be read as JSON ({reason}); download it again") from error
     if not isinstance(config, dict):
-        raise RecipeError(f"{path}: must hold a JSON object; download it again")
+        raise RecipeError(f"{shown(path)}: must hold a JSON object; download it again")
     return config
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.rollout import LOWEST_TEMPERATURE
+from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, LONGEST_SECONDS, Section
 
 
 class EvaluationSection(Section):
@@ -18,10 +19,10 @@ class EvaluationSection(Section):
     """Evaluate before the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
-    samples_per_prompt: int = Field(default=1, gt=0)
+    samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
     """Responses per prompt."""
     temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 is greedy, and others are 0.01 or more."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     correct_from: float = 1.0
@@ -31,6 +32,8 @@ class EvaluationSection(Section):
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvaluationSection:
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(f"temperature={self.temperature:g} must be 0, or {LOWEST_TEMPERATURE} or more")
         if self.samples_per_prompt > 1 and not self.temperature:
             raise ValueError(
                 f"samples_per_prompt={self.samples_per_prompt} at temperature 0 would be the same response each time; "
@@ -57,7 +60,7 @@ class CheckpointSection(Section):
     """Checkpoints to keep."""
     keep_best: KeepBestSection | None = None
     """Keep also the best one of those whose step was evaluated; the file checkpoints/best names it."""
-    save_before_seconds: float = Field(default=0.0, ge=0)
+    save_before_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
     """Save and stop where the next step would end later than so many seconds before the job does, by Slurm's limit or
     the environment's RLHF_MEGATRON_DEADLINE; 0: never."""
     export_interval: int = Field(default=0, ge=0)
@@ -69,7 +72,7 @@ class CheckpointSection(Section):
 class TimelineSection(Section):
     """Steps whose phases on all ranks are written to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
 
-    steps: list[int] = Field(default=[])
+    steps: list[Annotated[int, Field(ge=0)]] = Field(default=[])
     """These steps."""
     every: int = Field(default=0, ge=0)
     """And each step that it divides, 0 included; 0: no others."""
@@ -87,9 +90,9 @@ class TimelineSection(Section):
 class ProfileSection(Section):
     """Steps whose kernels are recorded, which slows these steps down."""
 
-    steps: list[int] = Field(default=[])
+    steps: list[Annotated[int, Field(gt=0)]] = Field(default=[])
     """These steps."""
-    ranks: list[int] = Field(default=[0])
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
     """On these ranks."""
     tool: Literal["torch", "nsys"] = "torch"
     """torch: torch's profiler writes a Chrome trace and a table of the kernels for each phase. nsys: nothing but the
@@ -147,7 +150,7 @@ class ClusterSection(Section):
 
     gpus_per_node: int = Field(default=8, gt=0)
     """GPUs of one node."""
-    gpu_memory_gb: float = Field(default=80.0, gt=0)
+    gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
     """Memory of one GPU in GB of 2^30 bytes; `--dry-run` compares its estimate with it."""
     gpu: Literal["A100", "B200", "H100", "H200", "H800"] | None = None
     """What the GPUs are; with it `--dry-run` reckons how long a step takes."""

@@ -53,7 +53,7 @@ class Recipe(Section):
     responses."""
     steps: int = Field(gt=0)
     """Steps of the loop: each takes batch.prompts_per_step prompts."""
-    seed: int = 1
+    seed: int = Field(default=1, ge=0)
     """Decides data order, sampling and random weights."""
     deterministic: bool = False
     """Only kernels that give the same bits each time, which are slower on GPUs; needs rollout.scheduling static."""

@@ -8,14 +8,14 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, LONGEST_SECONDS, MOST_WORKERS, Section
+from rlhf_megatron.redaction import is_secret_parameter
 
 # Names of other metrics under reward/.
 _TAKEN_NAMES = (
     "mean", "std", "latency_ms", "informative_group_fraction", "score_mean", "overlong_penalty_mean",
     "samples", "timeouts", "failures", "masked", "reward_model",
 )  # fmt: skip
-_SECRET_PARAMETER = re.compile(r"(.*[_.-])?(token|key|secret|signature|sig|password|code)", re.IGNORECASE)
 
 
 class RewardServiceSection(Section):
@@ -25,9 +25,9 @@ class RewardServiceSection(Section):
     """Where samples are posted, with http:// or https://."""
     samples_per_request: int = Field(default=1, gt=0)
     """Samples sent in one request."""
-    max_retries: int = Field(default=4, ge=0)
+    max_retries: int = Field(default=4, ge=0, le=1000)
     """How often a request is sent again when there is no answer, or one of status 408, 425, 429 or 5xx."""
-    backoff_seconds: float = Field(default=0.5, gt=0)
+    backoff_seconds: float = Field(default=0.5, gt=0, le=LONGEST_SECONDS)
     """Longest wait before the first retry; it doubles with each, up to 30 s, and a random part of it is waited."""
     header: str = "Authorization"
     """Header that authenticates; sent if header_environment is set."""
@@ -41,7 +41,7 @@ class RewardServiceSection(Section):
             raise ValueError("url must begin with http:// or https:// and a host")
         if parts.username is not None or parts.password is not None:
             raise ValueError("url must hold no user or password; put the header's value into an environment variable")
-        if any(_SECRET_PARAMETER.fullmatch(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
+        if any(is_secret_parameter(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
             raise ValueError("url must hold no credentials, as its query seems to; send a header (header_environment)")
         if not re.fullmatch(r"[A-Za-z0-9-]+", self.header):
             raise ValueError(f"header={self.header!r} is not the name of an HTTP header")
@@ -107,11 +107,14 @@ class RewardSection(RewardSource):
     on_failure: Literal["stop", "zero", "mask"] = "stop"
     """What a function or service that fails on a sample costs: the run, the sample's reward (it gets 0), or the sample
     (it is left out of the loss)."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
+    timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
     """Most time for one sample in a worker process, and for one request to a service."""
-    workers: int = Field(default=2, gt=0)
+    workers: int = Field(default=2, gt=0, le=MOST_WORKERS)
     """Worker processes per rollout replica; each function has as many of its own."""
-    concurrency: int = Field(default=64, gt=0)
+    memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
+    """Most memory of one worker of a function together with what it starts, in GB of 2^30 bytes. One that uses more is
+    killed, and its samples have failed."""
+    concurrency: int = Field(default=64, gt=0, le=2**16)
     """Samples of an async function that one worker awaits at a time; requests to a service at a time."""
 
     @model_validator(mode="after")

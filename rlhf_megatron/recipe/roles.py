@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.placement import Ranks
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.section import LARGEST_FLOAT, LARGEST_MEMORY_GB, Section
 
 
 class LayoutSection(Section):
@@ -111,6 +111,15 @@ class OptimizerSection(Section):
     """Cut the optimizer's state over data-parallel ranks."""
 
     @model_validator(mode="after")
+    def _first_step_fits(self) -> OptimizerSection:
+        if self.learning_rate > LARGEST_FLOAT * (1 - self.beta1):
+            raise ValueError(
+                f"learning_rate={self.learning_rate:g}: Adam's first step, learning_rate / (1 - beta1), is beyond "
+                "float32; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedule_falls(self) -> OptimizerSection:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}")
@@ -174,9 +183,9 @@ LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 class LoraSection(Section):
     """Low-rank adaptation (LoRA, arXiv 2106.09685): of each adapted weight W only B and A of W + scale x B A learn."""
 
-    rank: int = Field(gt=0)
+    rank: int = Field(gt=0, le=2**16)
     """Columns of B and rows of A."""
-    alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    alpha: float | None = Field(default=None, gt=0)
     """The scale is alpha / rank; default: rank, for a scale of 1."""
     rank_stabilized: bool = False
     """Make the scale alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
@@ -216,7 +225,7 @@ class ActorSection(LearningRoleSection):
     """Degrees of parallelism."""
     lora: LoraSection | None = None
     """Train low-rank adapters instead of the weights; the reference is then the model without them."""
-    kept_logits_gb: float = Field(default=0.0, ge=0)
+    kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
     """Memory in which an update keeps the logits of a micro-batch until its backward pass, if all of them fit: tokens x
     vocabulary / layout.tensor, 2 bytes each in bfloat16. Otherwise they are made twice, a block at a time."""
 

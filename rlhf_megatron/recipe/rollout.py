@@ -9,7 +9,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.placement import Ranks
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.section import LARGEST_INTEGER, LARGEST_MEMORY_GB, LONGEST_SECONDS, MOST_WORKERS, Section
+
+# vLLM would sample at this one instead of a lower one, and the trainer not.
+LOWEST_TEMPERATURE = 0.01
 
 
 class RolloutLayoutSection(Section):
@@ -26,9 +29,9 @@ class RolloutLayoutSection(Section):
 class DrawnLengthsSection(Section):
     """Lengths of responses, drawn from a lognormal distribution."""
 
-    mean: float = Field(gt=0)
+    mean: float = Field(gt=0, le=LARGEST_INTEGER)
     """Mean length in tokens, of what rollout.max_response_length does not cut."""
-    sigma: float = Field(default=0.0, ge=0)
+    sigma: float = Field(default=0.0, ge=0, le=100)
     """Standard deviation of the length's logarithm; 0: all have the mean length."""
 
     def of_row(self, row: int) -> int:
@@ -47,10 +50,12 @@ class MultiTurnSection(Section):
     """Most turns of the model in a response; nobody answers the last one."""
     max_answer_tokens: int = Field(default=1024, gt=0)
     """An answer's content is cut to so many tokens. They count among max_response_length, and are not learnt."""
-    timeout_seconds: float = Field(default=60.0, gt=0)
+    timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
     """For one answer; a response that has none by then ends, and so does one whose function fails."""
-    workers: int = Field(default=4, gt=0)
+    workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
     """Processes of each replica that call the function."""
+    memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
+    """Most memory of one of them together with what it starts, in GB of 2^30 bytes; one that uses more is killed."""
 
 
 class RolloutSection(Section):
@@ -84,11 +89,11 @@ class RolloutSection(Section):
     algorithm.rollout_correction, or old_logprobs rollout."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """vLLM's share of each GPU's memory."""
-    kv_cache_gb: float | None = Field(default=None, gt=0)
+    kv_cache_gb: float | None = Field(default=None, gt=0, le=LARGEST_MEMORY_GB)
     """Size of the KV cache on each GPU, in GB of 2^30 bytes; default: what the share leaves (on CPUs 0.0625)."""
-    max_num_seqs: int = Field(default=256, gt=0)
+    max_num_seqs: int = Field(default=256, gt=0, le=2**16)
     """Sequences generated at a time by one replica."""
-    max_num_batched_tokens: int | None = Field(default=None, gt=0)
+    max_num_batched_tokens: int | None = Field(default=None, gt=0, le=2**24)
     """Tokens in one engine step."""
     enable_chunked_prefill: bool = True
     """Cut long prompts so that they do not stall the others; never on CPUs."""
@@ -107,7 +112,7 @@ class RolloutSection(Section):
     scheduling: Literal["queue", "static"] = "queue"
     """queue: replicas draw groups from one queue as they have room; static: each has its share from the start, so that
     a run can be repeated to the last bit."""
-    oversample: float = Field(default=1.0, ge=1)
+    oversample: float = Field(default=1.0, ge=1, le=100)
     """Start so many times the groups that are needed, and give up the slowest when enough are done."""
     partial: Literal["discard", "resume"] = "discard"
     """What becomes of groups that were given up; their prompts come again in the next round of generation. discard:
@@ -134,6 +139,12 @@ class RolloutSection(Section):
             raise ValueError("partial=resume: with multi_turn what was given up begins anew; use discard")
         if self.drawn_lengths:
             raise ValueError("drawn_lengths: with multi_turn a turn ends where the model ends it; leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _temperature_is_sampled_at(self) -> RolloutSection:
+        if self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(f"temperature={self.temperature:g} must be {LOWEST_TEMPERATURE} or more")
         return self
 
     @model_validator(mode="after")

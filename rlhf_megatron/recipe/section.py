@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import typing
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from rlhf_megatron.untrusted import shown
+
+# Counts, sizes and seeds go on into 32 bits: those of kernels, of NCCL, of parquet, and of NumPy's generators.
+LARGEST_INTEGER = 2**32 - 1
+# The normal numbers of float32, which losses and optimizers are computed in.
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+# Ten years. Beyond about 300 the timers of the system and of Python overflow.
+LONGEST_SECONDS = 10 * 365 * 24 * 3600.0
+# A petabyte, in GB of 2^30 bytes.
+LARGEST_MEMORY_GB = 2.0**20
+# Processes of one replica for one purpose.
+MOST_WORKERS = 4096
 
 
 class Section(BaseModel):
-    """A part of a recipe. Values are never rewritten once it is made."""
+    """A part of a recipe. Values are never rewritten once it is made, and all its numbers are finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, field: ValidationInfo) -> Any:
+        """Refuses true and false in place of a number, which Python has as 1 and 0."""
+        assert field.field_name is not None
+        kinds = _kinds(cls.model_fields[field.field_name].annotation)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, bool) and kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"must be a number; it is {str(each).lower()}")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _numbers_fit(cls, value: Any) -> Any:
+        """Refuses numbers that would overflow, or vanish, on the way to where they are used."""
+        for each in value if isinstance(value, list) else [value]:
+            if type(each) is int and abs(each) > LARGEST_INTEGER:
+                raise ValueError(f"must be a number of 32 bits, up to {LARGEST_INTEGER}; it is {shown(each, 40)}")
+            if isinstance(each, float) and each and not SMALLEST_FLOAT <= abs(each) <= LARGEST_FLOAT:
+                raise ValueError(
+                    f"must be 0 or of a size from {SMALLEST_FLOAT:.3g} to {LARGEST_FLOAT:.3g}, which float32 has; "
+                    f"it is {each:g}"
+                )
+        return value
 
     def changed(self, *keys: str) -> list[str]:
         """Those of these keys whose values are not the defaults; a recipe that is written out has them all."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+
+
+def _kinds(annotation: Any) -> set[type]:
+    """The classes that an annotation is made of; a Literal has those of its choices."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return {type(choice) for choice in arguments}
+    if not arguments:
+        return {annotation} if isinstance(annotation, type) else set()
+    return set().union(*(_kinds(argument) for argument in arguments))

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.section import LONGEST_SECONDS, Section
 
 
 class OutOfMemorySection(Section):
@@ -30,10 +30,10 @@ class RetrySection(Section):
     monitor beside each rank kills one that stands still for hang_seconds."""
     max_repeats: int = Field(default=3, gt=0)
     """A run that has failed so often in a row after the same step is not started again, by torchrun or by Slurm."""
-    hang_seconds: float = Field(default=1800.0, ge=0)
+    hang_seconds: float = Field(default=1800.0, ge=0, le=LONGEST_SECONDS)
     """A rank without progress for so long ends the attempt, with the stacks of all ranks in logs/hang-STEP; longer than
     the longest phase of any rank. 0: never."""
-    hang_seconds_at_start: float = Field(default=3600.0, ge=0)
+    hang_seconds_at_start: float = Field(default=3600.0, ge=0, le=LONGEST_SECONDS)
     """The same until the first step begins, if it is longer: models are loaded and engines started then."""
     max_skipped_steps: int = Field(default=5, ge=0)
     """So many steps in a row without a finite gradient end the attempt; the next one goes on from the newest checkpoint
@@ -49,7 +49,7 @@ class SlurmSection(Section):
     """Who pays."""
     partition: str | None = None
     """Where it runs; default: the cluster's."""
-    time_limit_hours: float = Field(default=24.0, ge=1 / 60)
+    time_limit_hours: float = Field(default=24.0, ge=1 / 60, le=LONGEST_SECONDS / 3600)
     """When Slurm ends the job."""
     nodes: int = Field(default=1, gt=0)
     """Nodes of the job."""

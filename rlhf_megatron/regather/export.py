@@ -16,6 +16,7 @@ from rlhf_megatron.models.hf_files import Companions, write_checkpoint
 from rlhf_megatron.models.weight_map import Block, whole_blocks
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.plan import Shard, Side, elements, plan_regather
+from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
 from rlhf_megatron.topology.exchange import from_rank
 
 PORTION_BYTES = 1 << 30
@@ -33,7 +34,8 @@ def export_weights(
     """Writes the model that ``sources`` hold; collective over the world, the first rank that holds some of it writes.
 
     About ``PORTION_BYTES`` of full tensors are in memory at a time, beside the shard being written.
-    Raises OSError on all ranks where the writer's disk fails.
+    Raises OSError on all ranks where the writer's disk fails, NotFiniteError where a weight is not finite as ``dtype``;
+    then there is no new folder, and an older one stays.
     """
 
     def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -53,7 +55,7 @@ def export_adapters(
 ) -> None:
     """Writes the adapters that ``sources`` hold as PEFT does, for the model in the folder ``base``; as above.
 
-    Raises OSError on all ranks where the writer's disk fails.
+    Raises what ``export_weights`` does.
     """
 
     def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -71,7 +73,10 @@ def _write_gathered(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Has the first rank that holds something ``write`` the tensors of ``wanted``, as they come; collective."""
+    """Has the first rank that holds something ``write`` the tensors of ``wanted``, as they come; collective.
+
+    Raises on all ranks what comes of the disk or of weights that are not finite.
+    """
     writer = min(sources.shard_of)
     held = {shard: sources.blocks_of(shard) for shard in sources.ranks}
     tensors = (
@@ -79,17 +84,19 @@ def _write_gathered(
         for blocks in _portions(wanted, dtype)
         for pair in _gather(blocks, _part(sources.shard_of, held, blocks), parameters, writer, dtype, device)
     )
-    problem = None
+    problem: OSError | NotFiniteError | None = None
     if dist.get_rank() == writer:
         try:
-            write(tensors)
+            write(only_finite(tensors))
         except OSError as error:
-            problem = str(error)
+            problem = OSError(str(error))
+        except NotFiniteError as error:
+            problem = error
     for _ in tensors:  # all of them, or what a failure has left: the others take part to the end
         pass
     problem = from_rank(problem, writer)
     if problem:
-        raise OSError(problem)
+        raise problem
 
 
 def _portions(blocks: Sequence[Block], dtype: torch.dtype) -> list[list[Block]]:

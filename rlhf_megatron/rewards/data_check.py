@@ -10,7 +10,7 @@ import dataclasses
 import random
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,8 @@ from typing import Any
 import numpy
 from rich.table import Table
 
-from rlhf_megatron.data.prompts import prompt_key
+from rlhf_megatron.data.chat_template import in_parts
+from rlhf_megatron.data.prompts import CHARACTERS_PER_TOKEN, PART_CHARACTERS, longest_text, prompt_key
 from rlhf_megatron.data.rows import (
     ParquetRows,
     RowPlace,
@@ -141,7 +142,7 @@ def check_files(
     lengths = array("i")
     seen: set[int] = set()
     for first, rows in source.scan([*COLUMNS, "extra_info"]):
-        texts = []
+        texts: list[str] = []
         for offset, values in enumerate(rows):
             try:
                 row, key, text = _read(values, source.place(first + offset), first + offset, tokenizer, system_prompt)
@@ -160,13 +161,21 @@ def check_files(
             elif (place := draw.randrange(count)) < sample:
                 chosen[row.data_source][place] = row
         if tokenizer is not None:
-            lengths.extend(map(len, tokenizer.encode_many(texts)))
+            lengths.extend(_lengths(texts, tokenizer, max_prompt_length))
     findings.lengths = _distribution(lengths)
     if lengths and max_prompt_length is not None:
         findings.too_long = sum(length > max_prompt_length for length in lengths)
     with Scorer(reward) as scorer:
         findings.rewards = {name: _try_reward(scorer, reward, chosen[name], draw) for name in chosen}
     return findings
+
+
+def _lengths(texts: Sequence[str], tokenizer: Tokenizer, limit: int | None) -> Iterator[int]:
+    """Yield how many tokens texts have; of one that is too long to be tokenized, the fewest that it can have."""
+    for part in in_parts(texts, len, PART_CHARACTERS):
+        short = [text if len(text) <= longest_text(limit) else "" for text in part]
+        for text, token_ids in zip(part, tokenizer.encode_many(short), strict=True):
+            yield len(token_ids) if token_ids or not text else len(text) // CHARACTERS_PER_TOKEN
 
 
 @dataclass(frozen=True)

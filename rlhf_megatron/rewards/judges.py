@@ -12,7 +12,8 @@ from typing import Protocol
 from rlhf_megatron.errors import RewardError
 from rlhf_megatron.recipe import RewardSource
 from rlhf_megatron.rewards import worker
-from rlhf_megatron.rewards.pool import Outcome, WorkerPool
+from rlhf_megatron.rewards.answers import Outcome
+from rlhf_megatron.rewards.pool import DIED, LOAD_SECONDS, WorkerPool
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, rule_of, unknown_source
 
 
@@ -75,7 +76,7 @@ class RuleJudge:
 
 
 class FunctionJudge:
-    """A user's function, in worker processes of its own without a limit to their memory."""
+    """A user's function, in worker processes of its own."""
 
     is_rule = False
 
@@ -91,7 +92,7 @@ class FunctionJudge:
         job = {"kind": worker.USER_FUNCTION, "function": function, "load_only": True}
         outcome = self._pool.submit(job).result()
         if outcome.state != worker.DONE:
-            raise RewardError(f"reward.function: {outcome.message or 'loading it took too long'}")
+            raise RewardError(unloadable("reward.function", function, outcome))
         self._pool.jobs_at_a_time = concurrency if outcome.awaited else 1
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
@@ -101,6 +102,15 @@ class FunctionJudge:
         """See Judge."""
         kind = {"kind": worker.USER_FUNCTION, "function": self._function}
         return [self._pool.submit({**kind, **fields_of(item)}) for item in items]
+
+
+def unloadable(key: str, function: str, outcome: Outcome) -> str:
+    """Return why a function could not be loaded, as one line that begins with the recipe's key."""
+    if outcome.state == worker.TIMED_OUT:
+        return f"{key}: importing {function} took longer than {LOAD_SECONDS:g} s"
+    if outcome.state == DIED:
+        return f"{key}: importing {function} ended its process: {outcome.message}"
+    return f"{key}: {outcome.message}"
 
 
 def fields_of(item: ScoreItem) -> worker.Job:

@@ -7,34 +7,32 @@ Equal text is settled at once; the rest is compared by math-verify (SymPy), whic
 from __future__ import annotations
 
 import re
-from functools import lru_cache
-from typing import Any
 
-# Longer answers are compared as text only: SymPy's parser is far slower than linear.
-LONGEST_PARSED = 1000
+from rlhf_megatron.rewards.math_text import LONGEST_PARSED, plain_text, settled, with_ascii_signs
 
 _ANSWER_LINE = re.compile(r"(?i:\banswer)(?:[ ]is)?[ \t]*:([^\n]+)")
 _DROPPED = ("\\left", "\\right", "\\!", "$", "^\\circ", "^{\\circ}")
 _SPACES = re.compile(r"(?:\\[,; ]|\s)+")
 # Between digits a space says something, unless it parts thousands: "1 1/2" is not 11/2, and "3 4" is not 34.
-_IDLE_SPACE = re.compile(r"(?<!\d) | (?!\d)| (?=\d{3}(?!\d))")
-_TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
+_IDLE_SPACE = re.compile(r"(?<!\d) | (?!\d)| (?=\d{3}(?!\d))", re.ASCII)
+_BRACE = re.compile(r"\\boxed\{|[{}]")
+_ONLY_BOX = re.compile(r"[$\s]*\\f?box(?:ed)?\{(.*)\}[$\s.]*", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} whose braces close, or None; linear in the text."""
-    end = len(text)
-    while True:
-        start = text.rfind("\\boxed{", 0, end)
-        if start < 0:
-            return None
-        opened = text.index("{", start)
-        depth = 0
-        for position in range(opened, end):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[opened + 1 : position].strip()
-        end = start  # never closed: look at the one before, within the text before this one
+    r"""Return the content of the last \boxed{...} whose braces close and that stands in no other, or None; linear."""
+    opened: list[tuple[int, bool]] = []
+    boxes: list[tuple[int, int]] = []
+    for brace in _BRACE.finditer(text):
+        if brace.group() != "}":
+            opened.append((brace.end(), brace.group() != "{"))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box:
+                while boxes and boxes[-1][0] > start:
+                    boxes.pop()
+                boxes.append((start, brace.start()))
+    return text[slice(*boxes[-1])].strip() if boxes else None
 
 
 def extract_answer(text: str) -> str | None:
@@ -69,8 +67,9 @@ def dapo_score(solution: str, ground_truth: str) -> float:
 
 
 def _dapo_form(answer: str) -> str:
-    form = normalize(_bare_truth(answer))
-    digits = re.fullmatch(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", form)
+    # Of several boxes none is the answer.
+    form = normalize(_bare_truth(answer) if answer.count("\\boxed") < 2 else answer)
+    digits = re.fullmatch(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", form, re.ASCII)
     if digits is None or len(form) > LONGEST_PARSED:
         return form
     sign = "-" if digits.group(1) == "-" else ""
@@ -83,12 +82,7 @@ def normalize(answer: str) -> str:
     answer = plain_text(answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     for dropped in _DROPPED:
         answer = answer.replace(dropped, "")
-    return _IDLE_SPACE.sub("", _SPACES.sub(" ", answer)).rstrip(".")
-
-
-def plain_text(latex: str) -> str:
-    r"""Return LaTeX with \text{...}, \mathrm{...} and \mbox{...} replaced by what is in them."""
-    return _TEXT_COMMAND.sub(r"\1", latex)
+    return _IDLE_SPACE.sub("", _SPACES.sub(" ", answer)).removesuffix(".")
 
 
 def quick_score(solution: str, ground_truth: str) -> float | None:
@@ -98,25 +92,22 @@ def quick_score(solution: str, ground_truth: str) -> float | None:
         solution: the response.
         ground_truth: the right answer, bare or in a box.
     """
-    answer = extract_answer(solution)
+    answer, truth = _answer(solution), _bare_truth(ground_truth)
     if not answer:
         return 0.0
-    if normalize(answer) == normalize(_bare_truth(ground_truth)):
+    if normalize(answer) == normalize(truth):
         return 1.0
-    return 0.0 if len(answer) > LONGEST_PARSED else None
+    return settled(truth, answer)
 
 
 def verify(solution: str, ground_truth: str) -> float:
-    """Return 1.0 if math-verify finds the answers equal, else 0.0. May run for ever and take much memory: see above."""
+    """Return 1.0 if the answer is right, else 0.0. May run for ever and take much memory: see above."""
     quick = quick_score(solution, ground_truth)
     if quick is not None:
         return quick
-    from math_verify import verify as math_verify
+    from rlhf_megatron.rewards import math_form
 
-    truth = _parse(_bare_truth(ground_truth))
-    answer = _parse(str(extract_answer(solution)))
-    # No time limits of its own: they use SIGALRM, which a long C call ignores; the pool kills the process instead.
-    return 1.0 if truth and answer and math_verify(truth, answer, timeout_seconds=None) else 0.0
+    return 1.0 if math_form.is_right(_bare_truth(ground_truth), str(_answer(solution))) else 0.0
 
 
 def load() -> None:
@@ -128,16 +119,17 @@ def load() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the time limits that are left out here
 
 
+def _answer(solution: str) -> str | None:
+    """Return a response's answer with signs as LaTeX and without a box that all of it stands in, or None."""
+    answer = with_ascii_signs(extract_answer(solution) or "").strip()
+    while len(answer) <= LONGEST_PARSED and (box := _ONLY_BOX.fullmatch(answer)):
+        inner = box.group(1).strip()
+        if last_boxed(rf"\boxed{{{inner}}}") != inner:
+            break
+        answer = inner
+    return answer or None
+
+
 def _bare_truth(ground_truth: str) -> str:
     boxed = last_boxed(ground_truth)
-    return ground_truth.strip() if boxed is None else boxed
-
-
-@lru_cache(maxsize=512)
-def _parse(answer: str) -> list[Any]:
-    """Return math-verify's readings of one answer; cached, because all responses of a group share a ground truth."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    readings: list[Any] = parse(f"\\boxed{{{answer}}}", extraction_config=targets, parsing_timeout=None)
-    return readings
+    return with_ascii_signs(ground_truth if boxed is None else boxed).strip()

@@ -11,7 +11,7 @@ from rlhf_megatron.rewards import math
 # Possessive (*+), so that no part gives way to let a second letter pass.
 _LETTER = (
     r"[\[({$]*+([A-Z](?![\w'])|[a-z](?=[\])}$*.:]*+[ \t]*+(?:\n|\Z)))[\])}$*.:]*+"
-    r"(?!\s*(?:,|/|&|or\b|and\b)\s*[\[({$*]*[A-Z](?!\w))"
+    r"(?!\s*(?:[,;/|&+-]|(?:or|and|to|vs)\b)\s*[\[({$*]*[A-Z](?!\w))"
 )
 _STATED = re.compile(rf"(?i:\banswer)[*]*+(?:\s+(?i:is)\b[*]*+:?|\s*+:)[\s*]*+{_LETTER}")
 # The option's own text may follow its letter: "B. Paris".

@@ -2,7 +2,8 @@
 
 Plain subprocesses and not multiprocessing: nothing of the rank is imported again (launch/train.py, torch), and no fork
 inherits a CUDA context. A thread of this process waits for each worker, so that jobs go on while the rank does other
-things. What a job means is in worker.py; what a lost job is worth is in score.py.
+things. Between rank and worker stands a supervisor, which ends with them what a function has started. What a job means
+is in worker.py, what counts as its answer in answers.py; what a lost job is worth is in score.py.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
-import signal
+import select
 import subprocess
 import sys
 import threading
@@ -20,10 +20,11 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
+from rlhf_megatron.rewards import cgroup, processes, supervisor
 from rlhf_megatron.rewards import worker as protocol
+from rlhf_megatron.rewards.answers import BadAnswer, Batch, Outcome
 from rlhf_megatron.rewards.threads import DaemonThreads
 from rlhf_megatron.rewards.worker import TIMED_OUT, Job
 
@@ -31,97 +32,152 @@ DIED = "died"
 
 # Time for importing a scorer or a user's file, before the clock of the first sample starts.
 LOAD_SECONDS = 300.0
+# Time to begin with a kind of job that the worker has done before; one that a function has stopped never does.
+SECONDS_TO_BEGIN = 30.0
 # A job whose worker was killed from outside (by the kernel for memory, say) is tried again, this often.
 RETRIES_AFTER_DEATH = 1
+# A supervisor whose worker is dead ends at once, unless a function has stopped it.
+SECONDS_TO_END = 1.0
+# Waiting for a worker wakes up this often, to see whether its supervisor still lives.
+SECONDS_BETWEEN_LOOKS = 1.0
 
 # The worker looks for modules where this process does, whatever the folder it starts in.
 _BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlhf_megatron.rewards import worker; worker.main(int(sys.argv[2]))"
+    "from rlhf_megatron.rewards import supervisor; supervisor.main(*map(int, sys.argv[2:]))"
 )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
-
-    Of a job that answers a turn, `message` has the next messages as JSON when it is DONE.
-
-    `awaited` is the answer to a job that only loads: whether several of its kind can be done together.
-    """
-
-    state: str
-    score: float = 0.0
-    message: str = ""
-    awaited: bool = False
-
 
 Entry = tuple[Job, "Future[Outcome]"]
 
 
 class Worker:
-    """One process, used by one thread."""
+    """One worker behind its supervisor, used by one thread.
 
-    def __init__(self, memory_limit_bytes: int) -> None:
-        """Start the process; it imports nothing heavy before its first job."""
+    Attributes:
+        process: the supervisor.
+        process_id: of the worker; None before its first job.
+    """
+
+    def __init__(self, address_space_bytes: int, memory_bytes: int, budget: int) -> None:
+        """Start it; it imports nothing heavy before its first job. The arguments are those of `supervisor.main`."""
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        limits = [str(number) for number in (os.getpid(), address_space_bytes, memory_bytes, budget)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(sys.path), str(memory_limit_bytes)],
+            [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(sys.path), *limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | threads,
-            process_group=0,  # a group of its own, so that what a reward function starts is killed with it
+            start_new_session=True,  # so that a function that kills its parent's group does not kill the rank
+            pass_fds=(budget,),
             bufsize=0,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
-        os.set_blocking(self._stdout.fileno(), False)
-        self._received = b""
+        for pipe in (self._stdin, self._stdout):
+            os.set_blocking(pipe.fileno(), False)
+        self._received = bytearray()
+        self.process_id: int | None = None
+        self._group: Path | None = None
+        self._loaded: set[str] = set()  # kinds of job; a pool has one function at most
 
     def run(self, jobs: Sequence[Job]) -> tuple[dict[int, Outcome], Outcome | None]:
-        """Do jobs together; return the outcomes by place in `jobs`, and what became of the others if some are missing.
+        """Do jobs together; return the outcomes by place in `jobs`, and, if the worker is of no more use, why.
 
-        With missing ones the worker is dead or overdue, and of no more use.
+        Then the reason is also what became of the jobs without an outcome.
         """
-        done: dict[int, Outcome] = {}
-        deadline = time.monotonic() + LOAD_SECONDS
+        batch = Batch(jobs)
         try:
-            packed = memoryview(protocol.pack_jobs(jobs))
-            while packed:
-                packed = packed[self._stdin.write(packed) :]
-            while len(done) < len(jobs):
-                messages = self._receive(deadline - time.monotonic())
-                if messages is None:
-                    return done, Outcome(TIMED_OUT)
-                for message in messages:
-                    if message["state"] == protocol.STARTED:
-                        deadline = time.monotonic() + message["seconds"]
-                    else:
-                        place = message.pop("job")
-                        done[place] = Outcome(**message)
+            is_late = self._converse(batch)
+            if not is_late and self._received:
+                raise BadAnswer("more than the answers")
+        except BadAnswer as error:
+            return batch.outcomes, Outcome(DIED, message=f"the worker process sent what is no answer ({error})")
         except (OSError, EOFError):
-            status = self.process.wait()
-            return done, Outcome(DIED, message=f"the worker process ended with status {status}")
-        return done, None
+            return batch.outcomes, Outcome(DIED, message=_ending(self.process.wait()))
+        return batch.outcomes, Outcome(TIMED_OUT) if is_late else None
 
-    def _receive(self, seconds: float) -> list[dict[str, Any]] | None:
-        """Return the next messages, or None if none came in time; raises EOFError at the end of the process."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._stdout, selectors.EVENT_READ)
-            if not selector.select(max(0.0, seconds)):
-                return None
+    def is_quiet(self) -> bool:
+        """Return whether an idle worker lives, runs, and has sent nothing that would be among its next answers."""
+        return self._stdout.read(1) is None and not (self.process_id and processes.is_stopped(self.process_id))
+
+    def _converse(self, batch: Batch) -> bool:
+        """Send jobs and take their answers until all are there; return whether they are late instead.
+
+        Raises:
+            BadAnswer: the worker sent something else.
+            EOFError, OSError: it has ended.
+        """
+        unsent = memoryview(protocol.pack_jobs(batch.jobs))
+        kind = batch.jobs[0]["kind"]
+        deadline = time.monotonic() + (SECONDS_TO_BEGIN if kind in self._loaded else LOAD_SECONDS)
+        is_loading = True
+        while not batch.is_done:
+            # Nothing is sent before the greeting, which no function can have written.
+            if unsent and self.process_id is not None:
+                unsent = unsent[self._stdin.write(unsent) or 0 :]
+            if not self._wait(bool(unsent) and self.process_id is not None, deadline):
+                return True
+            self._receive()
+            while not batch.is_done and (line := self._line(batch.most_bytes)) is not None:
+                if self.process_id is None:
+                    self._greeted(line)
+                else:
+                    batch.take(line)
+            if is_loading and batch.awaited is not None:
+                grace = protocol.SECONDS_TO_CANCEL if batch.awaited else 0.0
+                deadline, is_loading = time.monotonic() + batch.jobs[0]["timeout_seconds"] + grace, False
+                self._loaded.add(kind)
+        return False
+
+    def _wait(self, is_sending: bool, deadline: float) -> bool:
+        """Wait until there is something to receive or room to send; return False at the deadline.
+
+        Raises:
+            EOFError: the supervisor has ended, and what a function has left behind holds the pipes.
+        """
+        poll = select.poll()
+        poll.register(self._stdout, select.POLLIN)
+        if is_sending:
+            poll.register(self._stdin, select.POLLOUT)
+        while (left := deadline - time.monotonic()) > 0.0:
+            if poll.poll(1000.0 * min(left, SECONDS_BETWEEN_LOOKS)):
+                return True
+            if self.process.poll() is not None:
+                raise EOFError
+        return False
+
+    def _receive(self) -> None:
         data = self._stdout.read(65536)
         if data == b"":
             raise EOFError
-        *lines, self._received = (self._received + (data or b"")).split(b"\n")
-        return [json.loads(line) for line in lines]
+        self._received += data or b""
+
+    def _line(self, most_bytes: int) -> bytes | None:
+        """Take the next whole line from what was received."""
+        end = self._received.find(b"\n")
+        if max(end, 0 if end >= 0 else len(self._received)) > most_bytes:
+            raise BadAnswer(f"a line of more than {most_bytes:,} bytes")
+        if end < 0:
+            return None
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return line
+
+    def _greeted(self, line: bytes) -> None:
+        greeting = json.loads(line)  # of the supervisor, before the worker has run anything
+        self.process_id = greeting["worker"]
+        self._group = Path(greeting["group"]) if greeting["group"] else None
 
     def kill(self) -> None:
         """End the process and everything that it started, and wait for its end."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        processes.end_descendants(self.process.pid)
+        if self.process_id is not None:  # then the supervisor has a worker, and ends with it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(SECONDS_TO_END)
         self.process.kill()
         self.process.wait()
+        if self._group:
+            cgroup.end(self._group)
 
     def release(self) -> None:
         """Close the pipes; called by the thread that reads them."""
@@ -129,14 +185,27 @@ class Worker:
         self._stdout.close()
 
 
+def bytes_of(gigabytes: float) -> int:
+    """Return a recipe's memory limit, in GB of 2^30 bytes, as bytes."""
+    return max(1, int(min(gigabytes, 2.0**30) * 2**30))
+
+
+def _ending(status: int) -> str:
+    if status == supervisor.OUT_OF_MEMORY:
+        return "the worker process and what it started used more memory than memory_limit_gb allows"
+    if status == supervisor.TOO_MANY_PROCESSES:
+        return f"the worker process had started more than {supervisor.MOST_PROCESSES} others"
+    return f"the worker process ended with status {status}"
+
+
 class _Workers:
     """The living workers of a pool, which end together; a forked child of their owner leaves them alone."""
 
-    def __init__(self, memory_limit_bytes: int) -> None:
+    def __init__(self, address_space_bytes: int, memory_bytes: int) -> None:
         self.living: list[Worker] = []
         self._idle: list[Worker] = []
         self._closed = False
-        self._memory_limit_bytes = memory_limit_bytes
+        self._limits = address_space_bytes, memory_bytes, supervisor.output_budget()
         self._owner = os.getpid()
         self._lock = threading.Lock()
 
@@ -145,9 +214,13 @@ class _Workers:
         with self._lock:
             if self._closed:
                 return None
-            if self._idle:
-                return self._idle.pop()
-            self.living.append(Worker(self._memory_limit_bytes))
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_quiet():
+                    return worker
+                self._end(worker)
+                worker.release()
+            self.living.append(Worker(*self._limits))
             return self.living[-1]
 
     def give_back(self, worker: Worker) -> None:
@@ -158,16 +231,21 @@ class _Workers:
     def discard(self, worker: Worker) -> None:
         """Kill one, unless that has been done."""
         with self._lock:
-            if worker in self.living:
-                self.living.remove(worker)
-                worker.kill()
+            self._end(worker)
             worker.release()
+
+    def _end(self, worker: Worker) -> None:
+        if worker in self.living:
+            self.living.remove(worker)
+            worker.kill()
 
     def end(self) -> None:
         """Kill all of them; no more can be started. The threads of busy ones find out, and release them."""
         if os.getpid() != self._owner:
             return
         with self._lock:
+            if not self._closed:
+                os.close(self._limits[-1])
             self._closed = True
             while self.living:
                 self.living.pop().kill()
@@ -182,19 +260,22 @@ class WorkerPool:
         jobs_at_a_time: how many waiting jobs one worker is given together.
     """
 
-    def __init__(self, workers: int, timeout_seconds: float, memory_limit_bytes: int = 0) -> None:
+    def __init__(
+        self, workers: int, timeout_seconds: float, address_space_bytes: int = 0, memory_bytes: int = 0
+    ) -> None:
         """Remember the limits; nothing is started yet.
 
         Args:
             workers: processes that score at the same time.
             timeout_seconds: of one job, counted from when its scorer has been imported.
-            memory_limit_bytes: address space of a worker; 0: no limit.
+            address_space_bytes: most of a worker; 0: no limit.
+            memory_bytes: most that a worker and what it starts may use together; 0: no limit.
         """
         self.jobs_at_a_time = 1
         self._timeout_seconds = timeout_seconds
         self._waiting: deque[Entry] = deque()
         self._threads = DaemonThreads(workers, "reward worker")
-        self._workers = _Workers(memory_limit_bytes)
+        self._workers = _Workers(address_space_bytes, memory_bytes)
         weakref.finalize(self, self._workers.end)
 
     def submit(self, job: Job) -> Future[Outcome]:
@@ -206,7 +287,7 @@ class WorkerPool:
 
     def process_ids(self) -> list[int]:
         """Return the ids of the processes that are running."""
-        return [worker.process.pid for worker in self._workers.living]
+        return [worker.process_id for worker in self._workers.living if worker.process_id is not None]
 
     def close(self) -> None:
         """Kill the workers; jobs that are left become failures."""
@@ -242,9 +323,9 @@ class WorkerPool:
             self._workers.give_back(worker)
             return
         self._workers.discard(worker)
-        if len(entries) == 1 and (fate.state == TIMED_OUT or not retries):
+        lost = [entry for place, entry in enumerate(entries) if place not in done]
+        if lost and len(entries) == 1 and (fate.state == TIMED_OUT or not retries):
             entries[0][1].set_result(fate)
             return
-        for place, entry in enumerate(entries):
-            if place not in done:
-                self._do([entry], retries if len(entries) > 1 else retries - 1)
+        for entry in lost:
+            self._do([entry], retries if len(entries) > 1 else retries - 1)

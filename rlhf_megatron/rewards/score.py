@@ -18,11 +18,12 @@ from types import TracebackType
 from rlhf_megatron.errors import RewardError
 from rlhf_megatron.recipe import RewardPartSection, RewardSection, RewardSource
 from rlhf_megatron.rewards import worker
+from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rewards.judges import FunctionJudge, Judge, RuleJudge
-from rlhf_megatron.rewards.pool import DIED, Outcome, WorkerPool
+from rlhf_megatron.rewards.pool import DIED, WorkerPool, bytes_of
 from rlhf_megatron.rewards.rules import ScoreItem, rule_of
 from rlhf_megatron.rewards.service import ServiceJudge
-from rlhf_megatron.rewards.user_function import RewardFunction
+from rlhf_megatron.rewards.user_function import LARGEST_SCORE, RewardFunction
 
 __all__ = [
     "Pending",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 # SymPy on hostile text takes all memory that it gets long before the time limit.
-MEMORY_LIMIT_BYTES = 4 * 2**30
+RULES_ADDRESS_SPACE_BYTES = 4 * 2**30
 # A function or service that has failed this often and never once given a score does not work.
 HOPELESS_FAILURES = 8
 
@@ -116,7 +117,7 @@ class Scorer:
         self._section = section
         self._pools: list[WorkerPool] = []
         self._resources = contextlib.ExitStack()
-        self._rules = self._pool(MEMORY_LIMIT_BYTES)
+        self._rules = self._pool(address_space_bytes=RULES_ADDRESS_SPACE_BYTES)
         self._parts: list[_Part] = []
         self.timeouts = 0
         self.failures = 0
@@ -162,6 +163,10 @@ class Scorer:
         value = sum((part.weight * score for part, score in zip(self._parts, parts, strict=True)), 0.0)
         timed_out = any(outcome.state == worker.TIMED_OUT for outcome in outcomes)
         failed = any(outcome.state not in (worker.DONE, worker.TIMED_OUT) for outcome in outcomes)
+        if not abs(value) <= LARGEST_SCORE and not any(map(math.isnan, parts)):
+            if self._section.on_failure == "stop":
+                raise RewardError(f"{_sample(item)}: its parts add up to {value:g}; a reward must be a finite float32")
+            value, failed = self._worth_of_failure(), True
         self.timeouts += timed_out
         self.failures += failed
         return Score(value, parts, timed_out, failed)
@@ -182,15 +187,16 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _pool(self, memory_limit_bytes: int = 0) -> WorkerPool:
-        self._pools.append(WorkerPool(self._section.workers, self._section.timeout_seconds, memory_limit_bytes))
+    def _pool(self, **limits: int) -> WorkerPool:
+        self._pools.append(WorkerPool(self._section.workers, self._section.timeout_seconds, **limits))
         self._resources.callback(self._pools[-1].close)
         return self._pools[-1]
 
     def _judge(self, source: RewardSource) -> Judge:
         section = self._section
         if source.function is not None:
-            return FunctionJudge(source.function, self._pool(), section.concurrency)
+            pool = self._pool(memory_bytes=bytes_of(section.memory_limit_gb))
+            return FunctionJudge(source.function, pool, section.concurrency)
         if source.service is not None:
             service = ServiceJudge(source.service, section.timeout_seconds, section.concurrency)
             self._resources.callback(service.close)
@@ -212,6 +218,9 @@ class Scorer:
         stops = self._section.on_failure == "stop" and outcome.state != worker.TIMED_OUT
         if hopeless or stops or outcome.state == worker.UNUSABLE:
             raise RewardError(f"{_sample(item)}: {self._complaint(part, outcome)}")
+        return self._worth_of_failure()
+
+    def _worth_of_failure(self) -> float:
         return math.nan if self._section.on_failure == "mask" else 0.0
 
     def _complaint(self, part: _Part, outcome: Outcome) -> str:

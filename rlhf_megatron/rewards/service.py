@@ -7,39 +7,31 @@ A request is {"samples": [{"data_source", "solution_str", "ground_truth", "extra
 from __future__ import annotations
 
 import contextlib
-import http.client
 import itertools
 import json
 import math
 import numbers
-import os
 import random
+import re
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from rlhf_megatron.errors import RewardError
+from rlhf_megatron.http_client import Answer, ExchangeError, HttpClient, NoConnectionError
 from rlhf_megatron.recipe import RewardServiceSection
+from rlhf_megatron.redaction import hide_secrets, read_secret
 from rlhf_megatron.rewards.pool import Outcome
 from rlhf_megatron.rewards.rules import ScoreItem
 from rlhf_megatron.rewards.threads import DaemonThreads
 from rlhf_megatron.rewards.worker import DONE, FAILED
+from rlhf_megatron.untrusted import parse_json, shown
 
 LONGEST_BACKOFF_SECONDS = 30.0
 LONGEST_ANSWER_BYTES = 64 * 2**20
 # Timeout, conflict with an earlier request, too early, too many requests; and all of 5xx.
 RETRIED_STATUSES = (408, 425, 429)
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected request would carry the authentication header to another place."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follow none; the status becomes an error."""
 
 
 class _TemporaryError(Exception):
@@ -61,12 +53,15 @@ class ServiceJudge:
         """Read the authentication header's value; nothing is sent yet.
 
         Raises:
-            RewardError: the environment variable that should hold the value is missing or cannot be a header.
+            RewardError: the environment variable that should hold the value is missing or cannot be a header, or the
+                URL or its proxy cannot be used.
         """
         self.name = f"reward.service {section.url}"
         self._section, self._timeout_seconds = section, timeout_seconds
-        self._secret = _secret(section.header_environment)
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        try:
+            self._client = HttpClient(section.url, _authentication(section))
+        except ValueError as error:
+            raise RewardError(f"reward.service.url: {error}; correct it") from error
         self._random = random.Random()  # of its own: the trainer's random numbers must not depend on failures here
         self._closing = threading.Event()
         self._threads = DaemonThreads(concurrency, "reward request")
@@ -133,46 +128,28 @@ class ServiceJudge:
 
         Raises:
             _TemporaryError: no connection, no answer in time, or a status that asks to come again.
-            RewardError: any other status than 200.
+            RewardError: any other status than one of success, or a body that is too long.
         """
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._secret is not None:
-            headers[self._section.header] = self._secret
-        request = urllib.request.Request(self._section.url, body, headers, method="POST")
-        deadline = time.monotonic() + self._timeout_seconds
         try:
-            with self._opener.open(request, timeout=self._timeout_seconds) as response:
-                return _read(response, deadline)
-        except urllib.error.HTTPError as error:
-            with error:
-                message = f"the service answers with status {error.code} {error.reason}{self._said(error)}"
-            if error.code in RETRIED_STATUSES or error.code >= 500:
-                raise _TemporaryError(message, _seconds(error.headers.get("Retry-After"))) from error
-            raise RewardError(message) from error
-        except TimeoutError as error:
-            raise _TemporaryError(f"no answer within {self._timeout_seconds:g} s") from error
-        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise _TemporaryError(f"no answer within {self._timeout_seconds:g} s") from error
-            raise _TemporaryError(f"no connection: {reason or type(error).__name__}") from error
-
-    def _said(self, error: urllib.error.HTTPError) -> str:
-        """Return the beginning of an error's body, without the secret, which some servers repeat."""
-        try:
-            text = " ".join(error.read(1000).decode(errors="replace").split())
-        except (OSError, http.client.HTTPException):
-            return ""
-        if self._secret:
-            text = text.replace(self._secret, "***")
-        return f": {text[:200]}" if text else ""
+            answer = self._client.post(body, self._timeout_seconds, LONGEST_ANSWER_BYTES + 1)
+        except ExchangeError as error:
+            what = "no connection: " if isinstance(error, NoConnectionError) else ""
+            raise _TemporaryError(what + hide_secrets(str(error))) from error
+        if not answer.is_success:
+            if answer.status in RETRIED_STATUSES or answer.status >= 500:
+                raise _TemporaryError(_told(answer), _seconds(answer.headers.get("Retry-After")))
+            raise RewardError(_told(answer))
+        if len(answer.body) > LONGEST_ANSWER_BYTES:
+            raise RewardError(f"the service answers with more than {LONGEST_ANSWER_BYTES} bytes")
+        return answer.body
 
 
-def _secret(variable: str | None) -> str | None:
-    """Return the value of the authentication header."""
+def _authentication(section: RewardServiceSection) -> dict[str, str]:
+    """Return the header that authenticates, if there is one."""
+    variable = section.header_environment
     if variable is None:
-        return None
-    value = os.environ.get(variable, "").strip()
+        return {}
+    value = read_secret(variable)
     if not value:
         raise RewardError(
             f"reward.service.header_environment: the environment variable {variable} is not set; "
@@ -180,7 +157,20 @@ def _secret(variable: str | None) -> str | None:
         )
     if not (value.isascii() and value.isprintable()):
         raise RewardError(f"reward.service.header_environment: {variable} holds more than one line of plain text")
-    return value
+    return {section.header: value}
+
+
+def _told(answer: Answer) -> str:
+    """Return what an error says of itself, without the secrets that some servers repeat."""
+    text = " ".join(f"{answer.status} {answer.reason}".split())
+    said = " ".join(answer.body.decode(errors="replace").split())
+    return f"the service answers with status {_shown(text)}" + (f": {_shown(said)}" if said else "")
+
+
+def _shown(value: object, most: int = 200) -> str:
+    """Return the beginning of what a service has said; a secret in it is hidden before the cut parts it."""
+    text = hide_secrets(str(value))
+    return shown(text[:most], most)
 
 
 def _without_nan(value: Any) -> Any:
@@ -192,27 +182,15 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """Return the body; the socket's own limit is for each read alone, and a slow sender would never reach it."""
-    body = bytearray()
-    while part := response.read1(65536):
-        body += part
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        if len(body) > LONGEST_ANSWER_BYTES:
-            raise RewardError(f"the service answers with more than {LONGEST_ANSWER_BYTES} bytes")
-    return bytes(body)
-
-
 def _outcomes(answer: bytes, count: int) -> list[Outcome]:
     """Return the outcomes in an answer; raises RewardError where it is not what the module's first lines say."""
     try:
-        scores = json.loads(answer)["scores"]
-    except (ValueError, KeyError, TypeError) as error:
-        shown = answer[:80].decode(errors="replace")
-        raise RewardError(f'the service answers {shown!r} instead of {{"scores": [number, ...]}}') from error
+        scores = parse_json(answer, "the answer", RewardError, finite=False, unique_keys=True)["scores"]
+    except (RewardError, KeyError, TypeError) as error:
+        text = hide_secrets(answer[:1000].decode(errors="replace"))[:80]
+        raise RewardError(f'the service answers {text!r} instead of {{"scores": [number, ...]}}') from error
     if not isinstance(scores, list) or len(scores) != count:
-        raise RewardError(f"the service answers {str(scores)[:80]} instead of a list of {count} scores")
+        raise RewardError(f"the service answers {_shown(scores, 80)} instead of a list of {count} scores")
     return [_outcome(score) for score in scores]
 
 
@@ -220,9 +198,9 @@ def _outcome(score: Any) -> Outcome:
     with contextlib.suppress(OverflowError):  # JSON's whole numbers have no end
         if isinstance(score, numbers.Real) and math.isfinite(score):
             return Outcome(DONE, float(score))
-    return Outcome(FAILED, message=f"the service gives the sample {str(score)[:80]} instead of a finite number")
+    return Outcome(FAILED, message=f"the service gives the sample {_shown(score, 80)} instead of a finite number")
 
 
 def _seconds(header: str | None) -> float:
-    """Return the seconds of a Retry-After header; a date counts as none."""
-    return float(header) if header and header.strip().isdigit() else 0.0
+    """Return the seconds of a Retry-After header; a date, and what is no number, count as none."""
+    return float(header) if header and re.fullmatch("[0-9]{1,9}", header.strip()) else 0.0

@@ -8,19 +8,30 @@ score.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import importlib.util
 import inspect
-import math
 import numbers
+import os
+import stat
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from rlhf_megatron.untrusted import shown
+
+# Rewards become float32, where a larger one is infinite.
+LARGEST_SCORE = (2 - 2**-23) * 2.0**127
+# What a function may say in one turn.
+MOST_MESSAGES = 100
+MOST_ROLE_CHARACTERS = 100
+
+# Of one line about an error.
+_MOST_CHARACTERS = 600
 
 Result = float | dict[str, Any]
 RewardFunction = Callable[[str, str, str, dict[str, Any]], Result | Awaitable[Result]]
@@ -75,8 +86,7 @@ def load(specification: str, interface: Interface = REWARD) -> Callable[..., Any
             the interface's arguments by name.
     """
     path, name = split_specification(specification, interface.default_name)
-    if not path.is_file():
-        raise FunctionUnusable(f"there is no file {path}; set {interface.key} to path/to/file.py:function")
+    _check_file(path, interface)
     unique = hashlib.md5(str(path.resolve()).encode(), usedforsecurity=False).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"rlhf_megatron_user_reward_{unique}", path)
     if spec is None or spec.loader is None:
@@ -85,19 +95,34 @@ def load(specification: str, interface: Interface = REWARD) -> Callable[..., Any
     sys.modules[spec.name] = module  # dataclasses and pickle look there for what the file defines
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
+    except BaseException as error:
+        sys.modules.pop(spec.name, None)
         raise FunctionUnusable(f"{path} cannot be imported: {describe(error, path)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
+    try:
+        function = getattr(module, name, None)
+        is_callable = callable(function)
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+    except BaseException as error:  # of a __getattr__ of the module's own
+        raise FunctionUnusable(f"{path}: looking for {name} raised {describe(error, path)}") from error
+    if function is None or not is_callable:
         raise FunctionUnusable(f"{path} has no function {name}; it defines {', '.join(defined) or 'none'}")
     try:
         inspect.signature(function).bind(**dict.fromkeys(interface.parameters))
-    except TypeError as error:
+    except BaseException as error:
         wanted = ", ".join(interface.parameters)
-        raise FunctionUnusable(f"{name} in {path} must take ({wanted}) by name: {error}") from error
+        raise FunctionUnusable(f"{name} in {path} must take ({wanted}) by name: {text_of(error)}") from error
     return function  # type: ignore[no-any-return]  # getattr of a module has no type
+
+
+def _check_file(path: Path, interface: Interface) -> None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise FunctionUnusable(f"there is no file {path}; set {interface.key} to path/to/file.py:function") from error
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
+        raise FunctionUnusable(
+            f"{path} is a folder, a pipe or a device; set {interface.key} to path/to/file.py:function"
+        )
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -113,8 +138,25 @@ def call(specification: str, *sample: Any) -> float:
         FunctionFailure: it raised, or returned neither a finite number nor a dictionary with such a "score".
     """
     function = load(specification)
-    with _failures_told(specification):
+    try:
         result = function(**dict(zip(REWARD.parameters, sample, strict=True)))
+    except BaseException as error:
+        raise _failure(error, specification, REWARD) from error
+    return _number(specification, result)
+
+
+async def call_async(specification: str, *sample: Any) -> float:
+    """Return what an async function says of one sample; arguments and errors are those of `call`.
+
+    Raises CancelledError where the call was cancelled, be it by the function itself.
+    """
+    function = load(specification)
+    try:
+        result = await function(**dict(zip(REWARD.parameters, sample, strict=True)))
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # a SystemExit would end the event loop, and with it all other calls
+        raise _failure(error, specification, REWARD) from error
     return _number(specification, result)
 
 
@@ -124,22 +166,39 @@ def call_turn(specification: str, *conversation: Any) -> list[dict[str, str]]:
     A text alone is a tool's message. Raises FunctionUnusable and FunctionFailure like `call`.
     """
     function = load(specification, TURN)
-    with _failures_told(specification, TURN):
+    try:
         result = function(**dict(zip(TURN.parameters, conversation, strict=True)))
         if inspect.isawaitable(result):
             result = _event_loop().run_until_complete(result)
+    except BaseException as error:
+        raise _failure(error, specification, TURN) from error
+    try:
+        return _messages(result)
+    except BaseException as error:
+        name = split_specification(specification, TURN.default_name)[1]
+        raise FunctionFailure(
+            f"{name} returned {_representation(result)}; return a text, {{'role', 'content'}}, or None"
+        ) from error
+
+
+def _messages(result: Any) -> list[dict[str, str]]:
+    """What a function says as messages of plain text; raises ValueError where it is something else."""
     listed = result if isinstance(result, list) else [] if result is None else [result]
+    if len(listed) > MOST_MESSAGES:
+        raise ValueError
     messages = [{"role": "tool", "content": each} if isinstance(each, str) else each for each in listed]
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            shown, name = repr(result), split_specification(specification, TURN.default_name)[1]
-            raise FunctionFailure(f"{name} returned {shown[:80]}; return a text, {{'role', 'content'}}, or None")
-    return [{key: _encodable(message[key]) for key in ("role", "content")} for message in messages]
+            raise ValueError
+    plain = [{key: _encodable(message[key]) for key in ("role", "content")} for message in messages]
+    if any(len(message["role"]) > MOST_ROLE_CHARACTERS for message in plain):
+        raise ValueError
+    return plain
 
 
 def _encodable(text: str) -> str:
     """Without halves of characters, which no tokenizer takes; a model may write one, and a tool repeat it."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return str.encode(text, "utf-8", "replace").decode("utf-8")
 
 
 @lru_cache
@@ -148,40 +207,62 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-async def call_async(specification: str, *sample: Any) -> float:
-    """Return what an async function says of one sample; arguments and errors are those of `call`."""
-    function = load(specification)
-    with _failures_told(specification):
-        result = await function(**dict(zip(REWARD.parameters, sample, strict=True)))
-    return _number(specification, result)
-
-
-@contextlib.contextmanager
-def _failures_told(specification: str, interface: Interface = REWARD) -> Iterator[None]:
+def _failure(error: BaseException, specification: str, interface: Interface) -> FunctionFailure:
+    """What is told of a call that raised. Code that a model wrote may call sys.exit(): that is its sample's as well."""
     path, name = split_specification(specification, interface.default_name)
-    try:
-        yield
-    # Code that a model wrote may call sys.exit(): that is its sample's.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise FunctionFailure(
-            f"{name} raised {describe(error, path)}; mend it, or have it {interface.instead}"
-        ) from error
+    return FunctionFailure(f"{name} raised {describe(error, path)}; mend it, or have it {interface.instead}")
 
 
 def _number(specification: str, result: Any) -> float:
-    value = result.get("score") if isinstance(result, dict) else result
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        shown, name = repr(result), split_specification(specification)[1]
-        raise FunctionFailure(
-            f"{name} returned {shown[:80]} ({type(result).__name__}); return a finite number or {{'score': number}}"
-        )
-    return float(value)
+    """The score that a function returned, which may be an object that lies about itself."""
+    try:
+        value = result.get("score") if isinstance(result, dict) else result
+        number = float(value) if isinstance(value, numbers.Real) else None
+        if number is not None and abs(number) <= LARGEST_SCORE:
+            return number
+        if inspect.iscoroutine(result):
+            result.close()  # without the warning that nobody has awaited it
+    except BaseException:
+        number = None
+    name = split_specification(specification)[1]
+    raise FunctionFailure(
+        f"{name} returned {_representation(result)} ({_type_name(result)}); return a finite number or "
+        "{'score': number}" + ("" if number is None or number != number else f", up to {LARGEST_SCORE:.3g}")
+    )
 
 
-def describe(error: BaseException, path: Path) -> str:
-    """Return an error as one line: type, text, and the last line of the user's file that it passed through."""
-    lines = str(error).strip().splitlines()
-    own = path.resolve()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == own]
-    where = f" ({path.name} line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {lines[0] if lines else ''}{where}"
+def describe(error: BaseException, path: Path | None = None) -> str:
+    """Return an error as one line: type, text, and the last line of the user's file, or of any, that it passed."""
+    return f"{_type_name(error)}: {text_of(error)}{_line_in(error, path)}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the first line of an error's text in bounded length, whatever its class makes of it."""
+    lines = _bounded(str, error, 20_000).strip().splitlines()
+    return shown(lines[0], _MOST_CHARACTERS) if lines else ""
+
+
+def _line_in(error: BaseException, path: Path | None) -> str:
+    try:
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        own = {file for file in dict(frames) if path is None or Path(file).resolve() == path.resolve()}
+    except (OSError, RuntimeError):  # the folder in which this process is may be gone
+        return ""
+    passed = [(file, line) for file, line in frames if file in own]
+    return f" ({Path(passed[-1][0]).name} line {passed[-1][1]})" if passed else ""
+
+
+def _representation(value: Any) -> str:
+    return shown(_bounded(repr, value, 80))
+
+
+def _type_name(value: Any) -> str:
+    return shown(_bounded(lambda of: type.__dict__["__name__"].__get__(type(of)), value, 80))
+
+
+def _bounded(text_of_value: Callable[[Any], str], value: Any, most: int) -> str:
+    """The beginning of a text that an object's own code makes: plain, and a few words where that code fails."""
+    try:
+        return str.__getitem__(text_of_value(value), slice(most))
+    except BaseException:
+        return "what cannot be shown"

@@ -2,13 +2,18 @@
 
 It imports no torch, and answers on the pipe that was its stdout; what a reward function prints goes to stderr. Jobs
 come as pickles from the rank that started it (its own data, no file), several at a time where they can be awaited
-together; answers go back as JSON lines.
+together; answers go back as JSON lines, each with the nonce of its job (answers.py).
+
+What answers must be out of the function's way: a child that it forks must not answer in its place, a file that it opens
+must not get the answers, and a module that it changes must not change them. Where that fails, the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -16,8 +21,12 @@ import pickle
 import resource
 import signal
 import struct
+import sys
+import threading
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
+
+from rlhf_megatron.rewards import user_function
 
 HEADER = struct.Struct(">Q")
 
@@ -27,33 +36,114 @@ STARTED, DONE, FAILED, UNUSABLE, TIMED_OUT = "started", "done", "failed", "unusa
 # Jobs that are awaited end here at their limit, before the pool kills the process.
 SECONDS_TO_CANCEL = 2.0
 
+# Of the pipes to the rank: beyond what a function closes, counts up or gets for its own files.
+LOWEST_DESCRIPTOR = 200
+# As they are before a function runs, which may put others in their places.
+_exit, _fstat, _process_id, _write = os._exit, os.fstat, os.getpid, os.write
+_to_json = json.JSONEncoder(allow_nan=False).encode
+
 Job = dict[str, Any]
 Answer = dict[str, Any]
 
 
-def main(memory_limit_bytes: int) -> None:
+class Pipe:
+    """One end of a pipe to the rank, for the process that opened it alone."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Take the pipe away from a standard descriptor; programs that are started do not get it."""
+        try:
+            self.descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, LOWEST_DESCRIPTOR)
+        except OSError:  # so many may not be open
+            self.descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+        self._owner, self._identity = _process_id(), self._file()
+
+    def _file(self) -> tuple[int, int]:
+        status = _fstat(self.descriptor)
+        return status.st_dev, status.st_ino
+
+    def check(self) -> None:
+        """End this process if it is a child of the owner, or if a function has put another file in the pipe's place."""
+        if _process_id() != self._owner:
+            _exit(0)
+        if self._file() != self._identity:
+            raise OSError("a function has replaced the pipe to the rank")
+
+    def send(self, message: Answer) -> None:
+        """Write one answer as a line of JSON."""
+        self.check()
+        line = memoryview(_to_json(message).encode() + b"\n")
+        while line:
+            line = line[_write(self.descriptor, line) :]
+
+
+class Surroundings:
+    """Python's built-in names and the loaded modules, which one call may take away from those that come after it."""
+
+    def __init__(self) -> None:
+        """Remember them as they are when a function has been loaded."""
+        self._names, self._modules = dict(vars(builtins)), dict(sys.modules)
+        self._update_names = vars(builtins).update
+
+    def restore(self) -> None:
+        """Put back what was taken away or replaced; what was added stays."""
+        self._update_names(self._names)
+        for name in self._modules.keys() - sys.modules.keys():
+            sys.modules[name] = self._modules[name]
+
+
+@functools.cache
+def surroundings() -> Surroundings:
+    """Return those of this process."""
+    return Surroundings()
+
+
+def main(address_space_bytes: int) -> NoReturn:
     """Answer jobs until the pipe closes, which it does when the rank ends, however it ends.
 
     Args:
-        memory_limit_bytes: address space of this process; 0: no limit.
+        address_space_bytes: most of this process; 0: no limit.
     """
-    answers, asked = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
+    answers, asked = Pipe(1), Pipe(0)
     os.dup2(2, 1)  # print() in a reward function must not break the protocol
     # What a function starts, such as code that a model wrote, must not wait for the next job, or read it.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Errors that reach nobody, of threads and of __del__: a line instead of a traceback.
+    threading.excepthook = sys.unraisablehook = report_lost
     # A scheduler's warnings reach every process of a job; the rank saves its state then, and still needs its scorers.
     for warning in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(warning, signal.SIG_IGN)
-    # Of `answer`'s timer. Only here: a reward function may come with a handler of its own, for limits of its own.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_limit_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
-    with contextlib.suppress(BrokenPipeError):  # of answers alone: the rank is gone, and has told why itself
-        while (jobs := read_jobs(asked)) is not None:
+    if address_space_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes, address_space_bytes))
+    status = 1
+    try:
+        stream = os.fdopen(asked.descriptor, "rb", closefd=False)
+        while (jobs := read_jobs(stream)) is not None:
             answer(jobs, answers)
+            asked.check()
+        status = 0
+    except BrokenPipeError:  # of answers alone: the rank is gone, and has told why itself
+        status = 0
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            answers.check()
+            report(error)
+    finally:  # without what a function has registered for the end
+        _exit(status)
+
+
+def report(error: BaseException | None) -> None:
+    """Write one line about an error to the rank's log."""
+    if error is not None and not isinstance(error, SystemExit):
+        _write(2, f"reward worker {_process_id()}: {user_function.describe(error)}\n".encode())
+
+
+def report_lost(lost: Any) -> None:
+    """Take the place of `threading.excepthook` and `sys.unraisablehook`."""
+    report(lost.exc_value)
 
 
 def read_jobs(stream: BinaryIO) -> list[Job] | None:
@@ -66,61 +156,75 @@ def read_jobs(stream: BinaryIO) -> list[Job] | None:
 
 
 def pack_jobs(jobs: Sequence[Job]) -> bytes:
-    """Return jobs of one kind as bytes for `read_jobs`."""
+    """Return jobs of one kind, each with its nonce, as bytes for `read_jobs`."""
     payload = pickle.dumps(list(jobs))
     return HEADER.pack(len(payload)) + payload
 
 
-def answer(jobs: list[Job], answers: BinaryIO) -> None:
+def answer(jobs: list[Job], answers: Pipe) -> None:
     """Do jobs: say when their scorer is loaded and the clock may start, then of each its score or what failed."""
     try:
         awaited = load(jobs[0])
-    except Exception as error:
-        for index in range(len(jobs)):
-            send(answers, {"job": index, **refusal(error)})
+    except BaseException as error:
+        for job in jobs:
+            answers.send({"nonce": job["nonce"], **refusal(error)})
         return
-    seconds = jobs[0]["timeout_seconds"]
-    send(answers, {"state": STARTED, "seconds": seconds + SECONDS_TO_CANCEL if awaited else seconds})
-    # Should the rank die meanwhile, this ends an endless computation: SIGALRM kills even inside a C call.
-    signal.setitimer(signal.ITIMER_REAL, 2.0 * seconds + 5.0)
+    before = surroundings()
+    answers.send({"nonce": jobs[0]["nonce"], "state": STARTED, "awaited": awaited})
     if jobs[0].get("load_only"):
-        send(answers, {"job": 0, "state": DONE, "awaited": awaited})
+        answers.send({"nonce": jobs[0]["nonce"], "state": DONE, "awaited": awaited})
     elif awaited:
         event_loop().run_until_complete(answer_together(jobs, answers))
+        before.restore()
     else:
-        for index, job in enumerate(jobs):
-            send(answers, {"job": index, **compute(job)})
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for job in jobs:
+            reply = compute(job)
+            before.restore()
+            answers.send({"nonce": job["nonce"], **reply})
 
 
-async def answer_together(jobs: list[Job], answers: BinaryIO) -> None:
-    """Await a user's async function for all jobs at a time, each within its limit."""
-    from rlhf_megatron.rewards import user_function
+async def answer_together(jobs: list[Job], answers: Pipe) -> None:
+    """Await a user's async function for all jobs at a time, each within its limit.
 
-    async def answer_one(index: int, job: Job) -> None:
-        try:
-            scoring = user_function.call_async(job["function"], *sample_of(job))
-            reply: Answer = {"state": DONE, "score": await asyncio.wait_for(scoring, job["timeout_seconds"])}
-        except TimeoutError:  # of the limit: a user's own comes as FunctionFailure
-            reply = {"state": TIMED_OUT}
-        except Exception as error:
-            reply = refusal(error)
-        send(answers, {"job": index, **reply})
+    Raises:
+        RuntimeError: a job was cancelled by another. The pool has it done again, alone.
+    """
+    cancelled = []
 
-    await asyncio.gather(*(answer_one(index, job) for index, job in enumerate(jobs)))
+    async def answer_one(job: Job) -> None:
+        task = asyncio.ensure_future(user_function.call_async(job["function"], *sample_of(job)))
+        await asyncio.wait({task}, timeout=job["timeout_seconds"])
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})  # for ever, if it will not be cancelled: then the pool ends this process
+            reply: Answer = {"state": TIMED_OUT}
+        elif task.cancelled():
+            cancelled.append(job)
+            reply = refusal(user_function.FunctionFailure(f"{job['function']}: its call was cancelled"))
+            if len(jobs) > 1:
+                return
+        else:
+            error = task.exception()
+            reply = {"state": DONE, "score": task.result()} if error is None else refusal(error)
+        answers.send({"nonce": job["nonce"], **reply})
+
+    await asyncio.gather(*map(answer_one, jobs))
+    if cancelled and len(jobs) > 1:
+        raise RuntimeError(f"{len(cancelled)} of {len(jobs)} calls that were awaited together were cancelled")
 
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The one loop of this process, so that a function may keep its connections from call to call."""
-    return asyncio.new_event_loop()
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _, context: report(context.get("exception")))
+    return loop
 
 
-def refusal(error: Exception) -> Answer:
+def refusal(error: BaseException) -> Answer:
     """Return the answer for an error: UNUSABLE where the user must act (a bad function or row), else FAILED."""
-    lines = str(error).splitlines()
     state = UNUSABLE if type(error).__name__ in ("FunctionUnusable", "EntryError") else FAILED
-    return {"state": state, "message": lines[0] if lines else type(error).__name__}
+    return {"state": state, "message": user_function.text_of(error) or type(error).__name__}
 
 
 def load(job: Job) -> bool:
@@ -129,12 +233,8 @@ def load(job: Job) -> bool:
     Returns whether several jobs of this kind can be awaited together.
     """
     if job["kind"] == USER_FUNCTION:
-        from rlhf_megatron.rewards import user_function
-
         return user_function.is_async(user_function.load(job["function"]))
     if job["kind"] == TURN:
-        from rlhf_megatron.rewards import user_function
-
         user_function.load(job["function"], user_function.TURN)
     elif job["kind"] == "math":
         from rlhf_megatron.rewards import math
@@ -151,14 +251,12 @@ def compute(job: Job) -> Answer:
     """Return the answer to one job that is not awaited."""
     try:
         if job["kind"] == TURN:
-            from rlhf_megatron.rewards import user_function
-
             conversation = (job["messages"], job["ground_truth"], job["extra_info"])
             said = user_function.call_turn(job["function"], *conversation)
             cut = [message | {"content": message["content"][: job["most"]]} for message in said]
-            return {"state": DONE, "message": json.dumps(cut)}
+            return {"state": DONE, "messages": cut}
         return {"state": DONE, "score": score(job)}
-    except Exception as error:
+    except BaseException as error:
         return refusal(error)
 
 
@@ -176,16 +274,9 @@ def score(job: Job) -> float:
         from rlhf_megatron.rewards import reasoning_gym
 
         return reasoning_gym.score(*sample_of(job))
-    from rlhf_megatron.rewards import user_function
-
     return user_function.call(job["function"], *sample_of(job))
 
 
 def sample_of(job: Job) -> tuple[str, str, str, dict[str, Any]]:
     """Return data_source, solution, ground_truth and extra_info of a job."""
     return job["data_source"], job["solution"], job["ground_truth"], job["extra_info"]
-
-
-def send(answers: BinaryIO, message: Answer) -> None:
-    """Write one answer as a line of JSON."""
-    answers.write(json.dumps(message).encode() + b"\n")

@@ -61,7 +61,7 @@ class Adapters:
     Attributes:
         layout: how they lie on the role's ranks, with ``groups`` of its own.
         chunks: modules that hold them, one for each of the model's.
-        base: tells the weights without adapters from others; 0 before ``load``.
+        base: tells the weights without adapters from others; 0 before ``begin``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Adapters:
     ) -> None:
         """Hangs adapters on the linear layers of ``models``, this rank's chunks, whose ``blocks`` are the weight map's.
 
-        Collective over the world, as ``make_groups`` is. Nothing is in them before ``load``.
+        Collective over the world, as ``make_groups`` is. Nothing is in them before ``read``.
         """
         self.adaptation = Adaptation.of(section)
         self._architecture, self._seed, self._on_host = architecture, seed, section.offload_base
@@ -126,17 +126,19 @@ class Adapters:
         """Which of A and B this rank holds."""
         return adapter_blocks(self._architecture, self.adaptation, self.layout, self._position)
 
-    def load(self, weights: Mapping[str, Tensor], source: WeightSource | None) -> None:
-        """Takes what ``weights`` hold, which are whole, as those without adapters; fills these from ``source``, by
-        default with new ones, and merges them."""
+    def read(self, source: WeightSource | None) -> None:
+        """Fills the adapters from ``source``, by default with new ones. Raises ModelError as ``load_blocks`` does."""
+        held = {name: parameter.data for name, parameter in self.module.named_parameters()}
+        load_blocks(self.blocks(), held, source or NewAdapters(self._architecture, self.adaptation, self._seed))
+
+    def begin(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes what ``weights`` hold, which are whole, as those without adapters, and merges these; collective."""
         windows = [place.window(weights) for place in self._places]
         if not self._base:
             self._base = self._memory(windows)
         for base, own in zip(self._base, windows, strict=True):
             base.copy_(own)
         self.base = self._checksum(windows)
-        held = {name: parameter.data for name, parameter in self.module.named_parameters()}
-        load_blocks(self.blocks(), held, source or NewAdapters(self._architecture, self.adaptation, self._seed))
         self.merge(weights)
 
     @torch.no_grad()

@@ -18,11 +18,19 @@ from rlhf_megatron.regather.plan import Side
 from rlhf_megatron.regather.sides import adapter_side, trainer_side
 from rlhf_megatron.roles.outputs import Objective, TokenOutputs
 from rlhf_megatron.roles.role import Role
-from rlhf_megatron.topology.exchange import from_rank, sum_over_ranks
+from rlhf_megatron.roles.state import nonfinite_state
+from rlhf_megatron.runtime.finite import NotFiniteError
+from rlhf_megatron.topology.exchange import from_rank, refused_by_all, sum_over_ranks
 from rlhf_megatron.topology.layout import Layout, make_groups
 from rlhf_megatron.topology.team import Team, whole_world
 
 Found = TypeVar("Found")
+
+
+class AdaptersNotFinite(NotFiniteError):
+    """Weights that given adapters make not finite, in each attempt."""
+
+    is_transient = False
 
 
 class PlacedRole:
@@ -51,12 +59,13 @@ class PlacedRole:
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
         self.learns = settings.get("optimizer") is not None
         self.implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
+        self._has_adapters = getattr(section, "lora", None) is not None
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
             self.local = Role(name, architecture, layout, self.ranks, section, dtype=dtype, **settings)
         else:
             make_groups(layout, self.ranks)
-            if getattr(section, "lora", None):  # whose role makes groups for its adapters
+            if self._has_adapters:  # whose role makes groups for them
                 make_groups(adapter_layout(layout), self.ranks)
 
     def everywhere(self, found: Found | None) -> Found:
@@ -74,9 +83,25 @@ class PlacedRole:
         return found
 
     def load(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
-        """As ``Role.load``, on the role's ranks."""
+        """As ``Role.load``, on the role's ranks; collective over the world.
+
+        Raises on all ranks the ModelError of one, and NotFiniteError where adapters make weights that are not finite.
+        """
+        with refused_by_all():
+            if self.local:
+                self.local.read(source, adapters)
         if self.local:
-            self.local.load(source, adapters)
+            self.local.begin()
+        problem = self.not_finite(optimizer=False) if self._has_adapters else ""
+        if problem:
+            raise AdaptersNotFinite(
+                f"{self.name}.lora: with the adapters merged weights are not finite: {problem}; lower "
+                f"{self.name}.lora.alpha, or take another adapter"
+            )
+
+    def not_finite(self, optimizer: bool) -> str:
+        """``nonfinite_state`` of the role, on every rank of the world; collective over it."""
+        return self.everywhere(nonfinite_state(self.local, optimizer) if self.local else None)
 
     def offload(self) -> None:
         """As ``Role.offload``."""

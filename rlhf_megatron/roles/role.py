@@ -34,7 +34,7 @@ from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, Token
 from rlhf_megatron.roles.passes import Passes
 from rlhf_megatron.roles.schedule import learning_rate
 from rlhf_megatron.runtime import faults
-from rlhf_megatron.runtime.health import describe_nonfinite_gradients
+from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
 
 
@@ -202,10 +202,23 @@ class Role:
 
         Where the role has adapters they are filled from ``adapters``, by default with new ones, and merged.
         """
+        self.read(source, adapters)
+        self.begin()
+
+    def read(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
+        """The first half of ``load``, in which this rank exchanges nothing.
+
+        Raises ModelError where what is read cannot be this rank's, or is not finite in the role's type.
+        """
         self._memory.come_back()
         load_blocks(self.blocks(), self.parameters(), source)
         if self.adapters:
-            self.adapters.load(self.parameters(), adapters)
+            self.adapters.read(adapters)
+
+    def begin(self) -> None:
+        """The second half of ``load``: adapters and the optimizer's own copies follow what was read."""
+        if self.adapters:
+            self.adapters.begin(self.parameters())
         if self._optimizer is not None:
             self._memory.unpark()
             self._optimizer.reload_model_params()
@@ -358,8 +371,8 @@ class Role:
         elif math.isfinite(grad_norm):
             self.bad_gradients = f"its norm {grad_norm:.4g} is above optimizer.skip_grad_norm={highest:g}"
         else:
-            self.bad_gradients = "not finite: " + describe_nonfinite_gradients(
-                ((name.replace("/", "."), each) for name, each in self.learning.named_parameters()),
+            self.bad_gradients = "not finite: " + describe_nonfinite(
+                nonfinite_gradients((name.replace("/", "."), each) for name, each in self.learning.named_parameters()),
                 self.groups.intra_dist_opt,
             )
         self.steps_taken += 1

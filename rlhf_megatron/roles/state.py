@@ -18,7 +18,9 @@ from rlhf_megatron.models.weight_map import is_expert
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.roles.saved import ROWS_OF_ATTENTION, SavedRole
-from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile
+from rlhf_megatron.runtime.checkpoint import TensorFile
+from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite
+from rlhf_megatron.runtime.manifest import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -76,6 +78,20 @@ def role_state(role: Role) -> dict[str, Any]:
         "loss_scale": role.loss_scale.state() if role.loss_scale else None,
         "optimizer_steps": max((int(owned.counters.get("step", 0)) for owned in _owned(role)), default=0),
     }
+
+
+def nonfinite_state(role: Role, optimizer: bool) -> str:
+    """What of a role's weights is not finite, and on which ranks; with ``optimizer`` also of its master weights and
+    moments, which come to the device for that.
+
+    Empty where all is. The same on the role's ranks, which it is collective over.
+    """
+    tensors = dict(role.parameters())
+    if optimizer:
+        for owned in _owned(role):
+            for kind, value in {"master weights": owned.weights, **_moments(owned)}.items():
+                tensors[f"{kind} of {owned.name.replace('/', '.')}"] = value
+    return describe_nonfinite(nonfinite(tensors.items()), role.groups.intra_dist_opt)
 
 
 def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:

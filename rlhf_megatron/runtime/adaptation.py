@@ -88,9 +88,11 @@ def adapt(recipe: Recipe, lines: Sequence[Mapping[str, Any]]) -> tuple[Adaptatio
 
 
 def with_budgets(recipe: Recipe, budgets: Mapping[str, float]) -> Recipe:
-    """The recipe with other values at these keys (section.name)."""
+    """The recipe with smaller values at these keys (section.name), where it still has them."""
     values = recipe.model_dump()
     for key, value in budgets.items():
         section, name = key.split(".")
-        values[section][name] = value
+        known = values.get(section)
+        if isinstance(known, dict) and name in known and (known[name] is None or value < known[name]):
+            known[name] = value
     return make_recipe(values, "retry.out_of_memory") if budgets else recipe

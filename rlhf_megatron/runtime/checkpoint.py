@@ -11,42 +11,41 @@ is in loops/checkpoints.py and what a role's tensors mean in roles/state.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.durable import move_aside, remove, sync, take_name, write_text
+from rlhf_megatron.durable import partial_of as partial_folder
 from rlhf_megatron.runtime import faults
+from rlhf_megatron.runtime.manifest import (
+    NAME,
+    CheckpointError,
+    WrittenFile,
+    manifest_text,
+    new_digest,
+)
+from rlhf_megatron.runtime.manifest import read_manifest as read_manifest
+from rlhf_megatron.untrusted import kind_of, opened, parse_json, read_json, read_text, reason_of, shown
 
-FORMAT = 1
-_MANIFEST, _LATEST, _BEST, _PARTIAL, _REPLACED = "manifest.json", "latest", "best", ".partial", ".replaced"
-_NAME = re.compile(r"step-(\d+)")
+_LATEST, _BEST = "latest", "best"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHUNK_BYTES = 1 << 24
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be used, with the file and the reason."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WrittenFile:
-    """One finished file of a checkpoint."""
-
-    name: str
-    bytes: int
-    digest: str  # blake2b, 32 bytes, hexadecimal
+_MOST_BYTES_OF_A_POINTER = 1 << 16
+_MOST_DIGITS = 255  # as many as a file's name can have; Python converts no more than some thousands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +63,6 @@ class Worth:
         return self.value > other.value if self.mode == "max" else self.value < other.value
 
 
-def partial_folder(folder: Path) -> Path:
-    """Where the files of ``folder`` are written until all are there."""
-    return folder.with_name(folder.name + _PARTIAL)
-
-
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], about: Any) -> WrittenFile:
     """Writes CPU tensors, with JSON ``about`` them, as a file of the unfinished checkpoint ``folder``; synced to disk.
 
@@ -77,7 +71,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], about:
     path = partial_folder(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     write_safetensors(path, tensors, {"about": json.dumps(about)})
-    _sync(path)
+    sync(path)
     return WrittenFile(name, path.stat().st_size, _digest(path))
 
 
@@ -101,16 +95,11 @@ def publish(
     Call it on one rank, when every file is on disk. Raises OSError where the disk fails; then nothing is visible.
     """
     partial = partial_folder(folder)
-    manifest = {"format": FORMAT, "files": [dataclasses.asdict(file) for file in files], "state": state}
-    (partial / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    _sync(partial / _MANIFEST)
-    _sync(partial)
-    replaced = folder.with_name(folder.name + _REPLACED)
-    if folder.exists():  # the step was run again after a resume from an earlier one
-        os.rename(folder, replaced)
-    os.rename(partial, folder)
+    (partial / NAME).write_text(manifest_text(files, state), encoding="utf-8")
+    sync(partial / NAME)
+    sync(partial)
+    take_name(partial, folder)  # where the step was run again after a resume from an earlier one, there is an older one
     faults.at("publish", step_of(folder))
-    shutil.rmtree(replaced, ignore_errors=True)
     _point(folder.parent / _LATEST, folder.name)
     best = best_of(folder.parent)
     if worth and math.isfinite(worth.value) and (best is None or best[0] == folder or worth.is_better_than(best[1])):
@@ -118,50 +107,99 @@ def publish(
         _point(folder.parent / _BEST, json.dumps({"checkpoint": folder.name, **dataclasses.asdict(worth)}))
     for old in found(folder.parent)[keep:]:
         if best is None or old != best[0]:
-            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(old)
 
 
 def _point(path: Path, text: str) -> None:
     """Has a small file say ``text``, whole or not at all."""
-    written = path.with_name(path.name + _PARTIAL)
-    written.write_text(text + "\n", encoding="utf-8")
-    _sync(written)
-    os.replace(written, path)
-    _sync(path.parent)
+    if path.is_dir() and not path.is_symlink():  # a person's, perhaps
+        move_aside(path)
+    write_text(path, text + "\n")
 
 
 def best_of(folder: Path) -> tuple[Path, Worth] | None:
     """The best checkpoint in ``folder`` and its worth, as the file ``best`` has it, if both are there."""
-    try:
-        content = json.loads((folder / _BEST).read_text(encoding="utf-8"))
-        checkpoint = folder / content.pop("checkpoint")
-        worth = Worth(**content)
-    except (OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(CheckpointError):
+        return _read_best(folder)
+    return None
+
+
+class _Best(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    checkpoint: str
+    metric: str
+    mode: Literal["max", "min"]
+    value: float
+
+
+def _read_best(folder: Path) -> tuple[Path, Worth] | None:
+    path = folder / _BEST
+    if not os.path.lexists(path):
         return None
-    return (checkpoint, worth) if checkpoint in found(folder) else None
+    try:
+        best = _Best.model_validate(read_json(path, CheckpointError, _MOST_BYTES_OF_A_POINTER))
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: does not name a checkpoint, a metric, its mode and value") from error
+    checkpoint = folder / best.checkpoint
+    if checkpoint not in found(folder):
+        raise CheckpointError(f"{path}: names {shown(best.checkpoint)}, which is not there")
+    return checkpoint, Worth(best.metric, best.mode, best.value)
+
+
+def _latest_step(folder: Path) -> int | None:
+    """The step that ``latest`` names, None where there is no such file."""
+    path = folder / _LATEST
+    if not os.path.lexists(path):
+        return None
+    text = read_text(path, CheckpointError, _MOST_BYTES_OF_A_POINTER).strip()
+    match = _STEP.fullmatch(text)
+    if match is None:
+        raise CheckpointError(f"{path}: does not name a checkpoint such as step-40")
+    return _number(match)
+
+
+def _number(match: re.Match[str]) -> int:
+    return int(match.group(1)[:_MOST_DIGITS])
+
+
+def problems_in(folder: Path) -> list[str]:
+    """What in ``folder`` is not as a run leaves it and is passed over, in a line each: pointers and names.
+
+    Raises CheckpointError where ``folder`` is no folder: nothing could be saved there.
+    """
+    if not folder.is_dir():
+        if os.path.lexists(folder):
+            raise CheckpointError(f"{folder}: is not a folder, so nothing can be saved there; move it away")
+        return []
+    problems = []
+    try:
+        latest = _latest_step(folder)
+        if latest is not None and latest not in map(step_of, found(folder)):
+            problems.append(f"{folder / _LATEST}: names step-{latest}, which is not there")
+    except CheckpointError as error:
+        problems.append(f"{error}; it is passed over")
+    try:
+        _read_best(folder)
+    except CheckpointError as error:
+        problems.append(f"{error}; it is passed over")
+    odd = [path.name for path in folder.iterdir() if path.name.startswith("step-") and not _STEP.fullmatch(path.name)]
+    return problems + [f"{folder}: {shown(name)} is not a checkpoint's name; it is passed over" for name in sorted(odd)]
 
 
 def forget_best(folder: Path) -> None:
     """Has the checkpoints of a run that begins anew compared among themselves."""
-    (folder / _BEST).unlink(missing_ok=True)
+    path = folder / _BEST
+    if path.is_dir() and not path.is_symlink():
+        move_aside(path)
+    path.unlink(missing_ok=True)
 
 
 def discard(folder: Path) -> None:
     """Deletes what an unfinished save has left."""
-    shutil.rmtree(partial_folder(folder), ignore_errors=True)
-
-
-def tidy(folder: Path) -> None:
-    """Clears up in ``folder`` after a process that was killed; only while nothing else writes there.
-
-    Half-written checkpoints go. One that was just being replaced comes back, unless the new one has its name.
-    """
-    for left in sorted(folder.glob(f"*{_PARTIAL}")) + sorted(folder.glob(f"*{_REPLACED}")):
-        name = left.with_suffix("")
-        if left.suffix == _REPLACED and not name.exists():
-            os.rename(left, name)
-        elif left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(partial_folder(folder))
 
 
 def found(folder: Path) -> list[Path]:
@@ -171,59 +209,40 @@ def found(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         return []
-    named = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    pointer = folder / _LATEST
-    text = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
-    match = _NAME.fullmatch(text)
-    latest = int(match.group(1)) if match else math.inf
-    return [path for _, path in sorted(named, key=lambda each: (each[0] > latest, -each[0]))]
+    named = [(_number(match), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    latest: float | None = None
+    with contextlib.suppress(CheckpointError):
+        latest = _latest_step(folder)
+    newest = math.inf if latest is None else latest
+    return [path for _, path in sorted(named, key=lambda each: (each[0] > newest, -each[0]))]
 
 
 def step_of(folder: Path) -> int:
     """The step in a checkpoint's name; raises CheckpointError for another name."""
-    match = _NAME.fullmatch(folder.name)
+    match = _STEP.fullmatch(folder.name)
     if match is None:
-        raise CheckpointError(f"{folder}: a checkpoint's folder is called step-N; name one in checkpoints/")
-    return int(match.group(1))
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a finished checkpoint says about itself."""
-
-    files: list[WrittenFile]
-    state: dict[str, Any]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest; raises CheckpointError where it is missing, broken or of another format."""
-    path = folder / _MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {content['format']}; this version reads {FORMAT}")
-        files = [WrittenFile(**file) for file in content["files"]]
-        outside = next((file.name for file in files if Path(file.name).name != file.name), None)
-        if outside is not None:
-            raise CheckpointError(f"{path}: names the file {outside!r}, which does not lie in this folder")
-        return Manifest(files, content["state"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); the checkpoint is not "
-                              "complete") from error  # fmt: skip
+        raise CheckpointError(f"{shown(folder)}: a checkpoint's folder is called step-N; name one in checkpoints/")
+    return _number(match)
 
 
 def damage(folder: Path, files: list[WrittenFile]) -> str | None:
     """What is wrong with these files of a checkpoint, in words, or None; reads them whole."""
     for file in files:
         path = folder / file.name
-        if not path.is_file():
+        if not path.exists():
             return f"{path}: is missing"
-        if path.stat().st_size != file.bytes:
-            return f"{path}: has {path.stat().st_size} bytes and was written with {file.bytes}"
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{path}: is not a regular file ({kind_of(status.st_mode)})"
+        if status.st_size != file.bytes:
+            return f"{path}: has {status.st_size} bytes and was written with {file.bytes}"
         if _digest(path) != file.digest:
             return f"{path}: its content has changed since it was written"
+        try:
+            with TensorFile(path):
+                pass
+        except CheckpointError as error:  # written so
+            return str(error)
     return None
 
 
@@ -231,18 +250,39 @@ class TensorFile:
     """Reads one file of a checkpoint without loading all of it; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where the file cannot be opened."""
+        """Raises CheckpointError where the file cannot be opened, or does not say in JSON what it is about."""
+        self.path = path
         try:
+            with opened(path, CheckpointError):  # no pipe or device, which safetensors would read
+                pass
             self._file: Any = safe_open(path, framework="pt")
             self._open = self._file.__enter__()
-            self.about: Any = json.loads((self._open.metadata() or {})["about"])
+            text = (self._open.metadata() or {})["about"]
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {reason_of(error)})") from error
+        self.about: Any = parse_json(text, f"{path}: its description", CheckpointError)
+        if not isinstance(self.about, dict):
+            raise CheckpointError(f"{path}: its description is not a JSON object")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read; raises CheckpointError where it is not there."""
+        with self._told(name):
+            return tuple(self._open.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, copied to memory of its own."""
-        value: Tensor = self._open.get_tensor(name)
-        return value
+        """One tensor, copied to memory of its own; raises CheckpointError where it is not there."""
+        with self._told(name):
+            value: Tensor = self._open.get_tensor(name)
+            return value
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: has no tensor {shown(name)} ({reason_of(error)})") from error
 
     def __enter__(self) -> TensorFile:
         return self
@@ -266,29 +306,20 @@ def split_tensors(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join_tensors(tree: Any, file: TensorFile) -> Any:
-    """Undoes ``split_tensors`` with the file that holds the tensors."""
+    """Undoes ``split_tensors`` with the file that holds the tensors; raises CheckpointError where it lacks one."""
     if isinstance(tree, dict):
-        if set(tree) == {"tensor"}:
+        if set(tree) == {"tensor"} and isinstance(tree["tensor"], str):
             return file.tensor(tree["tensor"])
         return {key: join_tensors(value, file) for key, value in tree.items()}
     return tree
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=32)
+    digest = new_digest()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Has the file's or folder's content on disk, not only in the system's memory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def random_state() -> dict[str, Tensor]:
@@ -300,7 +331,14 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(states: Mapping[str, Tensor]) -> None:
-    """Undoes what was drawn since ``random_state``; a state of a device that is not here is left out."""
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    """Undoes what was drawn since ``random_state``; a state of a device that is not here is left out.
+
+    Raises CheckpointError for what is no state of a generator.
+    """
+    try:
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise CheckpointError(f"the checkpoint holds no state of torch's random generators ({reason})") from error

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import stat
 import sys
 import threading
 import time
@@ -16,8 +18,10 @@ from pathlib import Path
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.runtime.processes import identity, lives
+from rlhf_megatron.untrusted import kind_of, read_bytes, shown
 
 _NAME = "claim"
+_MOST_BYTES = 1 << 20
 _SECONDS_BETWEEN_SIGNS = 3.0
 # A process may stand still for a while without being dead: a long call that keeps Python's lock, a slow file server.
 SECONDS_OF_SILENCE = 30.0
@@ -51,8 +55,9 @@ class Claim:
         """Lets others have the folder."""
         self._ended.set()
         self._thread.join(_SECONDS_BETWEEN_SIGNS)  # it would make the file anew
-        if _holder(self._read()) == self._own:
-            self._path.unlink(missing_ok=True)
+        with contextlib.suppress(UserError):  # what is there now is not this process's
+            if _holder(self._read()) == self._own:
+                self._path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
         """Makes the file, unless there is one."""
@@ -72,10 +77,19 @@ class Claim:
         return f"{self._own}\n{self._signs:012d}\n".encode()
 
     def _read(self) -> bytes | None:
+        """The file's content, None where there is none; raises UserError where it is no file of this kind."""
         try:
-            return self._path.read_bytes()
+            mode = self._path.lstat().st_mode
         except FileNotFoundError:
             return None
+        if not stat.S_ISREG(mode):
+            raise UserError(f"{self._path}: is not a regular file ({kind_of(mode)}); delete it")
+        try:
+            return read_bytes(self._path, UserError, _MOST_BYTES)
+        except UserError:
+            if not os.path.lexists(self._path):  # released meanwhile
+                return None
+            raise
 
     def _take_over(self, seconds_of_silence: float) -> bool:
         """Whether the folder is this process's now, since its holder is gone; raises FolderInUse if that lives."""
@@ -83,7 +97,11 @@ class Claim:
         holder = _holder(seen)
         alive = lives(holder) if holder else None
         if alive is None and seen is not None:  # of another machine, or just being written
-            print(f"{self._path}: waiting for a sign of life of {holder}", file=sys.stderr, flush=True)
+            print(
+                f"{self._path}: waiting for a sign of life of {shown(holder) or 'its writer'}",
+                file=sys.stderr,
+                flush=True,
+            )
             now = self._after(seen, seconds_of_silence)
             if now != seen:
                 holder, alive = _holder(now), True
@@ -91,8 +109,9 @@ class Claim:
             return False
         if alive:
             machine, process, _ = holder.split()
+            host = shown(machine.partition("/")[0])
             raise FolderInUse(
-                f"{self._path.parent}: process {process} of {machine.partition('/')[0]} trains in this folder; wait "
+                f"{self._path.parent}: process {process} of {host} trains in this folder; wait "
                 "for its end, stop it, or give this run another name"
             )
         own = self._path.with_name(f"{_NAME}.{self._own.replace('/', '-').replace(' ', '-')}")
@@ -117,7 +136,9 @@ class Claim:
         """Goes on until the claim is released; ends the process if another job has taken the folder meanwhile."""
         while not self._ended.wait(_SECONDS_BETWEEN_SIGNS):
             self._signs += 1
-            with contextlib.suppress(OSError):  # a full disk or a server that is away: the next sign may come through
+            with contextlib.suppress(
+                OSError, UserError
+            ):  # a full disk or a server that is away: the next sign may come through
                 if self._create():  # a person has deleted it
                     continue
                 if _holder(self._read()) not in ("", self._own):
@@ -131,4 +152,4 @@ class Claim:
 def _holder(content: bytes | None) -> str:
     """Whose claim it is; empty where nothing says it, as when the file is just being written."""
     words = (content or b"").partition(b"\n")[0].decode("utf-8", errors="replace")
-    return words if len(words.split()) == 3 else ""
+    return words if re.fullmatch(r"\S{1,300} [0-9]{1,20} [0-9]{1,20}", words) else ""

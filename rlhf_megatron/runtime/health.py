@@ -1,4 +1,4 @@
-"""Health while a run goes on: rules over the metrics of each step, the watch on memory, gradients that are not finite.
+"""Health while a run goes on: rules over the metrics of each step, and the watch on memory.
 
 Rules stand in the recipe (recipe/health.py), alerts leave through monitor/alerts.py. What a stop costs, and what comes
 after a step that was skipped, is decided by the loops.
@@ -10,26 +10,23 @@ import dataclasses
 import math
 import socket
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.monitor.alerts import AlertSender
 from rlhf_megatron.recipe.health import HealthRuleSection, HealthSection
-from rlhf_megatron.runtime.ranks import named_ranks
 
 GB = 2**30
 # Each rank watches its own memory; all other metrics are the same on every rank, and rank 0 watches them.
 OWN_METRICS = ("memory/host_gb", "memory/gpu_gb")
 # A rule whose metric has not come by then is told: its name may be mistyped.
 STEPS_UNTIL_A_METRIC_IS_MISSED = 20
-_GRADIENTS_SHOWN = 3
 
 
 class HealthStop(UserError):
@@ -222,62 +219,3 @@ def memory_metrics() -> dict[str, float]:
         free, total = torch.cuda.mem_get_info()
         metrics["memory/gpu_gb"] = (total - free) / GB
     return metrics
-
-
-# ---- gradients
-
-
-@dataclasses.dataclass(frozen=True)
-class BadGradient:
-    """A parameter whose gradient is not finite on a rank, and how many of its elements are nan or infinite."""
-
-    parameter: str
-    nan: int
-    infinite: int
-    elements: int
-
-
-def nonfinite_gradients(named_parameters: Iterable[tuple[str, Tensor]]) -> list[BadGradient]:
-    """The parameters of ``module.named_parameters()`` whose gradient (Megatron's main_grad, else grad) is not finite.
-
-    One synchronisation with the device, whatever the number of parameters. In the module's order.
-    """
-    gradients = [
-        (name, gradient)
-        for name, parameter in named_parameters
-        if (gradient := getattr(parameter, "main_grad", None)) is not None or (gradient := parameter.grad) is not None
-    ]
-    if not gradients:
-        return []
-    counts = torch.stack([torch.stack([g.isnan().sum(), g.isinf().sum()]) for _, g in gradients]).tolist()
-    return [
-        BadGradient(name, nan, infinite, gradient.numel())
-        for (name, gradient), (nan, infinite) in zip(gradients, counts, strict=True)
-        if nan or infinite
-    ]
-
-
-def describe_nonfinite_gradients(
-    named_parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None = None
-) -> str:
-    """Which parameters have a gradient that is not finite, and on which ranks; the same text on all of ``group``.
-
-    Those nearest to the loss come first: a backward pass carries a nan on from there. Collective over ``group``
-    (default: all ranks). Empty where every gradient is finite.
-    """
-    bad = nonfinite_gradients(named_parameters)
-    own = (dist.get_rank(), bad[: -_GRADIENTS_SHOWN - 1 : -1], len(bad))
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    places: dict[str, list[tuple[int, BadGradient]]] = {}
-    for rank, shown, _ in gathered:
-        for gradient in shown:
-            places.setdefault(gradient.parameter, []).append((rank, gradient))
-    parts = []
-    for name, where in list(places.items())[:_GRADIENTS_SHOWN]:
-        worst = max((gradient for _, gradient in where), key=lambda gradient: gradient.nan + gradient.infinite)
-        kinds = [f"{count} {kind}" for count, kind in ((worst.nan, "nan"), (worst.infinite, "inf")) if count]
-        ranks = named_ranks(rank for rank, _ in where)
-        parts.append(f"{name} ({' and '.join(kinds)} of {worst.elements}) on {ranks}")
-    more = max(count for *_, count in gathered) - len(parts)
-    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.untrusted import reason_of
 
 # Set by launch/slurm/job.sbatch.j2: the folder, and the number of the job's first attempt in it.
 FOLDER, FIRST_ATTEMPT = "RLHF_MEGATRON_LOGS", "RLHF_MEGATRON_ATTEMPT"
@@ -23,10 +23,11 @@ def next_log(folder: Path, first_attempt: int, rank: str) -> Path:
 
     torchrun starts all ranks together, so they agree; its own count of restarts differs from node to node.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     for attempt in itertools.count(first_attempt):
         path = folder / f"attempt-{attempt}" / f"rank-{rank}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError):  # also of a file where the folder would be
+            path.parent.mkdir(exist_ok=True)
             path.touch(exist_ok=False)
             return path
     raise AssertionError("there is always a next number")
@@ -35,23 +36,28 @@ def next_log(folder: Path, first_attempt: int, rank: str) -> Path:
 def redirect_output(environment: Mapping[str, str]) -> None:
     """Sends stdout and stderr of this process, and of what it starts, to the rank's log; ``latest`` points there.
 
-    Raises UserError where the log cannot be written.
+    Where no log can be made, that is told and they stay where they are.
     """
     if FOLDER not in environment or "RANK" not in environment:
         return
-    rank = environment["RANK"]
     try:
-        path = next_log(Path(environment[FOLDER]), int(environment.get(FIRST_ATTEMPT, "0")), rank)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-    except OSError as error:
-        raise UserError(f"environment: {FOLDER}={environment[FOLDER]}: cannot be written ({error.strerror})") from error
+        _redirect(Path(environment[FOLDER]), int(environment.get(FIRST_ATTEMPT, "0")), environment["RANK"])
+    except (OSError, ValueError) as error:
+        what = f"{environment[FOLDER]}: no log of rank {environment['RANK']} can be made there"
+        print(f"warning: {what} ({reason_of(error)}); its output stays here", file=sys.stderr, flush=True)
+
+
+def _redirect(folder: Path, first_attempt: int, rank: str) -> None:
+    path = next_log(folder, first_attempt, rank)
     sys.stdout.flush()
     sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     if rank == "0":
         link = path.parent.parent / "latest"
         temporary = link.with_name(f"latest.{os.getpid()}")
+        temporary.unlink(missing_ok=True)  # of a process of the same number
         temporary.symlink_to(path.parent.name)
         os.replace(temporary, link)

@@ -5,6 +5,7 @@ Files only; rank 0 writes, except for a fault, which the first rank that sees it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -14,17 +15,84 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import psutil
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from rlhf_megatron.durable import remove, write_text
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.monitor.records import set_damaged_aside
+from rlhf_megatron.redaction import hide_secrets
 from rlhf_megatron.runtime.processes import identity
+from rlhf_megatron.untrusted import opened, parse_json, read_bytes, shown
 
 What = Literal["start", "restart", "resume", "fault", "hang", "stop", "give_up", "health_stop", "done"]
 _BEGINNINGS, _ENDINGS, _FAULTS = ("start", "restart"), ("stop", "done"), ("fault", "hang", "health_stop")
-_KEYS = {"launch", "attempt", "step", "what", "why"}
 _REQUEUE = "requeue"
+# A whole line of metrics.jsonl lies in so many bytes, even behind a block of zeros that a power cut has left.
+_BYTES_WITH_LAST_STEP = 1 << 22
+_Step = Annotated[int, Field(ge=0, le=2**53)]
+_Budget = Annotated[str, Field(pattern=r"^\w+\.\w+$")]
+
+
+class _Line(BaseModel):
+    """What the next attempt reads of a line; there is more for people."""
+
+    model_config = ConfigDict(strict=True)
+
+    launch: str = Field(max_length=1000)
+    attempt: int
+    why: str
+    step: _Step | None
+    reduced: dict[_Budget, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+
+
+class _Beginning(_Line):
+    what: Literal["start", "restart"]
+    step: _Step
+    torchrun: str
+    job: str | None
+    requeues: int
+    metrics_bytes: int
+
+
+class _Resume(_Line):
+    what: Literal["resume", "give_up"]
+    step: _Step
+
+
+class _Ending(_Line):
+    what: Literal["stop", "done"]
+    step: _Step
+    torchrun: str | None = None
+    saved: bool = True
+
+
+class _Fault(_Line):
+    what: Literal["fault", "hang", "health_stop"]
+    phase: str | None = None
+
+
+class _OutOfMemory(_Fault):
+    kind: Literal["out_of_memory"]
+    phase: str
+
+
+class _NotFinite(_Fault):
+    kind: Literal["not_finite"]
+    first: _Step
+    data: dict[str, Any]
+
+
+_LINES: Mapping[Any, TypeAdapter[Any]] = {
+    **{what: TypeAdapter(_Beginning) for what in _BEGINNINGS},
+    **{what: TypeAdapter(_Resume) for what in ("resume", "give_up")},
+    **{what: TypeAdapter(_Ending) for what in _ENDINGS},
+    **{what: TypeAdapter(_Fault) for what in _FAULTS},
+    "out_of_memory": TypeAdapter(_OutOfMemory),
+    "not_finite": TypeAdapter(_NotFinite),
+}
 
 
 class RepeatedFault(UserError):
@@ -80,11 +148,15 @@ class RecoveryLog:
         return self._given_origin or Origin.of(os.environ)
 
     def lines(self) -> list[dict[str, Any]]:
-        """What has been written so far; a line that a crash has cut is left out."""
-        if not self.path.exists():
-            return []
-        texts = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line for text in texts if (line := _object(text))]
+        """What has been written so far; lines that are damaged, as one that a crash has cut, are left out.
+
+        Raises UserError where the file cannot be read at all.
+        """
+        try:
+            content = read_bytes(self.path, UserError) if os.path.lexists(self.path) else b""
+        except UserError as error:
+            raise UserError(f"{error}; move it away") from error
+        return [line for text in content.split(b"\n") if (line := _checked(text))]
 
     def of_this_launch(self) -> list[dict[str, Any]]:
         """The lines since a person has started the run: none, if that was now."""
@@ -111,23 +183,29 @@ class RecoveryLog:
 
     def append(self, what: What, step: int | None, why: str, **more: Any) -> None:
         """Adds a line: ``step`` is the last one that was done, None where the writer does not know."""
+        try:
+            self._write(what, step, why, more)
+        except (OSError, UserError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            if what in _BEGINNINGS:
+                raise UserError(f"{self.path}: cannot be written ({reason}); make room") from error
+            print(f"warning: {self.path}: {what} could not be noted: {reason}", file=sys.stderr, flush=True)
+
+    def _write(self, what: What, step: int | None, why: str, more: Mapping[str, Any]) -> None:
         lines = self.lines()
         is_new = what == "start"
         launch = self._origin.torchrun if is_new else self.launch()
         begun = sum(line["what"] in _BEGINNINGS and line["launch"] == launch for line in lines)
         attempt = 0 if is_new else begun if what == "restart" else max(0, begun - 1)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        record = {"time": now, "launch": launch, "attempt": attempt, "step": step, "what": what, "why": why}
-        record |= more
+        record = {"time": now, "launch": launch, "attempt": attempt, "step": step, "what": what}
+        record |= {"why": hide_secrets(why), **more}
         # What a crash has cut stays a line of its own.
         before = "\n" if _size(self.path) and not self.path.read_bytes().endswith(b"\n") else ""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(before + json.dumps(record) + "\n")
-        except OSError as error:
-            if what in _BEGINNINGS:
-                raise UserError(f"{self.path}: cannot be written ({error.strerror}); make room") from error
-            print(f"warning: {self.path}: {what} could not be noted: {error.strerror}", file=sys.stderr, flush=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(before + json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def begin(self, max_repeats: int, reduced: Mapping[str, float] | None = None) -> str | None:
         """Notes that an attempt begins; why it should not, where it would be the same fault again.
@@ -137,19 +215,21 @@ class RecoveryLog:
         all with the same budgets: ``reduced`` are those that are smaller from now on, if any.
         What a health rule has stopped, only a person starts again.
         """
-        self._requeue.unlink(missing_ok=True)
+        remove(self._requeue)
+        if self.path.exists():
+            set_damaged_aside(self.path, lambda line: _checked(line) is not None)
         lines = self.lines()
         step, fault = self._end_of_last(lines)
         own = self._of_this_launch(lines)
         stopped = next((line for line in since_last_beginning(own) if line["what"] == "health_stop"), None)
         if stopped:
-            return f"{self.path}: {stopped['why']}"
+            return f"{self.path}: {shown(stopped['why'], 1000)}"
         if fault and own and not reduced:
             repeats = 1 + _restarts_after(step, lines)
             if repeats >= max_repeats:
                 self.append("give_up", step, f"{repeats} attempts in a row ended after step {step}; the last: {fault}")
                 return (
-                    f"{self.path}: {repeats} attempts in a row ended after step {step} ({fault}); "
+                    f"{self.path}: {repeats} attempts in a row ended after step {step} ({shown(fault, 1000)}); "
                     "mend the cause and start the run again, or raise retry.max_repeats"
                 )
         what: What = "restart" if own else "start"
@@ -161,7 +241,7 @@ class RecoveryLog:
 
     def ask_for_requeue(self, step: int, why: str) -> None:
         """Leaves the file ``requeue`` in the run's folder, which tells a job script to start the run again."""
-        self._requeue.write_text(json.dumps({"step": step, "why": why}) + "\n", encoding="utf-8")
+        write_text(self._requeue, json.dumps({"step": step, "why": why}) + "\n")
 
     def _of_this_launch(self, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         beginning = _last_beginning(lines)
@@ -205,12 +285,16 @@ def _restarts_after(step: int, lines: list[dict[str, Any]]) -> int:
     return count
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _checked(text: bytes) -> dict[str, Any] | None:
+    """A line's object, None where it is none or lacks what the next attempt reads of it."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = parse_json(text.decode("utf-8"), "", UserError)
+        _LINES[value["what"]].validate_python(value)
+        if value.get("kind") in ("out_of_memory", "not_finite"):
+            _LINES[value["kind"]].validate_python(value)
+    except (UserError, ValidationError, UnicodeDecodeError, KeyError, TypeError):
         return None
-    return value if isinstance(value, dict) and value.keys() >= _KEYS else None
+    return dict(value)
 
 
 def _size(path: Path) -> int:
@@ -219,9 +303,14 @@ def _size(path: Path) -> int:
 
 def _last_step(metrics: Path, otherwise: int) -> int:
     """The step of the last whole line of metrics.jsonl."""
-    for text in reversed(metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []):
-        try:
-            return int(json.loads(text)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
+    if not metrics.exists():
+        return otherwise
+    with opened(metrics, UserError) as file:
+        file.seek(max(0, _size(metrics) - _BYTES_WITH_LAST_STEP))
+        content = file.read(_BYTES_WITH_LAST_STEP)
+    for text in reversed(content.split(b"\n")):
+        with contextlib.suppress(UserError, UnicodeDecodeError, KeyError, TypeError):
+            step = parse_json(text.decode("utf-8"), "", UserError)["step"]
+            if type(step) is int and step >= 0:
+                return step
     return otherwise

@@ -6,6 +6,7 @@ A request is only noted here; loops/checkpoints.py has all ranks act on it toget
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 import psutil
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.untrusted import shown
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # One warning can arrive twice: from the scheduler, which signals every process, and forwarded by torchrun.
@@ -125,11 +127,14 @@ def job_end(environment: Mapping[str, str]) -> float | None:
     if name is None:
         return None
     try:
-        return float(environment[name])
+        end = float(environment[name])
     except ValueError:
+        end = math.nan
+    if not math.isfinite(end):
         raise UserError(
-            f"environment: {name}={environment[name]!r} must be seconds since 1970, as of date +%s"
-        ) from None
+            f"environment: {name}={shown(repr(environment[name]))} must be seconds since 1970, as of date +%s"
+        )
+    return end
 
 
 def stop_status(environment: Mapping[str, str]) -> int:

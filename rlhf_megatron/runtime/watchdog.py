@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from rlhf_megatron.durable import remove
 from rlhf_megatron.recipe.slurm import RetrySection
 from rlhf_megatron.runtime.rank_monitor import give_signs_of_life
 from rlhf_megatron.runtime.ranks import named_ranks
@@ -150,7 +151,7 @@ class _Watch:
 
 def forget_hang(run: Path, start: int) -> None:
     """Takes back the signal of another start that had the same number, as after recovery.jsonl was deleted."""
-    _link(run, start).unlink(missing_ok=True)
+    remove(_link(run, start))
 
 
 def _link(run: Path, start: int) -> Path:

@@ -5,8 +5,9 @@ Every call is collective over ``group``; None: over the world.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.data.batch import TOKEN_FIELDS, RolloutBatch, boundaries, in_order
+from rlhf_megatron.errors import UserError
 
 _T = TypeVar("_T")
 _Group = dist.ProcessGroup | None
@@ -101,3 +103,19 @@ def gather_objects(value: Any, group: _Group = None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+@contextlib.contextmanager
+def refused_by_all(group: _Group = None) -> Iterator[None]:
+    """Has every rank raise the UserError that the first of them raises inside; collective as it ends.
+
+    Nothing is to be exchanged inside after an error may have come: others would wait for the rank that it came on.
+    """
+    refusal = None
+    try:
+        yield
+    except UserError as error:
+        refusal = error
+    first = next((each for each in gather_objects(refusal, group) if each is not None), None)
+    if first is not None:
+        raise first

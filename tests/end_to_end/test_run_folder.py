@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from pathlib import Path
@@ -143,3 +144,30 @@ def test_a_second_job_leaves_the_first_ones_folder_alone(folder: Path) -> None:
         first.finish()
     assert decisions(run)[-1]["saved"] and not (run / "claim").exists()
     assert sorted(metrics_of(run)) == list(range(1, decisions(run)[-1]["step"] + 1))
+
+
+def test_a_damaged_folder_is_told_and_survived(folder: Path) -> None:
+    run = folder / "runs" / "damaged"
+    with train(folder, "damaged", "steps=4", "checkpoint.save_interval=2") as command:
+        command.finish().check()
+    manifest = run / "checkpoints" / "step-4" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 5'))
+    (run / "checkpoints" / "latest").unlink()
+    os.mkfifo(run / "checkpoints" / "latest")
+    for name, damage in (
+        ("metrics.jsonl", b"\0" * 4096 + b"\n"),
+        ("recovery.jsonl", b'{"what": "start", "step": 4}\n'),
+    ):
+        with (run / name).open("ab") as file:
+            file.write(damage)
+    with train(folder, "damaged", "steps=6", "checkpoint.save_interval=2") as command:
+        finished = command.finish().check()
+    assert "step-4/manifest.json: is damaged" in finished.out and "checkpoints/step-2, after step 2" in finished.out
+    assert "checkpoints/latest: is not a regular file (a pipe)" in finished.out
+    assert all(f"{name}.damaged-1.jsonl" in finished.err for name in ("metrics", "recovery"))
+    assert sorted(metrics_of(run)) == [1, 2, 3, 4, 5, 6]
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    with train(folder, "damaged", "steps=7") as command:
+        error = command.finish().only_error()
+    assert error == "error: runs/damaged/metrics.jsonl: is a folder, and a file of the run belongs there; move it away"

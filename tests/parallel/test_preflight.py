@@ -23,7 +23,8 @@ from parallel.ranks import run_ranks, write_result
 from rlhf_megatron.loops import preflight as of_loops
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.recipe.health import HealthRuleSection, HealthSection
-from rlhf_megatron.runtime.health import Health, HealthStop, describe_nonfinite_gradients
+from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite_gradients
+from rlhf_megatron.runtime.health import Health, HealthStop
 from rlhf_megatron.runtime.preflight import machine
 from rlhf_megatron.runtime.preflight.answers import answers_of_torchrun
 from rlhf_megatron.topology.clocks import measure_clocks
@@ -48,7 +49,7 @@ def write_data(path: Path, rows: int) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe with its model and data, and in other/ the same model beside data that differ."""
     path = tmp_path_factory.mktemp("preflight")
-    write_bpe_tokenizer(make_model(path / "model"))
+    write_bpe_tokenizer(make_model(path / "model", vocabulary=400))
     write_data(path / "train.parquet", rows=4)
     (path / "other").mkdir()
     (path / "other" / "model").symlink_to(path / "model")
@@ -126,12 +127,12 @@ def gradients() -> list[str]:
     """What all ranks say of one rank's and of all ranks' bad gradients."""
     layer = torch.nn.Linear(2, 2)
     layer.weight.grad, layer.bias.grad = torch.zeros(2, 2), torch.zeros(2)
-    texts = [describe_nonfinite_gradients(layer.named_parameters())]
+    texts = [describe_nonfinite(nonfinite_gradients(layer.named_parameters()))]
     if dist.get_rank() == 1:
         layer.weight.grad[0, 1] = float("nan")
-    texts.append(describe_nonfinite_gradients(layer.named_parameters()))
+    texts.append(describe_nonfinite(nonfinite_gradients(layer.named_parameters())))
     layer.bias.grad[0] = float("inf")
-    texts.append(describe_nonfinite_gradients(layer.named_parameters()))
+    texts.append(describe_nonfinite(nonfinite_gradients(layer.named_parameters())))
     return texts
 
 

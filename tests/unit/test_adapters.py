@@ -108,6 +108,9 @@ def test_new_ones_leave_the_model_as_it_is(model: Path) -> None:
         ({"r": 3}, {"lora_alpha": 10**400}, "is not that of a LoRA"),
         ({"r": 3}, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({"r": 3}, {"fan_in_fan_out": True}, "fan_in_fan_out=True is not supported"),
+        ({"r": 3}, {"use_rslora": "no"}, "use_rslora='no' is not supported"),
+        ({"r": 3}, {"invented_config": {"a": 1}}, "invented_config={'a': 1} is not supported"),
+        ({"r": 3}, {"invented_config": None}, None),
     ],
 )
 def test_a_folder_of_pefts(

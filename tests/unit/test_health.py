@@ -19,15 +19,14 @@ from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.alerts import HOUR, AlertSender
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.health import DEFAULT_RULES, AlertSection, HealthRuleSection, HealthSection
+from rlhf_megatron.runtime.finite import BadTensor, nonfinite_gradients
 from rlhf_megatron.runtime.health import (
-    BadGradient,
     Finding,
     Health,
     HealthStop,
     RuleWatch,
     WatchState,
     memory_metrics,
-    nonfinite_gradients,
     observe,
     slope,
 )
@@ -277,13 +276,27 @@ def test_an_alert_that_no_command_can_be_given_costs_none_of_the_later_ones(tmp_
     assert (tmp_path / "told").read_text() == "later"
 
 
-def test_an_address_that_nothing_can_be_sent_to_is_told_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_not_ascii_is_told_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_WEBHOOK", "http://127.0.0.1:9/secret-\u00fctoken")
     lines = send(section(retries=0), "one", "two")
-    assert lines == ["warning: alert not delivered by webhook: UnicodeEncodeError"] * 2
+    assert lines == ["warning: alert not delivered by webhook after 1 attempts: Connection refused"] * 2
 
 
-@pytest.mark.parametrize("value", [None, "", "file:///etc/secret-token", "secret-token"])
+ADDRESSES_THAT_ARE_NONE = (
+    None,
+    "",
+    "file:///etc/secret-token",
+    "secret-token",
+    "http://",
+    "http:///secret-token",
+    "http://[::1/secret-token",
+    "http://127.0.0.1:99999/secret-token",
+    "http://127.0.0.1:secret-token@x:y/",
+    "https://a/secret-token\n\tb",
+)
+
+
+@pytest.mark.parametrize("value", ADDRESSES_THAT_ARE_NONE)
 def test_an_address_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     if value is None:
         monkeypatch.delenv("TEST_WEBHOOK", raising=False)
@@ -365,5 +378,5 @@ def test_gradients_that_are_not_finite_are_counted_where_megatron_keeps_them() -
     module[1].weight.main_grad = torch.zeros(1, 2)
     module[1].bias.main_grad = torch.tensor([NAN], dtype=torch.bfloat16)
     found = nonfinite_gradients(module.named_parameters())
-    assert found == [BadGradient("0.weight", nan=1, infinite=2, elements=6), BadGradient("1.bias", 1, 0, 1)]
+    assert found == [BadTensor("0.weight", nan=1, infinite=2, elements=6), BadTensor("1.bias", 1, 0, 1)]
     assert nonfinite_gradients(torch.nn.Linear(2, 2).named_parameters()) == []

@@ -36,7 +36,7 @@ HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer, and data."""
     path = tmp_path_factory.mktemp("preflight")
-    write_bpe_tokenizer(make_model(path / "model"))
+    write_bpe_tokenizer(make_model(path / "model", vocabulary=400))
     rows = [
         {
             "data_source": "openai/gsm8k",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import prepare_data
 import pyarrow.parquet
 import pytest
 
@@ -189,3 +190,46 @@ def test_distinct_keeps_the_first_of_equal_prompts_and_every_column(tmp_path: Pa
         run("distinct", "--input", tmp_path / "bad.parquet", "--output", tmp_path / "x.parquet"), "bad.parquet"
     )
     assert not list(tmp_path.glob("*x.parquet*"))
+
+
+BAD_LINES = {
+    "deep": (b"[" * 3000 + b"]" * 3000, "line 1: not JSON (is nested too deeply"),
+    "no number": (b'{"question": NaN}', "line 1: not JSON (NaN is no number of JSON"),
+    "not UTF-8": (b'{"question": "\xff"}', "line 1: not JSON ("),
+    "half of a pair": (b'{"question": "\\ud800", "answer": "#### 1"}', "line 1: holds half of a surrogate pair"),
+    "a list": (b"[1]", "line 1: list instead of a JSON object"),
+    "no answer": (b'{"question": "x"}', "line 1: needs the texts question and answer"),
+    "a table": (b'a,b\n"x,1\n', "line 1: not JSON ("),
+    "NUL": (b"\0\0\0\0", "line 1: not JSON ("),
+    "endless digits": (b'{"question": ' + b"9" * 5000 + b"}", "line 1: not JSON ("),
+}
+
+
+@pytest.mark.parametrize(("content", "problem"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_told_by_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, problem: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    status = prepare_data.main(["gsm8k", "--input", str(path), "--output", str(tmp_path / "x.parquet")])
+    shown = capsys.readouterr().err
+    assert status == 2 and shown.startswith(f"error: {path}, {problem}") and shown.count("\n") == 1
+
+
+def test_a_long_line_is_not_read_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_data, "MOST_LINE_BYTES", 1000)
+    (tmp_path / "long.jsonl").write_bytes(b" " * 5000)
+    arguments = ["--output", str(tmp_path / "x.parquet")]
+    assert prepare_data.main(["gsm8k", "--input", str(tmp_path / "long.jsonl"), *arguments]) == 2
+    assert "line 1: has over 1,000 bytes" in capsys.readouterr().err
+    assert prepare_data.main(["gsm8k", "--input", "/dev/zero", *arguments]) == 2
+    assert capsys.readouterr().err == "error: --input: /dev/zero cannot be read (is not a regular file (a device))\n"
+
+
+def test_a_mark_of_the_order_of_bytes_is_passed_over(tmp_path: Path) -> None:
+    path = write_gsm8k(tmp_path / "a.jsonl", 2)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    output = tmp_path / "x.parquet"
+    assert prepare_data.main(["gsm8k", "--input", str(path), "--output", str(output)]) == 0 and len(read(output)) == 2

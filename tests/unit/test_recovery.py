@@ -179,6 +179,9 @@ def test_the_time_is_up_when_the_next_step_would_not_fit(monkeypatch: pytest.Mon
     assert job_end({"SLURM_JOB_END_TIME": "5", "RLHF_MEGATRON_DEADLINE": "4"}) == 4.0
     with pytest.raises(UserError, match="RLHF_MEGATRON_DEADLINE='noon' must be seconds since 1970"):
         job_end({"RLHF_MEGATRON_DEADLINE": "noon"})
+    for never in ("nan", "inf", "1e999"):
+        with pytest.raises(UserError, match="must be seconds since 1970"):
+            job_end({"RLHF_MEGATRON_DEADLINE": never})
 
 
 def test_logs_have_a_folder_for_each_attempt(tmp_path: Path) -> None:

@@ -233,3 +233,24 @@ def test_a_network_profile_keeps_what_the_user_has_set(network: str) -> None:
 def test_the_script_of_a_node_can_be_read_by_bash() -> None:
     for path in (ROOT / "launch" / "slurm" / "node.sh", *(ROOT / "launch" / "env").glob("*.sh")):
         assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.chat_template_kwargs={api_key: hunter2}",
+        "data.chat_template_kwargs.apiKey=hunter2",
+        "data.chat_template_kwargs={style: 'https://u:hunter2@h/'}",
+        "data.chat_template_kwargs={style: value-of-wandb}",
+    ],
+)
+@pytest.mark.parametrize("is_array", [False, True])
+def test_an_override_with_a_secret_is_refused_since_the_script_would_keep_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, override: str, is_array: bool
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "value-of-wandb")
+    (folder / "runs.txt").write_text(f"steps=1\n{shlex.quote(override)}\n")
+    done = submit(folder, *(["--array", "runs.txt"] if is_array else [override]), "--print")
+    assert done.returncode == 2 and not done.stdout
+    assert "looks like a secret" in done.stderr and "write it into a recipe that only you can read" in done.stderr
+    assert "hunter2" not in done.stderr and "value-of-wandb" not in done.stderr

@@ -88,3 +88,10 @@ def test_levels_are_counted_to_the_last_one() -> None:
 def test_a_strangers_text_cannot_write_lines_of_its_own() -> None:
     assert shown("a\nerror: b\x1b[2J") == "a\\nerror: b\\x1b[2J"
     assert shown("x" * 300) == "x" * 200 + "... (300 characters)"
+
+
+def test_numbers_that_are_not_finite_are_read_where_that_is_asked_for() -> None:
+    value = parse_json("[NaN, -Infinity, 1e999, 5]", "here", DataError, finite=False)
+    assert str(value) == "[nan, -inf, inf, 5]"
+    with pytest.raises(DataError, match="^here: "):
+        parse_json("[NaN", "here", DataError, finite=False)

@@ -272,16 +272,35 @@ def test_what_cannot_be_generated_is_refused_in_one_line(
     [
         (lambda config: config.pop("architectures"), '"architectures" is missing'),
         (lambda config: config.pop("vocab_size"), "vocab_size is missing"),
+        (lambda config: config.update(vocab_size="8"), "configs that transformers refuses"),
+        (lambda config: config.update(architectures=["Qwen3ForSequenceClassification"]), "generates nothing"),
+        (lambda config: config.update(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; at most"),
+        (lambda config: config.update(to_dict=1), "configs that transformers refuses"),
+        (lambda config: config.update(torch_dtype="bf16"), "configs that transformers refuses"),
+        (
+            lambda config: config.update(model_type="qwen2", hidden_size=64, num_attention_heads=4, head_dim=32),
+            "head_dim is 32, and vLLM takes hidden_size / num_attention_heads",
+        ),
     ],
 )
 def test_a_config_that_vllm_would_misread_is_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 8}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 8} | sizes
     change(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RolloutError, match=message):
         VllmEngine(str(tmp_path), RolloutSection(max_response_length=4), "float32", 4, seed=1)
+
+
+@pytest.mark.parametrize("content", ["[]", "[" * 10**5, ""])
+def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -> None:
+    make_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(RolloutError) as caught:
+        VllmEngine(str(tmp_path), RolloutSection(max_response_length=4), "float32", 4, seed=1)
+    assert str(caught.value).isprintable()
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,243 @@
+"""The fields of a Hugging Face config.json: which are read, which may have one value only, which change nothing.
+
+transformers and vLLM set every field of the file on their config object and read many more than they declare, so one
+that is not known may change the model, and is refused by name. Free of torch: ``--dry-run`` checks as a run does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.errors import ModelError
+from rlhf_megatron.models.families import Family
+from rlhf_megatron.untrusted import parse_json, read_bytes, shown
+
+# Beyond any model, and small enough that nothing runs out of memory over one of them.
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**13,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**23,  # vLLM makes a table of all positions
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "num_experts_per_tok": 2**14,
+}
+_LARGEST_NUMBERS = {"rms_norm_eps": 0.1, "rope_theta": 1e12, "factor": 1e6}
+_MOST_LABELS = 2**20
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DROPOUT = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop")
+
+_READ = {
+    "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_size",
+    "intermediate_size", "layer_types", "max_position_embeddings", "model_type", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "rope_scaling",
+    "rope_theta", "tie_word_embeddings", "torch_dtype", "vocab_size",
+}  # fmt: skip
+_READ_OF_EXPERTS = {
+    "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
+}  # fmt: skip
+
+# The one value that is supported, which is also what an absent field means.
+_ONLY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "bias": False,
+    "qk_norm": False,
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "logit_scale": 1.0,
+    "quantization_config": None,
+    "num_nextn_predict_layers": 0,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "chunk_size_feed_forward": 0,
+    "pruned_heads": {},
+    **dict.fromkeys(_DROPOUT, 0.0),  # nothing is dropped in training
+}
+# What transformers' classes refuse as null, though the same field may be absent.
+_NEVER_NULL = {
+    "attention_bias", "attention_dropout", "chunk_size_feed_forward", "decoder_sparse_step", "hidden_act",
+    "initializer_range", "intermediate_size", "is_encoder_decoder", "max_position_embeddings", "max_window_layers",
+    "mlp_bias", "norm_topk_prob", "num_experts", "num_labels", "output_router_logits", "rms_norm_eps",
+    "router_aux_loss_coef", "tie_word_embeddings", "use_cache", "use_sliding_window",
+}  # fmt: skip
+
+# Without effect on what the model computes, by the types that transformers wants to see.
+_FLAGS = {
+    "do_sample", "is_decoder", "is_llama_config", "output_attentions", "output_hidden_states", "output_scores",
+    "remove_invalid_values", "return_dict", "return_dict_in_generate", "tf_legacy_loss", "torchscript",
+    "unsloth_fixed", "use_bfloat16", "use_cache",
+}  # fmt: skip
+_WHOLE = {"max_sequence_length", "max_window_layers", "model_max_length", "num_labels", "pretraining_tp"}
+_FRACTIONS = {"initializer_range"}
+_TABLES = {"id2label", "label2id", "task_specific_params", "transformers.js_config"}
+_TEXTS = {
+    "finetuning_task", "name_or_path", "prefix", "problem_type", "tokenizer_class", "transformers_version",
+    "unsloth_version",
+}  # fmt: skip
+# How transformers generates; here the recipe says so.
+_GENERATION = {
+    "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "repetition_penalty", "sep_token_id", "suppress_tokens",
+    "temperature", "top_k", "top_p", "typical_p",
+}  # fmt: skip
+_TYPES: dict[str, tuple[type, ...]] = {
+    "attention_bias": (bool,),  # qwen2 has biases in any case, and others may say false only
+    "sliding_window": (int,),  # of qwen's, with use_sliding_window; others may not have it
+    **dict.fromkeys(_FLAGS, (bool,)),
+    **dict.fromkeys(_WHOLE, (int,)),
+    **dict.fromkeys(_FRACTIONS, (float,)),
+    **dict.fromkeys(_TABLES, (dict,)),
+    **dict.fromkeys(_TEXTS, (str,)),
+    **dict.fromkeys(_GENERATION, (bool, int, float, str, list)),
+}
+_TYPES_OF_EXPERTS: dict[str, tuple[type, ...]] = {"output_router_logits": (bool,), "router_aux_loss_coef": (float,)}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number with a point", str: "text"}
+_TYPE_NAMES |= {list: "a list", dict: "an object"}
+
+
+def read_model_json(path: Path) -> Any:
+    """Return the value of a JSON file of a model folder; raises ModelError where it is missing or damaged."""
+    content = read_bytes(path, ModelError)
+    try:
+        return parse_json(content.decode("utf-8"), str(path), ModelError)
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"{shown(path)}: not valid JSON (byte {error.start} is not UTF-8); download the model again"
+        ) from error
+    except ModelError as error:
+        raise ModelError(f"{error}; download the model again") from error
+
+
+def unsupported(path: Path, field: str, value: object, supported: str) -> ModelError:
+    """Return the error for a field whose value is known and not supported."""
+    return ModelError(f"{shown(path)}: {field} is {brief(value)}, which is not supported; supported: {supported}")
+
+
+def brief(value: object) -> str:
+    """Return a value of the config for an error's line, at most 80 characters of it."""
+    return shown(repr(value) if isinstance(value, (str, int, float, type(None))) else repr(value)[:1000], 80)
+
+
+def check_fields(path: Path, config: Mapping[str, Any], family: Family) -> None:
+    """Raises ModelError for the first field of the config at ``path`` that is not known, or has a value that is not."""
+    single = _ONLY | dict(family.only)
+    types = _TYPES | (_TYPES_OF_EXPERTS if family.experts else {})
+    read = _READ | (_READ_OF_EXPERTS if family.experts else set())
+    never_null = _NEVER_NULL.union(family.never_null)
+    for field, value in config.items():
+        if value is None:
+            if field in never_null and field in single.keys() | types.keys() | read:
+                raise ModelError(f"{shown(path)}: {field} is null, which transformers refuses; remove it")
+            continue  # not set, whatever it is
+        if field in single:
+            if not _same(value, single[field]):
+                raise unsupported(path, field, value, repr(single[field]))
+        elif field in types:
+            _check_type(path, field, value, types[field])
+        elif field not in read and (field.startswith("__") or not field.startswith("_")):
+            raise ModelError(
+                f"{shown(path)}: {shown(field, 80)} is {brief(value)}, which this version does not know and which may "
+                "change what the model computes; use another model, or remove the field if it does not"
+            )
+
+
+def _same(value: object, wanted: object) -> bool:
+    """Whether a value is the wanted one, and no other type that Python calls equal, but for whole numbers."""
+    if isinstance(wanted, float):
+        return type(value) in (int, float) and value == wanted
+    return type(value) is type(wanted) and value == wanted
+
+
+def _check_type(path: Path, field: str, value: object, types: tuple[type, ...]) -> None:
+    if type(value) not in types:
+        wanted = " or ".join(_TYPE_NAMES[kind] for kind in types)
+        raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be {wanted}")
+
+
+def check_class(path: Path, config: Mapping[str, Any], family: Family) -> None:
+    """Raises ModelError where the config is for another class than the family's language model or classifier."""
+    known = [f"{family.classes}For{head}" for head in ("CausalLM", "SequenceClassification")]
+    named = config.get("architectures") or []
+    if not isinstance(named, list) or any(name not in known for name in named):
+        raise unsupported(path, "architectures", named, " or ".join(f'["{name}"]' for name in known))
+    code = config.get("auto_map") or {}
+    if not isinstance(code, dict) or any(name != "AutoTokenizer" for name in code):
+        raise ModelError(f"{shown(path)}: auto_map is {brief(code)}: models with code of their own are not supported")
+    labels = config.get("id2label") or {}
+    if not all(key.isdecimal() and isinstance(label, str) for key, label in labels.items()):
+        raise ModelError(f"{shown(path)}: id2label is {brief(labels)}; it must be an object of numbers and labels")
+    if not 0 < config.get("num_labels", 1) <= _MOST_LABELS:
+        raise ModelError(f"{shown(path)}: num_labels is {brief(config['num_labels'])}; it must be 1 to {_MOST_LABELS}")
+    if config.get("problem_type") == "single_label_classification" and (len(labels) or config.get("num_labels")) == 1:
+        raise unsupported(path, "problem_type", config["problem_type"], '"regression" for one label')
+    for field in ("dtype", "torch_dtype"):
+        if config.get(field) is not None and config[field] not in _DTYPES:
+            raise unsupported(path, field, config[field], ", ".join(_DTYPES))
+
+
+def number(path: Path, field: str, values: Mapping[str, Any], default: float | None = None) -> float:
+    """A number above 0 in the config at ``path``, or in an object of it; ``default`` is for an absent field."""
+    value = values.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ModelError(f"{shown(path)}: {field} {_not_a('number', field, values)}")
+    most = _LARGEST_NUMBERS[field]
+    if not value <= most or not math.isfinite(value):
+        raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be at most {most:g}")
+    return float(value)
+
+
+def size(path: Path, field: str, config: Mapping[str, Any], default: int | None = None) -> int:
+    """A whole number above 0 in the config at ``path``; ``default`` is for a field that is absent or null."""
+    value = config.get(field)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{shown(path)}: {field} {_not_a('whole number', field, config)}")
+    if value > _LARGEST[field]:
+        raise ModelError(f"{shown(path)}: {field} is {_figures(value)}; it must be at most {_LARGEST[field]:,}")
+    return value
+
+
+def flag(path: Path, field: str, config: Mapping[str, Any]) -> bool:
+    """A field that is true or false; absent or null means false."""
+    value = config.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be true or false")
+    return bool(value)
+
+
+def token_ids(path: Path, field: str, config: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
+    """The ids in a field that has one, a list of them or null; each is in the vocabulary."""
+    value = config.get(field)
+    ids = value if isinstance(value, list) and field == "eos_token_id" else [] if value is None else [value]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ModelError(
+                f"{shown(path)}: {field} has {brief(token)}; it must be a token id of the vocabulary, 0 to "
+                f"{vocabulary - 1}"
+            )
+    return tuple(ids)
+
+
+def _not_a(what: str, field: str, values: Mapping[str, Any]) -> str:
+    return f"is {brief(values[field])}; it must be a {what} above 0" if field in values else "is missing"
+
+
+def _figures(value: int) -> str:
+    return f"{value:,}" if value < 10**30 else f"{value:.3e}" if value < 10**300 else "beyond 1e300"

@@ -1,0 +1,137 @@
+"""What a worker process may answer. It has run a function of others, so the rank believes nothing but the right form.
+
+Each job of a batch has a nonce, and only an answer that repeats it, once, is that job's. Anything else that comes from
+a worker is a `BadAnswer`: it has to be ended (pool.py), and what it has not answered is lost with it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.rewards.user_function import LARGEST_SCORE, MOST_MESSAGES, MOST_ROLE_CHARACTERS
+from rlhf_megatron.rewards.worker import DONE, FAILED, STARTED, TIMED_OUT, TURN, UNUSABLE, Job
+from rlhf_megatron.untrusted import parse_json, shown
+
+# One line: a score or the text of an error; and the messages of a turn.
+MOST_LINE_BYTES = 2**16
+MOST_TURN_BYTES = 2**26
+MOST_MESSAGE_CHARACTERS = 1000
+
+Message = dict[str, str]
+
+
+class BadAnswer(UserError):
+    """What a worker sent is no answer to what it was asked."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
+
+    Of a job that answers a turn, `messages` are the next ones of the conversation when it is DONE.
+
+    `awaited` is the answer to a job that only loads: whether several of its kind can be done together.
+    """
+
+    state: str
+    score: float = 0.0
+    message: str = ""
+    awaited: bool = False
+    messages: tuple[Message, ...] = ()
+
+
+class Batch:
+    """Jobs that a worker does together, and what it has answered.
+
+    Attributes:
+        jobs: what it is sent, each with its nonce.
+        outcomes: by place in `jobs`.
+        awaited: whether the jobs are awaited together; None until the worker has loaded what does them.
+        most_bytes: of one line of its answers.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        """Give each job a nonce that nobody can guess."""
+        self.jobs = [{**job, "nonce": secrets.token_hex(16)} for job in jobs]
+        self.outcomes: dict[int, Outcome] = {}
+        self.awaited: bool | None = None
+        self.most_bytes = MOST_TURN_BYTES if any(job["kind"] == TURN for job in jobs) else MOST_LINE_BYTES
+        self._open = {job["nonce"]: place for place, job in enumerate(self.jobs)}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every job has its outcome."""
+        return not self._open
+
+    def take(self, line: bytes) -> None:
+        """Read one line of the worker's.
+
+        Raises:
+            BadAnswer: it is not the next answer to any job that is open.
+        """
+        answer = parse_json(line, "an answer", BadAnswer, most_levels=4)
+        if not isinstance(answer, dict):
+            raise BadAnswer(f"{type(answer).__name__} instead of an object")
+        nonce, state = answer.pop("nonce", None), answer.pop("state", None)
+        if not isinstance(nonce, str) or nonce not in self._open:
+            raise BadAnswer("it answers no job that is open")
+        place = self._open[nonce]
+        if state == STARTED:
+            if self.awaited is not None or place != 0:
+                raise BadAnswer("it started twice")
+            self.awaited = _content(answer, "awaited", bool)
+            return
+        if state not in (FAILED, UNUSABLE) and self.awaited is None:
+            raise BadAnswer(f"state {shown(state, 20)!r} before it started")
+        self.outcomes[place] = _outcome(state, answer, self.jobs[place])
+        del self._open[nonce]
+
+
+def _outcome(state: Any, content: dict[str, Any], job: Job) -> Outcome:
+    if state in (FAILED, UNUSABLE):
+        return Outcome(state, message=shown(_content(content, "message", str), MOST_MESSAGE_CHARACTERS))
+    if state == TIMED_OUT and not content:
+        return Outcome(TIMED_OUT)
+    if state != DONE:
+        raise BadAnswer(f"the state {shown(state, 20)!r}")
+    if job.get("load_only"):
+        return Outcome(DONE, awaited=_content(content, "awaited", bool))
+    if job["kind"] == TURN:
+        return Outcome(DONE, messages=_messages(_content(content, "messages", list), job["most"]))
+    score = _content(content, "score", float)
+    if abs(score) > LARGEST_SCORE:
+        raise BadAnswer(f"the score {score}")
+    return Outcome(DONE, score)
+
+
+def _content(content: dict[str, Any], name: str, kind: type) -> Any:
+    """The only value of an answer, which must be exactly of this type: True is no score."""
+    if list(content) != [name] or type(content[name]) is not kind:
+        raise BadAnswer(f"it does not hold {name} ({kind.__name__}) alone")
+    return content[name]
+
+
+def _messages(listed: list[Any], most_characters: int) -> tuple[Message, ...]:
+    if len(listed) > MOST_MESSAGES:
+        raise BadAnswer(f"{len(listed)} messages")
+    for message in listed:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise BadAnswer("a message without role and content alone")
+        for key, most in (("role", MOST_ROLE_CHARACTERS), ("content", most_characters)):
+            text = message[key]
+            # Halves of characters can be written in JSON, but no tokenizer takes them.
+            if not isinstance(text, str) or len(text) > most or not _is_encodable(text):
+                raise BadAnswer(f"a message whose {key} is no text of up to {most} characters")
+    return tuple(listed)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""Whatever a config.json says, it is refused in one line, or transformers reads the same model from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
+
+from rlhf_megatron.errors import ModelError
+from rlhf_megatron.models.architecture import Architecture, parse_architecture
+from rlhf_megatron.models.config_fields import _ONLY, _READ, _READ_OF_EXPERTS, _TYPES
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+WHOLE = {
+    "llama": SIZES,
+    "mistral": SIZES | {"sliding_window": None},
+    "qwen2": SIZES,
+    "qwen3": SIZES,
+    "qwen3_moe": SIZES | EXPERTS,
+}
+FIELDS = [*sorted(_READ | _READ_OF_EXPERTS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
+VALUES = st.sampled_from(
+    [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
+     "false", "bfloat16", "torch.bfloat16", "\x1b\n", [], ["full_attention"] * 2, ["sliding_attention"] * 2, [1, 2],
+     [[]], {}, {"a": 1}, {"rope_type": "default", "rope_theta": 5e5}, {"type": "linear", "factor": 2.0}]
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+CHANGES = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=9), VALUES | JSON, max_size=3)
+
+
+@given(st.sampled_from(sorted(WHOLE)), CHANGES, st.sets(st.sampled_from(FIELDS), max_size=2))
+def test_a_config_is_refused_in_one_line_or_read_as_transformers_reads_it(
+    kind: str, changes: dict[str, Any], absent: set[str]
+) -> None:
+    config = {"model_type": kind} | WHOLE[kind] | changes
+    config = {field: value for field, value in config.items() if field not in absent}
+    try:
+        read = parse_architecture(config, "here")
+    except ModelError as error:
+        assert str(error).startswith("here/config.json: ") and str(error).isprintable() and len(str(error)) < 600
+    else:
+        agrees_with_transformers(read, config)
+
+
+def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None:
+    theirs = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    assert read.layers == theirs.num_hidden_layers
+    assert read.hidden == theirs.hidden_size
+    assert read.feed_forward == theirs.intermediate_size
+    assert read.heads == theirs.num_attention_heads
+    assert read.key_value_heads == theirs.num_key_value_heads
+    assert read.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert read.vocabulary == theirs.vocab_size
+    assert read.max_positions == theirs.max_position_embeddings
+    assert read.norm_epsilon == theirs.rms_norm_eps
+    assert read.tied_embeddings == theirs.tie_word_embeddings
+    assert read.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert theirs.hidden_act == "silu" and getattr(theirs, "is_causal", True)
+    assert not getattr(theirs, "sliding_window", None)
+    if read.experts:
+        assert (read.experts.count, read.experts.chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert read.experts.normalized == theirs.norm_topk_prob

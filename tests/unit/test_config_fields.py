@@ -1,0 +1,254 @@
+"""Configs of published models are read, and a config that would be another model is refused by the field's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.loops.planning import plan_text
+from rlhf_megatron.models.architecture import ModelError, parse_architecture, read_architecture
+from rlhf_megatron.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0", "use_cache": True, "vocab_size": 128256,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 1024000, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 131072,
+}  # fmt: skip
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+QWEN3 = QWEN2 | {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_size": 1024,
+    "model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8, "rope_scaling": None,
+    "sliding_window": None, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_CODER = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+    "num_experts_per_tok": 8, "output_router_logits": False, "qkv_bias": False, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 0, "use_qk_norm": True,
+}  # fmt: skip
+
+
+def without(config: dict[str, Any], *fields: str) -> dict[str, Any]:
+    return {field: value for field, value in config.items() if field not in fields}
+
+
+PUBLISHED = {
+    "Llama 2": without(LLAMA, "rope_theta", "mlp_bias", "attention_bias", "attention_dropout", "rope_scaling")
+    | {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None}
+    | {"_name_or_path": "meta-llama/Llama-2-7b-hf", "torch_dtype": "float16", "max_length": 4096},
+    "Llama 3.1": LLAMA,
+    "Llama 3.2 3B": LLAMA
+    | {"head_dim": 128, "hidden_size": 3072, "num_attention_heads": 24, "tie_word_embeddings": True}
+    | {"rope_scaling": LLAMA["rope_scaling"] | {"factor": 32.0}},  # type: ignore[operator]
+    "R1-Distill-Llama": LLAMA | {"eos_token_id": 128001},
+    "unsloth's": LLAMA | {"unsloth_version": "2025.1", "unsloth_fixed": True, "pad_token_id": 128004},
+    "SmolLM2": without(LLAMA, "rope_scaling")
+    | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    "CodeLlama": without(LLAMA, "rope_scaling") | {"rope_theta": 1000000, "eos_token_id": 2, "bos_token_id": 1},
+    "Mistral Nemo": MISTRAL,
+    "Qwen2.5": QWEN2,
+    "Qwen2": QWEN2 | {"sliding_window": 131072, "eos_token_id": [151645, 151643], "rope_theta": 1000000.0},
+    "Qwen3": QWEN3,
+    "Qwen3-Coder-30B-A3B": QWEN3_CODER,
+    "a reward model": QWEN3
+    | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
+    "transformers 5": without(QWEN3, "rope_theta", "torch_dtype")
+    | {"dtype": "bfloat16", "layer_types": ["full_attention"] * 28, "pad_token_id": None}
+    | {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}},
+    "all defaults written out": QWEN2
+    | {"return_dict": True, "output_attentions": False, "chunk_size_feed_forward": 0, "is_encoder_decoder": False}
+    | {"pruned_heads": {}, "temperature": 1.0, "bad_words_ids": None, "top_k": 50, "task_specific_params": None},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_of_published_models_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    read, theirs = read_architecture(tmp_path), AutoConfig.from_pretrained(str(tmp_path))
+    assert (read.layers, read.hidden, read.feed_forward, read.heads, read.key_value_heads) == (
+        theirs.num_hidden_layers,
+        theirs.hidden_size,
+        theirs.intermediate_size,
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+    )
+    assert read.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert read.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert read.rope_scaling_factor == theirs.rope_parameters.get("factor")
+    assert (read.vocabulary, read.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = LLAMA["rope_scaling"]
+assert isinstance(LLAMA3, dict)
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
+    (without(MISTRAL, "sliding_window"), {}, "sliding_window is missing"),
+    (MISTRAL, {"sliding_window": 4096}, "sliding_window is 4096"),
+    (LLAMA, {"sliding_window": 4096}, "sliding_window is 4096"),
+    (MISTRAL, {"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling"),
+    (MISTRAL, {"layer_types": ["sliding_attention"] * 40}, "layer_types"),
+    (LLAMA, {"layer_types": ["full_attention"] * 31}, "layer_types has 31"),
+    (LLAMA, {"logit_scale": 0.5}, "logit_scale is 0.5"),
+    (LLAMA, {"is_causal": False}, "is_causal is False"),
+    (LLAMA, {"is_causal": 1}, "is_causal is 1"),
+    (LLAMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    (LLAMA, {"bias": True}, "bias is True"),
+    (LLAMA, {"qkv_bias": True}, "qkv_bias is True"),
+    (LLAMA, {"attention_bias": "no"}, "attention_bias is 'no'"),
+    (QWEN2, {"qk_norm": True}, "qk_norm is True"),
+    (QWEN3, {"use_qk_norm": False}, "use_qk_norm is False"),
+    (QWEN2, {"use_mrope": True}, "use_mrope is True"),
+    (LLAMA, {"rope_interleaved": True}, "rope_interleaved"),
+    (LLAMA, {"embedding_multiplier": 12.0}, "embedding_multiplier"),
+    (LLAMA, {"residual_multiplier": 0.22}, "residual_multiplier"),
+    (LLAMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    (LLAMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    (LLAMA, {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
+    (LLAMA, {"scale_depth": 1.4}, "scale_depth"),
+    (LLAMA, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    (LLAMA, {"num_experts": 8}, "num_experts is 8"),
+    (LLAMA, {"head_dtype": "float32"}, "head_dtype"),
+    (LLAMA, {"per_layer_config": {"0": {"num_attention_heads": 8}}}, "per_layer_config"),
+    (LLAMA, {"attention_chunk_size": 128}, "attention_chunk_size"),
+    (LLAMA, {"text_config": {"hidden_size": 64}}, "text_config"),
+    (LLAMA, {"compression_config": {"bits": 4}}, "compression_config"),
+    (LLAMA, {"quantization_config": {}}, "quantization_config"),
+    (LLAMA, {"to_dict": 1}, "to_dict is 1"),
+    (LLAMA, {"__class__": 1}, "__class__ is 1"),
+    (LLAMA, {"\x1b[31mred\n": 1}, r"\\x1b\[31mred\\n is 1"),
+    (LLAMA, {"unknown": ["x" * 10**6]}, "unknown is"),
+    (LLAMA, {"original_max_position_embeddings": 4096}, "original_max_position_embeddings"),
+    (LLAMA, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    (LLAMA, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    (LLAMA, {"hidden_act": None}, "hidden_act is null, which transformers refuses"),
+    (LLAMA, {"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map"),
+    (LLAMA, {"num_labels": 10**9}, "num_labels is 1000000000; it must be 1 to"),
+    (LLAMA, {"id2label": {"a": "b"}}, "id2label is"),
+    (LLAMA, {"num_labels": 1, "problem_type": "single_label_classification"}, "problem_type is"),
+    (LLAMA, {"auto_map": 5}, "auto_map"),
+    (LLAMA, {"architectures": ["LlamaForRewardModel"]}, "architectures is"),
+    (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures is"),
+    (LLAMA, {"architectures": ["Qwen2ForCausalLM"]}, "architectures is"),
+    (LLAMA, {"model_type": ["llama"]}, "model_type is"),
+    (LLAMA, {"model_type": None}, "model_type is None"),
+    (LLAMA, {"torch_dtype": "bf16"}, "torch_dtype is 'bf16'"),
+    (LLAMA, {"torch_dtype": ["bfloat16"]}, "torch_dtype is"),
+    (LLAMA, {"use_cache": 1}, "use_cache is 1; it must be true or false"),
+    (LLAMA, {"initializer_range": "0.02"}, "initializer_range is '0.02'"),
+    (LLAMA, {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+    (LLAMA, {"num_attention_heads": 32, "num_key_value_heads": 5}, "no multiple of num_key_value_heads, 5"),
+    (LLAMA, {"num_key_value_heads": 64}, "no multiple of num_key_value_heads, 64"),
+    (LLAMA, {"head_dim": 127}, "head_dim is 127; it must be even"),
+    (LLAMA, {"hidden_size": 4100}, "no multiple of num_attention_heads"),
+    (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000; it must be at most 10,000"),
+    (LLAMA, {"hidden_size": 10**30}, "hidden_size is 1.000e[+]30; it must be at most"),
+    (LLAMA, {"vocab_size": 10**400}, "vocab_size is beyond 1e300; it must be at most"),
+    (LLAMA, {"max_position_embeddings": 10**9}, "max_position_embeddings is"),
+    (LLAMA, {"intermediate_size": -1}, "intermediate_size is -1"),
+    (LLAMA, {"intermediate_size": True}, "intermediate_size is True"),
+    (LLAMA, {"hidden_size": 4096.0}, "hidden_size is 4096.0"),
+    (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    (LLAMA, {"rms_norm_eps": 5.0}, "rms_norm_eps is 5.0; it must be at most 0.1"),
+    (LLAMA, {"rope_theta": 1e300}, "rope_theta is 1e[+]300; it must be at most"),
+    (LLAMA, {"rope_theta": [1]}, r"rope_theta is \[1\]"),
+    (LLAMA, {"rope_scaling": YARN}, "rope_scaling.rope_type is 'yarn'"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.rope_type is 'linear'"),
+    (LLAMA, {"rope_scaling": {"type": ["linear"]}}, "rope_scaling.rope_type is"),
+    (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "default", "type": "mrope", "mrope_section": [1]}},
+        "rope_type is 'default' and type",
+    ),
+    (LLAMA, {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope_scaling.factor is 4.0"),
+    (LLAMA, {"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "rope_scaling.attention_factor"),
+    (LLAMA, {"rope_scaling": without(LLAMA3, "low_freq_factor")}, "rope_scaling.low_freq_factor is None"),
+    (LLAMA, {"rope_scaling": LLAMA3 | {"factor": 1e9}}, "factor is"),
+    (LLAMA, {"rope_scaling": False}, "rope_scaling must be an object"),
+    (LLAMA, {"rope_scaling": None, "rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention"),
+    (LLAMA, {"eos_token_id": 128256}, "eos_token_id has 128256; it must be a token id"),
+    (LLAMA, {"eos_token_id": [1, "2"]}, "eos_token_id has '2'"),
+    (LLAMA, {"eos_token_id": True}, "eos_token_id has True"),
+    (LLAMA, {"bos_token_id": -1}, "bos_token_id has -1"),
+    (LLAMA, {"bos_token_id": [1]}, r"bos_token_id has \[1\]"),
+    (LLAMA, {"pad_token_id": 2.0}, "pad_token_id has 2.0"),
+    (QWEN3_CODER, {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of 128 experts"),
+    (QWEN3_CODER, {"num_local_experts": 64}, "num_experts and num_local_experts differ"),
+    (QWEN3_CODER, {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'"),
+    (QWEN3_CODER, {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size is 512"),
+    (QWEN3_CODER, {"mlp_only_layers": [3]}, r"mlp_only_layers is \[3\]"),
+    (QWEN3_CODER, {"n_group": 8}, "n_group is 8"),
+    (QWEN3_CODER, {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+    (without(QWEN3, "head_dim"), {}, "head_dim is missing; add it"),
+    (without(QWEN2, "num_key_value_heads"), {}, "num_key_value_heads is missing; add it"),
+    (without(LLAMA, "vocab_size"), {}, "vocab_size is missing"),
+]
+
+
+@pytest.mark.parametrize(("config", "change", "told"), REFUSED, ids=[told[:40] for _, _, told in REFUSED])
+def test_what_would_be_another_model_is_refused_by_name(
+    config: dict[str, Any], change: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ModelError, match=f"^here/config.json: .*{told}") as caught:
+        parse_architecture(config | change, "here")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"5", b"null", b"\xff\xfe", b"[" * 10**5, b'{"a": NaN}', b'{"a": 1e999}', b"9" * 10**5],
+)
+def test_a_config_that_is_no_config_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        read_architecture(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ") and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("path", ["nowhere", "a\0b", "a" * 5000, "a\nb", "/dev/zero"])
+def test_what_cannot_be_a_models_path_is_one_line(path: str) -> None:
+    recipe = load_recipe(ROOT / "recipes" / "tiny_sft.yaml")
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path, "config": None})})
+    with pytest.raises(ModelError, match="no such file") as caught:
+        read_architecture(path)
+    with pytest.raises(RecipeError, match="there is no") as planned:
+        plan_text(recipe, 1)
+    for error in (caught, planned):
+        assert str(error.value).isprintable() and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("loop", ["smollm_grpo", "tiny_sft"])
+def test_a_plan_refuses_what_a_run_would(tmp_path: Path, loop: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"logit_scale": 0.5}))
+    recipe = load_recipe(ROOT / "recipes" / f"{loop}.yaml", [f"model.path={tmp_path}"])
+    with pytest.raises(ModelError, match="logit_scale is 0.5, which is not supported; supported: 1.0"):
+        plan_text(recipe, 1)

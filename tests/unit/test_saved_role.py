@@ -1,0 +1,142 @@
+"""A role out of a checkpoint's files: all of it, or one line that says what is wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hugging_face import make_model
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.weight_map import megatron_blocks
+from rlhf_megatron.regather.sides import parameter_shapes
+from rlhf_megatron.roles.saved import ROWS_OF_ATTENTION, SavedRole, files_of_role
+from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile, partial_folder, write_tensors
+from rlhf_megatron.topology.layout import Layout
+
+
+@dataclasses.dataclass
+class Saved:
+    """What a checkpoint of two data-parallel ranks holds of an actor."""
+
+    state: dict[str, Any]
+    about: list[dict[str, Any]]  # of each rank's file
+    tensors: list[dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small model."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
+    return folder
+
+
+@pytest.fixture
+def saved(model: Path) -> Saved:
+    """A sound one, each parameter in two ranges."""
+    architecture, layout = read_architecture(model), Layout(data=2)
+    state = {
+        "layout": dataclasses.asdict(layout), "ranks": [0, 1], "architecture": dataclasses.asdict(architecture),
+        "implementation": "local", "adapters": None, "base": None, "rows_of_attention": ROWS_OF_ATTENTION,
+        "steps_taken": 3, "loss_scale": None, "optimizer_steps": 3,
+    }  # fmt: skip
+    pieces: list[dict[str, Any]] = [{}, {}]
+    tensors: list[dict[str, Tensor]] = [{}, {}]
+    for name, shape in parameter_shapes(megatron_blocks(architecture, layout, 0, "local")).items():
+        values = torch.arange(math.prod(shape), dtype=torch.float32)
+        half = len(values) // 3
+        for rank, (start, stop) in enumerate([(0, half), (half, len(values))]):
+            pieces[rank][name] = {"start": start, "stop": stop, "shape": list(shape)}
+            tensors[rank][f"actor/weights/{name}"] = values[start:stop].clone()
+    return Saved(json.loads(json.dumps(state)), [{"pieces": {"actor": each}} for each in pieces], tensors)
+
+
+def read(saved: Saved, model: Path, folder: Path) -> dict[str, Tensor]:
+    for rank, (about, tensors) in enumerate(zip(saved.about, saved.tensors, strict=True)):
+        write_tensors(folder, f"rank-{rank}.safetensors", tensors, about)
+    with contextlib.ExitStack() as stack:
+        paths = sorted(partial_folder(folder).iterdir())
+        files = [stack.enter_context(TensorFile(path)) for path in paths]
+        role = SavedRole("actor", read_architecture(model), saved.state, files_of_role(saved.state, files))
+        return dict(role.tensors(torch.float32))
+
+
+def test_all_of_a_role_is_read(saved: Saved, model: Path, tmp_path: Path) -> None:
+    tensors = read(saved, model, tmp_path / "step-3")
+    norm = tensors["model.norm.weight"]
+    assert torch.equal(norm, torch.arange(len(norm), dtype=torch.float32))
+    del saved.state["ranks"]  # as an earlier version wrote it
+    assert read(saved, model, tmp_path / "step-4").keys() == tensors.keys()
+
+
+NAME = "decoder.final_layernorm.weight"
+
+
+def piece(saved: Saved, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = saved.about[rank]["pieces"]["actor"][NAME]
+    return found
+
+
+def set_tensor(saved: Saved, value: Tensor) -> None:
+    saved.tensors[0][f"actor/weights/{NAME}"] = value
+
+
+def part(saved: Saved) -> Tensor:
+    return saved.tensors[0][f"actor/weights/{NAME}"]
+
+
+DAMAGES: dict[str, Callable[[Saved], Any]] = {
+    "layout null": lambda s: s.state.update(layout=None),
+    "layout of text": lambda s: s.state["layout"].update(data="2"),
+    "layout of null": lambda s: s.state["layout"].update(data=None),
+    "layout of 0": lambda s: s.state["layout"].update(data=0),
+    "layout without end": lambda s: s.state["layout"].update(data=10**12),
+    "layout of another key": lambda s: s.state["layout"].update(other=1),
+    "ranks of text": lambda s: s.state.update(ranks="01"),
+    "ranks beyond": lambda s: s.state.update(ranks=[0, 9]),
+    "ranks below 0": lambda s: s.state.update(ranks=[0, -1]),
+    "ranks twice": lambda s: s.state.update(ranks=[0, 0]),
+    "no ranks": lambda s: s.state.update(ranks=[]),
+    "architecture a list": lambda s: s.state.update(architecture=[]),
+    "architecture of another": lambda s: s.state["architecture"].update(layers=10**9),
+    "implementation": lambda s: s.state.update(implementation="other"),
+    "adapters of text": lambda s: s.state.update(adapters={"rank": "x", "scale": 1.0, "modules": []}),
+    "steps null": lambda s: s.state.update(steps_taken=None),
+    "steps below 0": lambda s: s.state.update(optimizer_steps=-1),
+    "no steps": lambda s: s.state.pop("optimizer_steps"),
+    "pieces gone": lambda s: s.about[0].pop("pieces"),
+    "pieces a list": lambda s: s.about[0].update(pieces=[]),
+    "pieces of another role": lambda s: s.about[0].update(pieces={"critic": {}}),
+    "piece null": lambda s: s.about[0]["pieces"]["actor"].update({NAME: None}),
+    "piece gone": lambda s: s.about[0]["pieces"]["actor"].pop(NAME),
+    "shape of text": lambda s: piece(s).update(shape="8"),
+    "shape without end": lambda s: piece(s).update(shape=[10**15]),
+    "shape below 0": lambda s: piece(s).update(shape=[-1, -64]),
+    "shape of two dimensions": lambda s: [piece(s, rank).update(shape=[8, 8]) for rank in (0, 1)],
+    "start below 0": lambda s: piece(s).update(start=-1),
+    "ranges that overlap": lambda s: piece(s, 1).update(start=0),
+    "a hole": lambda s: piece(s).update(stop=piece(s)["stop"] - 1),
+    "stop beyond": lambda s: piece(s, 1).update(stop=10**12),
+    "tensor gone": lambda s: s.tensors[0].pop(f"actor/weights/{NAME}"),
+    "tensor too short": lambda s: set_tensor(s, part(s)[:-1].clone()),
+    "tensor of two dimensions": lambda s: set_tensor(s, part(s)[None].clone()),
+    "tensor of whole numbers": lambda s: set_tensor(s, part(s).int()),
+    "tensor with NaN": lambda s: set_tensor(s, part(s) * math.nan),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_one_line(saved: Saved, model: Path, tmp_path: Path, damage: Callable[[Saved], Any]) -> None:
+    damage(saved)
+    with pytest.raises(CheckpointError) as caught:
+        read(saved, model, tmp_path / "step-3")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
