@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -11,14 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import tell
+from rlhf_megatron.loops.command import ArgumentParser, command, number_of_gpus
 from rlhf_megatron.loops.layout_search import Candidate, find_layouts, nearest_layout
 from rlhf_megatron.recipe import load_recipe, role_ranks
 
 
+@command
 def main() -> int:
     """Returns the exit status: 0 done, 1 where nothing fits, 2 for input that is not right."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="List layouts of a recipe that fit so many GPUs: the one whose steps are expected to be fastest, "
         "and below it the fastest of those that need less memory. Needs no GPU and no weights.",
         epilog="For example: recipes/qwen32b_dapo.yaml --world 64 cluster.gpu=H200 cluster.gpu_memory_gb=140",
@@ -28,14 +28,12 @@ def main() -> int:
     parser.add_argument("--world", type=int, required=True, help="the number of GPUs")
     parser.add_argument("--price", type=float, help="of a GPU for an hour, to reckon what the recipe's steps cost")
     arguments = parser.parse_intermixed_args()
-    try:
-        if arguments.price is not None and not 0 <= arguments.price < math.inf:
-            raise UserError(f"--price {arguments.price:g}: must be a sum of money, 0 or more")
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-        found = find_layouts(recipe, arguments.world)
-        nearest = "" if found else nearest_layout(recipe, arguments.world)
-    except UserError as error:
-        return tell(error)
+    number_of_gpus("--world", str(arguments.world))
+    if arguments.price is not None and not 0 <= arguments.price < math.inf:
+        raise UserError(f"--price={arguments.price}: must be 0 or more")
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    found = find_layouts(recipe, arguments.world)
+    nearest = "" if found else nearest_layout(recipe, arguments.world)
     if not found:
         gpus = f"{arguments.world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB"
         print(f"error: no layout fits {gpus}; {nearest}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shlex
 import shutil
@@ -14,14 +13,17 @@ from pathlib import Path
 
 import jinja2
 
+from rlhf_megatron.loops.command import ArgumentParser, command, number_of_gpus
 from rlhf_megatron.monitor.environment import redact_argument
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError, check_world, load_recipe, unsupported
 from rlhf_megatron.recipe.slurm import SlurmSection
+from rlhf_megatron.untrusted import read_text, reason_of, shown
 
 LAUNCH = Path(__file__).resolve().parent
 # Between the signal and the end of the job, what is left for requeueing a run that has not ended.
 SECONDS_TO_REQUEUE = 30
+MOST_BYTES_OF_ARRAY = 2**20
 # What the script is made of beside its tasks. It is one for all runs of an array, so none can have values of its own.
 JOB_KEYS = (
     "cluster.gpus_per_node",
@@ -40,9 +42,10 @@ class Task:
     arguments: list[str]  # of launch/train.py
 
 
+@command
 def main() -> int:
     """Returns the exit status: 0 submitted or shown, 2 for input that is not right, or sbatch's own."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("recipe", help="a YAML file, see recipes/; its section slurm describes the job")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
     parser.add_argument("--nodes", type=int, help="instead of the recipe's slurm.nodes")
@@ -53,18 +56,14 @@ def main() -> int:
     )
     parser.add_argument("--print", action="store_true", help="show the script; needs no Slurm")
     arguments = parser.parse_intermixed_args()
-    try:
-        overrides = [*arguments.overrides, *([f"slurm.nodes={arguments.nodes}"] if arguments.nodes is not None else [])]
-        recipe = load_recipe(arguments.recipe, overrides)
-        tasks = tasks_of(arguments.recipe, overrides, recipe, arguments.array)
-        script = job_script(arguments.recipe, recipe, tasks, is_array=arguments.array is not None)
-        if arguments.print:
-            print(script, end="")
-            return 0
-        return submit(script, recipe, tasks)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    overrides = [*arguments.overrides, *([f"slurm.nodes={arguments.nodes}"] if arguments.nodes is not None else [])]
+    recipe = load_recipe(arguments.recipe, overrides)
+    tasks = tasks_of(arguments.recipe, overrides, recipe, arguments.array)
+    script = job_script(arguments.recipe, recipe, tasks, is_array=arguments.array is not None)
+    if arguments.print:
+        print(script, end="")
+        return 0
+    return submit(script, recipe, tasks)
 
 
 def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | None) -> list[Task]:
@@ -73,9 +72,11 @@ def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | N
     if array is None:
         return [_task(path, list(overrides), recipe, f"{path}")]
     try:
-        lines = Path(array).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--array {array}: cannot be read ({error}); write one line of overrides per run") from error
+        lines = read_text(array, UserError, MOST_BYTES_OF_ARRAY).splitlines()
+    except UserError as error:
+        reason = str(error).removeprefix(f"{shown(array)}: ").removeprefix("cannot be read ").strip("()")
+        line = f"--array {shown(array)}: cannot be read ({reason}); write one line of overrides per run"
+        raise UserError(line) from error
     tasks: list[Task] = []
     for number, line in enumerate(lines, start=1):
         where = f"{array}, line {number}"
@@ -121,7 +122,8 @@ def _task(path: str, overrides: list[str], recipe: Recipe, where: str) -> Task:
     impossible = unsupported(recipe)
     if impossible:
         raise UserError(f"{where}: this version cannot do what the recipe asks for: " + "; ".join(impossible))
-    check_world(recipe, recipe.slurm.nodes * recipe.cluster.gpus_per_node)
+    gpus = number_of_gpus("slurm.nodes x cluster.gpus_per_node", str(recipe.slurm.nodes * recipe.cluster.gpus_per_node))
+    check_world(recipe, gpus)
     return Task(str(RunFolder(recipe.run_root, recipe.name).path), [path, *overrides])
 
 
@@ -214,12 +216,15 @@ def submit(script: str, recipe: Recipe, tasks: Sequence[Task]) -> int:
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: there is no Slurm on this machine; submit from a login node, or use --print")
     folder = RunFolder(recipe.run_root, recipe.name).path
-    (folder / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for its output
     written = folder / "job.sbatch"
-    written.write_text(script, encoding="utf-8")
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for its output
+        written.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run_root: {written} cannot be written ({reason_of(error)}); choose another") from error
     done = subprocess.run(["sbatch", "--parsable", str(written)], capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"error: sbatch: {done.stderr.strip()}; the script is {written}", file=sys.stderr)
+        print(f"error: sbatch: {shown(done.stderr.strip(), 1000)}; the script is {written}", file=sys.stderr)
         return done.returncode
     print(f"job {done.stdout.strip().partition(';')[0]}")
     for task in tasks:

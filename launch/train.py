@@ -1,24 +1,35 @@
-"""Trains a model by a recipe: torchrun --nproc-per-node N launch/train.py RECIPE [key.path=value ...] [--dry-run]"""
+"""Trains a model by a recipe: launch/torchrun.py ... launch/train.py RECIPE [key.path=value ...] [--dry-run]"""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import on_this_rank, tell
+from rlhf_megatron.loops.command import (
+    INPUT_STATUS,
+    ArgumentParser,
+    check_environment,
+    command,
+    number_of_gpus,
+    on_this_rank,
+    was_refused,
+)
 from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
 from rlhf_megatron.rollout.environment import prepare_environment
 from rlhf_megatron.runtime.rank_logs import redirect_output
 from rlhf_megatron.runtime.signals import end_with_parent, stop_signals
 
 
+@command
 def main() -> int:
     """Returns the exit status: 0 done, 2 for input that is not right, 85 stopped and to be started again."""
+    check_environment(os.environ)
     redirect_output(os.environ)
-    parser = argparse.ArgumentParser(description=__doc__)
+    if was_refused():
+        return INPUT_STATUS
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("recipe", help="a YAML file, see recipes/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop; needs no GPU and no torchrun")
@@ -31,16 +42,13 @@ def main() -> int:
     parser.add_argument("--preflight", action="store_true", help="check machines, files and rewards before training")
     parser.add_argument("--world", type=int, help="with --dry-run: the number of GPUs to plan for")
     arguments = parser.parse_intermixed_args()
-    try:
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-        if arguments.dry_run:
-            from rlhf_megatron.loops.planning import plan_text
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        from rlhf_megatron.loops.planning import plan_text
 
-            print(plan_text(recipe, planned_world(arguments.world)))
-            return 0
-        refuse_unsupported(recipe)
-    except UserError as error:
-        return tell(error)
+        print(plan_text(recipe, planned_world(arguments.world)))
+        return 0
+    refuse_unsupported(recipe)
     if "RANK" in os.environ:
         end_with_parent()
     stop_signals.listen()
@@ -54,9 +62,7 @@ def main() -> int:
 def planned_world(asked: int | None) -> int:
     """The GPUs to plan for: those of ``--world``, or torchrun's; raises UserError where that is no number above 0."""
     where, text = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) if asked is None else ("--world", str(asked))
-    if not text.isdecimal() or int(text) == 0:
-        raise UserError(f"{where}={text}: must be a number of GPUs, 1 or more")
-    return int(text)
+    return number_of_gpus(where, text)
 
 
 def refuse_unsupported(recipe: Recipe) -> None:

@@ -11,6 +11,18 @@ class UserError(ValueError):
     def __str__(self) -> str:
         """Return the line without secrets, which a recipe's value or a server's answer may bring into it."""
         return hide_secrets(super().__str__())
+    is_transient = False
+    """Whether another attempt with the same input may do, as where a service was away; see `is_transient`."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether an error, or one that it was raised from, says that another attempt may do."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if getattr(chain, "is_transient", False):
+            return True
+        chain = chain.__cause__
+    return False
 
 
 class RecipeError(UserError):

@@ -61,7 +61,8 @@ def read_bytes(path: str | Path, error_class: type[UserError], most_bytes: int =
         error_class: as `opened` does, and where the file is larger than `most_bytes`.
     """
     with opened(path, error_class) as file:
-        content = file.read(most_bytes + 1)  # a file of /proc has a size of 0
+        # A file of /proc has a size of 0, and some have nothing to read yet.
+        content = file.read(most_bytes + 1) or b""
         if len(content) > most_bytes:
             size = max(os.fstat(file.fileno()).st_size, len(content))
             raise error_class(f"{shown(path)}: has {size:,} bytes; at most {most_bytes:,} are read")

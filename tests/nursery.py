@@ -186,7 +186,7 @@ def become(request: list[Any]) -> None:
     while arguments[0] in ("-P", "-u"):
         flags.append(arguments.pop(0))
     sys.stdout.reconfigure(write_through="-u" in flags)  # type: ignore[union-attr]
-    if arguments[:2] == TORCHRUN:
+    if arguments[:2] == TORCHRUN or arguments[0].endswith("launch/torchrun.py"):
         request_of_rank = take_over_torchrun()
         if request_of_rank is not None:
             become(request_of_rank)

@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.untrusted import reason_of, shown
+from rlhf_megatron.loops.command import ArgumentParser, command
+from rlhf_megatron.recipe.plain_yaml import parse_yaml
+from rlhf_megatron.untrusted import read_text, reason_of, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -319,16 +321,16 @@ def companions_of_run(checkpoint: Path) -> Companions:
 
     recipe = checkpoint.resolve().parents[1] / "recipe.yaml"
     try:
-        content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        content = parse_yaml(read_text(recipe, UserError))
         model = content["model"]
         return companions_of(model["path"], model.get("tokenizer"), content["data"].get("chat_template"))
     except (OSError, KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{recipe}: does not lead to the model's files ({error}); give --model") from error
+        raise UserError(f"{recipe}: does not lead to the model's files ({reason_of(error)}); give --model") from error
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line (`arguments` in place of sys.argv for tests)."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("gguf-to-hf", help="a GGUF file (Llama architecture) to a Hugging Face folder")
     command.add_argument("--input", type=Path, required=True, help="the .gguf file")
@@ -344,17 +346,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Convert as the command line asks; return the exit status (2 for bad input)."""
     options = parse_arguments(arguments)
-    try:
-        if options.command == "gguf-to-hf":
-            written = gguf_to_hf(options.input, options.output, options.dtype)
-        else:
-            written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, options.model)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.command == "gguf-to-hf":
+        written = gguf_to_hf(options.input, options.output, options.dtype)
+    else:
+        written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, options.model)
     print(json.dumps(written))
     return 0
 

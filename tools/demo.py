@@ -8,13 +8,14 @@ by GRPO (recipes/tiny_grpo.yaml). Each stage is a command that is printed, to be
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from rlhf_megatron.loops.command import ArgumentParser, command
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
@@ -24,20 +25,21 @@ HELD_OUT_SEED, TRAIN_SEED = 9_000_000, 1
 WORKED_FRACTION = "0.4"
 
 
+@command
 def main() -> int:
     """Runs the stages in order; returns the exit status of the first that fails."""
-    parser = argparse.ArgumentParser(description="Train a small model by reinforcement learning on a CPU.")
+    parser = ArgumentParser(description="Train a small model by reinforcement learning on a CPU.")
     parser.add_argument("--seed", type=int, default=1, help="of weights, data order and sampling (default: 1)")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where everything goes (default: runs)")
     options = parser.parse_args()
     started = time.monotonic()
-    for number, (title, command) in enumerate(stages(options.seed, options.folder), start=1):
+    for number, (title, words) in enumerate(stages(options.seed, options.folder), start=1):
         elapsed = time.monotonic() - started
         print(
-            f"\n[{number}] {title} ({elapsed:.0f} s so far)\n    {' '.join(shorten(part) for part in command)}",
+            f"\n[{number}] {title} ({elapsed:.0f} s so far)\n    {' '.join(shorten(part) for part in words)}",
             flush=True,
         )
-        status = subprocess.run(command, env=environment(), check=False).returncode
+        status = subprocess.run(words, env=environment(), check=False).returncode
         if status:
             print(f"error: stage {number} ended with status {status}; its messages are above", file=sys.stderr)
             return status
@@ -52,15 +54,7 @@ def stages(seed: int, folder: Path) -> list[tuple[str, list[str]]]:
     prepare = [*python, "tools/prepare_data.py"]
     train, held_out = data / "train.parquet", data / "held_out.parquet"
     shown, shown_held_out = data / "demonstrations.parquet", data / "held_out_demonstrations.parquet"
-    torchrun = [
-        *python,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(RANKS),
-        "launch/train.py",
-    ]
+    torchrun = [*python, "launch/torchrun.py", "--standalone", "--nproc-per-node", str(RANKS), "launch/train.py"]
     warm_up_recipe, recipe = "recipes/tiny_sft.yaml", "recipes/tiny_grpo.yaml"
     warm_up = folder / "tiny_sft" / "export"
     common = [f"run_root={folder}", f"seed={seed}", f"data.validation_files=[{held_out}]"]

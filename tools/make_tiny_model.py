@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.untrusted import reason_of, shown
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
+MOST = 65536  # of anything that a small model has
+
 # Head sizes that vLLM's CPU attention accepts; any other loads and then fails at the first forward pass.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-
-LARGEST = 2**20  # of any size: beyond it lists of layers alone would fill a memory
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -83,13 +84,11 @@ class TinyModelSize:
 
     def check(self) -> None:
         """Raise UserError, in one line, for sizes that no engine would run."""
-        for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "max_positions"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give at least 1")
-            if getattr(self, name) > LARGEST:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is {shown(getattr(self, name), 40)}: give at most {LARGEST}"
-                )
+        for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "max_positions", "expert_size"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give 1 to {MOST:,}")
+        if not 0 <= self.experts <= MOST:
+            raise UserError(f"--experts is {self.experts}: give 0 to {MOST:,}")
         if self.heads % self.kv_heads:
             raise UserError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}: change one of them")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
@@ -102,6 +101,8 @@ class TinyModelSize:
             raise UserError(
                 f"--head-size is {self.head_size}, which vLLM cannot run on a CPU: choose one of {CPU_HEAD_SIZES}"
             )
+        if self.vocabulary_size > MOST:
+            raise UserError(f"--vocabulary-size is {self.vocabulary_size}: give at most {MOST:,}")
         if self.vocabulary_size < 320:
             raise UserError(
                 f"--vocabulary-size is {self.vocabulary_size}: 256 bytes, special tokens and a few merges need 320"
@@ -220,7 +221,7 @@ def write_model(output: Path, seed: int, size: TinyModelSize) -> int:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line (`arguments` in place of sys.argv for tests)."""
     defaults = TinyModelSize()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random weights (default %(default)s)")
     for name in (
@@ -242,6 +243,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Write the model that the command line asks for; return the exit status (2 for bad input)."""
     options = parse_arguments(arguments)
@@ -261,12 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         parameters = write_model(options.output, options.seed, size)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        print(f"error: {shown(options.output)}: cannot be written ({reason_of(error)})", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise UserError(f"--output: {options.output} cannot be written ({reason_of(error)})") from error
     print(json.dumps({"output": str(options.output), "parameters": parameters, "seed": options.seed}))
     return 0
 

@@ -1,6 +1,6 @@
 """Checks a recipe on the machines that are to run it, before a GPU-hour is spent.
 
-    torchrun --nproc-per-node N tools/preflight.py RECIPE [key.path=value ...] [--json FILE] [--seconds S]
+    python launch/torchrun.py --nproc-per-node N tools/preflight.py RECIPE [key.path=value] [--json FILE] [--seconds S]
 
 Shows one table; the exit status is 0 where no check failed, 1 where one did, 2 for a recipe that is not right. Start it
 exactly as the run itself: the same launcher, nodes, environment and overrides. What it checks: docs/preflight.md.
@@ -8,20 +8,24 @@ exactly as the run itself: the same launcher, nodes, environment and overrides. 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.loops.command import INPUT_STATUS, ArgumentParser, check_environment, command, was_refused
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.recipe.section import LONGEST_SECONDS
 from rlhf_megatron.rollout.environment import prepare_environment
 
 
+@command
 def main() -> int:
     """Returns the exit status; after a failed check the process ends at once, as a thread of it may hang for ever."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    check_environment(os.environ)
+    if was_refused():
+        return INPUT_STATUS
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", help="a YAML file, see recipes/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the checks as JSON")
@@ -29,18 +33,12 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     prepare_environment()  # before torch is imported
     from rlhf_megatron.loops.preflight import preflight
-    from rlhf_megatron.topology.world import first_to_say, leave_world
+    from rlhf_megatron.topology.world import leave_world
 
-    try:
-        if not 0 < arguments.seconds <= LONGEST_SECONDS:
-            raise UserError(f"--seconds {arguments.seconds:g}: must be a time above 0")
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-        verdict = preflight(recipe, arguments.seconds, arguments.json)
-    except UserError as error:
-        if first_to_say(str(error)):
-            where = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK", "0") != "0" else ""
-            print(f"{where}error: {error}", file=sys.stderr, flush=True)
-        return 2
+    if not 0 < arguments.seconds <= LONGEST_SECONDS:
+        raise UserError(f"--seconds {arguments.seconds:g}: must be a time above 0")
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    verdict = preflight(recipe, arguments.seconds, arguments.json)
     sys.stdout.flush()
     if not verdict:
         os._exit(1)

@@ -39,8 +39,10 @@ from rlhf_megatron.data.parquet import UNREADABLE, python_rows
 from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN, prompt_key
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.errors import DataError, UserError
+from rlhf_megatron.errors import DataError
+from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe import RewardSection
+from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.rewards import gsm8k, reasoning_gym
 from rlhf_megatron.rewards.data_check import check_files, tables
 from rlhf_megatron.untrusted import check_regular, parse_json, reason_of, shown
@@ -52,24 +54,22 @@ ROWS_PER_GROUP = 1024
 TRIES_PER_ROW = 50
 # Of a line of JSON.
 MOST_LINE_BYTES = 64 * 2**20
+MOST_ROWS = 10**7  # of a file
 
 CONSOLE = Console(stderr=True)
 
 Row = dict[str, Any]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status (2: bad input, described in one line)."""
     options = build_parser().parse_args(arguments)
-    try:
-        if options.act is not None:
-            status: int = options.act(options)
-            return status
-        rows = options.make_rows(options)
-        write_rows(rows, options.output)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.act is not None:
+        status: int = options.act(options)
+        return status
+    rows = options.make_rows(options)
+    write_rows(rows, options.output)
     CONSOLE.print(f"{options.output}: {len(rows)} rows", highlight=False, soft_wrap=True)
     return 0
 
@@ -101,10 +101,10 @@ def check(options: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the tool."""
-    parser = argparse.ArgumentParser(description="Make parquet files with verl's columns.")
+    parser = ArgumentParser(description="Make parquet files with verl's columns.")
     parser.set_defaults(act=None)
     commands = parser.add_subparsers(required=True, metavar="SOURCE")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = ArgumentParser(add_help=False)
     shared.add_argument("--output", type=Path, required=True, help="parquet file to write")
     shared.add_argument(
         "--exclude",
@@ -348,6 +348,8 @@ def check_request(options: argparse.Namespace) -> None:
     """
     if options.size is not None and options.size <= 0:
         raise DataError(f"--size: {options.size} rows cannot be made; give 1 or more")
+    if options.size is not None and options.size > MOST_ROWS:
+        raise DataError(f"--size: {options.size} rows are too many; give at most {MOST_ROWS:,}")
     if "{question}" not in options.prompt_template:
         raise DataError(f"--prompt-template: {options.prompt_template!r} has no {{question}}; put it where it belongs")
 
@@ -364,8 +366,8 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
         if not found or not key:
             raise DataError(f"--set: {setting!r} is not KEY=VALUE")
         try:
-            parsed[key] = yaml.safe_load(value)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            parsed[key] = parse_yaml(value)
+        except yaml.YAMLError as error:
             raise DataError(f"--set: the value of {shown(key)} is not YAML: {shown(repr(value))}") from error
     return parsed
 

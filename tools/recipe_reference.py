@@ -7,7 +7,6 @@ Here: the layout of the page. Keys, defaults and their texts stand in rlhf_megat
 
 from __future__ import annotations
 
-import argparse
 import sys
 import types
 import typing
@@ -19,6 +18,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.recipe.load import section_of
 
@@ -103,14 +104,18 @@ def _type_name(annotation: Any, key: str) -> str:
     return {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}[annotation]
 
 
+@command
 def main() -> int:
     """Returns 1 if --check finds the page out of date."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     check = parser.parse_args().check
     text = page()
     if not check:
-        PAGE.write_text(text, encoding="utf-8")
+        try:
+            PAGE.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{PAGE}: cannot be written ({error.strerror})") from error
         print(f"{PAGE}: written")
         return 0
     if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:

@@ -11,19 +11,21 @@ labelled by their folders; NAME=PATH gives one a label of your own.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
-from rlhf_megatron.errors import MonitorError, UserError
+from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.monitor.page import write_page
 from rlhf_megatron.monitor.plots import plot_comparison, plot_run
+from rlhf_megatron.untrusted import reason_of, shown
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 2 for input that is not right."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or NAME=PATH")
     parser.add_argument("--output", type=Path, help="FILE.html or FILE.png; default: report.html of the only run")
     parser.add_argument("--title", default="", help="default: the labels")
@@ -37,9 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
             draw(runs, output, options.title)
         else:
             raise MonitorError(f"--output {output}: must end in .html or .png")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise MonitorError(f"{shown(error.filename)}: {reason_of(error)}") from error
     print(output)
     return 0
 

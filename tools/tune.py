@@ -33,10 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.monitor.metrics import read_steps
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.load import apply_override
+from rlhf_megatron.untrusted import reason_of
 
 TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
 SECONDS_BETWEEN_LOOKS = 2.0
@@ -82,19 +84,15 @@ def parse_range(text: str) -> Range:
     )
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 where runs keep failing, 2 for input that is not right."""
-    options = build_parser().parse_intermixed_args(arguments)
-    try:
-        return tune(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return tune(build_parser().parse_intermixed_args(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the tool."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", help="a YAML file, see recipes/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="the same in all trials")
     parser.add_argument(
@@ -115,6 +113,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def tune(options: argparse.Namespace) -> int:
     """Runs trials until the study has as many as asked for; raises UserError for input that is not right."""
+    for name in ("last", "trials", "nproc_per_node"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be 1 or more")
     optuna = import_optuna()
     ranges = [parse_range(text) for text in options.search]
     if not ranges:
@@ -123,7 +124,10 @@ def tune(options: argparse.Namespace) -> int:
     for each in ranges:  # a key that no recipe has is told before anything runs
         load_recipe(options.recipe, [*options.overrides, f"{each.key}={(each.choices or (f'{each.low:g}',))[0]}"])
     folder = Path(recipe.run_root) / f"{recipe.name}-study"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_root: {folder} cannot be written ({reason_of(error)}); choose another") from error
     study = optuna.create_study(
         study_name=recipe.name,
         storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "study.log"))),
@@ -208,7 +212,7 @@ def run_trial(
 
 def torchrun(processes: int) -> list[str]:
     """The command that starts so many processes here, by the Python that runs this."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable, str(TRAIN.with_name("torchrun.py")), "--standalone", "--nproc-per-node", str(processes)]
 
 
 @contextlib.contextmanager

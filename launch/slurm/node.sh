@@ -23,9 +23,11 @@ if [[ -n $network ]]; then
 fi
 
 # Compilers of several jobs, or of two nodes that are one machine, must not write over each other.
-cache=${TMPDIR:-/tmp}/rlhf_megatron-$(id -u)-$SLURM_JOB_ID-$SLURM_NODEID
+# A folder of a name that nobody can foresee, and of this user alone: what is in it is run.
+cache=$(mktemp -d "${TMPDIR:-/tmp}/rlhf_megatron-$SLURM_JOB_ID-$SLURM_NODEID.XXXXXXXXXX") ||
+    { echo "error: no folder can be made in ${TMPDIR:-/tmp}, where this node's caches lie; set TMPDIR" >&2; exit 2; }
+trap 'rm -rf "$cache"' EXIT
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
-mkdir -p "$cache"
 
 if [[ $launcher == ft_launcher ]]; then
     # It passes a SIGTERM on to the ranks, and gives them half an hour to end.
@@ -35,8 +37,5 @@ else
     command=("$here/../torchrun.py" --signals-to-handle SIGINT,SIGHUP,SIGQUIT)
 fi
 
-status=0
 "$python" -P "${command[@]}" --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks" --rdzv-backend c10d \
-    --rdzv-endpoint "$rendezvous" --rdzv-id "$SLURM_JOB_ID" --max-restarts "$restarts" "$@" || status=$?
-rm -rf "$cache"
-exit "$status"
+    --rdzv-endpoint "$rendezvous" --rdzv-id "$SLURM_JOB_ID" --max-restarts "$restarts" "$@"

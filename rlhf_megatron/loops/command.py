@@ -1,18 +1,123 @@
-"""What the commands of launch/ share: how a rank does its part and tells what was not right. Imports no torch."""
+"""What commands share: arguments, how a rank does its part, and how they tell what was not right. Imports no torch."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import errno
+import functools
 import json
 import os
+import select
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn, ParamSpec
 
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.errors import UserError, is_transient
+from rlhf_megatron.untrusted import reason_of, shown
 
 # torchrun looks at its ranks every 0.1 s and ends them all when one has failed; that one may take seconds to end.
 SECONDS_UNTIL_ENDED = 5.0
+INPUT_STATUS = 2
+# The statuses of programs that end by these signals, as shells tell them.
+INTERRUPTED_STATUS, NO_READER_STATUS = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+MOST_GPUS = 100_000  # beyond any cluster; a plan looks at each
+_LONGEST_LINE, _MOST_LINES = 4000, 50
+_Arguments = ParamSpec("_Arguments")
+# What torchrun tells its ranks: the least and the most that the variable can be.
+_OF_TORCHRUN = {
+    "RANK": (0, 10**6),
+    "WORLD_SIZE": (1, 10**6),
+    "LOCAL_RANK": (0, 10**6),
+    "MASTER_PORT": (1, 65535),
+}
+_OF_TORCHRUN_OR_SLURM = {
+    "LOCAL_WORLD_SIZE": (1, 10**6),
+    "TORCHELASTIC_RESTART_COUNT": (0, 10**6),
+    "TORCHELASTIC_MAX_RESTARTS": (0, 10**6),
+    "SLURM_RESTART_COUNT": (0, 10**6),
+    "RLHF_MEGATRON_ATTEMPT": (0, 10**9),
+}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError."""
+        raise UserError(f"{message}; --help tells what there is")
+
+
+def command(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
+    """Makes a function that returns an exit status the main function of a command.
+
+    For input that is not right the status is 2, after one line. Where the reader of standard output has gone (`| head`)
+    or a person has interrupted the command, it is that of a program ended by the signal, and nothing is told.
+    """
+
+    @functools.wraps(main)
+    def run(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> int:
+        try:
+            try:
+                return main(*arguments, **named)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except UserError as error:
+            return tell(error)
+        except KeyboardInterrupt:
+            return INTERRUPTED_STATUS
+        except OSError as error:
+            if error.filename is None and error.errno == errno.ENOSPC:  # print does not say what it writes to
+                return tell(UserError(f"standard output or a file cannot be written ({reason_of(error)}); make room"))
+            if isinstance(error, BrokenPipeError) and _stdout_is_lost():
+                return NO_READER_STATUS
+            raise
+
+    return run
+
+
+def _stdout_is_lost() -> bool:
+    """Whether nobody reads standard output any more; then it goes nowhere from now on, so that Python can end."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(happened & select.POLLERR for _, happened in poll.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return True
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raises UserError where a variable of torchrun or Slurm is not what these set; all may be absent."""
+    needed = _OF_TORCHRUN if "RANK" in environment else {}
+    for name in (*needed, *(["MASTER_ADDR"] if needed else [])):
+        if not environment.get(name):
+            raise UserError(
+                f"environment: RANK is set and {name} is not; start the command by torchrun, which sets both"
+            )
+    for name, (least, most) in (needed | _OF_TORCHRUN_OR_SLURM).items():
+        text = environment.get(name)
+        if not text:
+            continue
+        if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+            raise UserError(f"environment: {name}={shown(repr(text))} must be a number from {least} to {most}")
+    if needed and int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
+        world = environment["WORLD_SIZE"]
+        raise UserError(f"environment: RANK={environment['RANK']} must be below WORLD_SIZE={world}")
+
+
+def number_of_gpus(where: str, text: str) -> int:
+    """Returns the GPUs to plan for; raises UserError, naming ``where`` it was said, for what is no such number."""
+    if not (text.isascii() and text.isdecimal()) or not text.strip("0"):
+        raise UserError(f"{where}={text}: must be a number of GPUs, 1 or more")
+    if len(text) > 20 or int(text) > MOST_GPUS:
+        raise UserError(f"{where}={text}: is more GPUs than can be planned for, which are {MOST_GPUS:,}")
+    return int(text)
 
 
 def on_this_rank(action: Callable[[], int]) -> int:
@@ -21,6 +126,8 @@ def on_this_rank(action: Callable[[], int]) -> int:
         return action()
     except UserError as error:
         return tell(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
     except Exception:
         # Where another rank has died, this one's lost connection explains nothing: torchrun ends it while it sleeps.
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -28,18 +135,47 @@ def on_this_rank(action: Callable[[], int]) -> int:
         raise
 
 
+def was_refused() -> bool:
+    """Whether an attempt of the same torchrun has refused its input; this one then ends at once, without a word."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    from rlhf_megatron.topology.world import refusal_before
+
+    line = refusal_before()
+    if line is not None:
+        _report(line, may_pass=False)
+    return line is not None
+
+
 def tell(error: UserError) -> int:
     """Prints the error in one line, once where all ranks fail alike; returns the exit status."""
     rank = os.environ.get("RANK")
-    line = f"error: {error}" if rank in (None, "0") else f"[rank {rank}] error: {error}"
+    text = line_of(error)
+    line = f"error: {text}" if rank in (None, "0") else f"[rank {shown(rank)}] error: {text}"
     if rank is not None:
-        from rlhf_megatron.topology.world import first_to_say
+        from rlhf_megatron.topology.world import first_to_say, note_refusal
 
-        report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if report:  # what torchrun shows of this rank at the end
-            cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-            Path(report).write_text(json.dumps({"message": cause}), encoding="utf-8")
+        may_pass = is_transient(error)
+        _report(line, may_pass)
+        if not may_pass:
+            note_refusal(line)
         if not first_to_say(str(error)):
-            return 2
+            return INPUT_STATUS
     print(line, file=sys.stderr, flush=True)
-    return 2
+    return INPUT_STATUS
+
+
+def line_of(error: UserError) -> str:
+    """The text of an error as a terminal can show it: no control characters, and not without end."""
+    lines = [shown(line, _LONGEST_LINE) for line in str(error).splitlines()]
+    return "\n".join(lines[:_MOST_LINES])
+
+
+def _report(line: str, may_pass: bool) -> None:
+    """Writes what torchrun shows of this rank at the end, and what tells launch/torchrun.py not to try again."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        traits = {"category": "input", "retryability": str(may_pass)}
+        with contextlib.suppress(OSError, ValueError):
+            Path(report).write_text(json.dumps({"message": cause, "errorTraits": traits}), encoding="utf-8")

@@ -32,6 +32,12 @@ def beginning(saved: int | None) -> str:
     return "the beginning" if saved is None else f"step {saved}"
 
 
+class NotWritten(UserError):
+    """The result of a run that nothing could be written to; the next attempt only writes it."""
+
+    is_transient = True
+
+
 class Exports:
     """The exports of one run's actor. Every call is collective."""
 
@@ -109,7 +115,7 @@ class Exports:
         goes_on = f"make room, and the same command goes on from {beginning(saved)}"
         if not section.export_at_end:
             if section.save_interval and saved != last:
-                raise UserError(f"{self._run.checkpoints}: step {last} could not be saved; {goes_on}")
+                raise NotWritten(f"{self._run.checkpoints}: step {last} could not be saved; {goes_on}")
             return None
         for pause in (*(_PAUSES if saved != last else ()), None):
             problem = self.write(last)
@@ -120,4 +126,4 @@ class Exports:
                 for _ in range(pause):
                     time.sleep(1.0)
                     watchdog.beat()
-        raise UserError(f"the last step was not exported: {problem}; {goes_on}")
+        raise NotWritten(f"the last step was not exported: {problem}; {goes_on}")

@@ -17,6 +17,7 @@ from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import Responses
 from rlhf_megatron.data.tokenizer import load_tokenizer, recipe_tokenizer
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.checkpoints import Checkpoints, KeptBy, Part, choose_checkpoint
 from rlhf_megatron.loops.exports import Exports
 from rlhf_megatron.loops.gpu_use import GpuUses
@@ -93,6 +94,11 @@ class Session:
         found_out: list[str] = []
         self._resume_from = choose_checkpoint(self.run.checkpoints, resume, found_out.append)
         self.first_step = 1 if self._resume_from is None else step_of(self._resume_from) + 1
+        if self.first_step > recipe.steps + 1:
+            raise UserError(
+                f"steps={recipe.steps}: {self._resume_from} has done {self.first_step - 1} already; raise steps, give "
+                "the run another name, or start from --resume none or an older checkpoint"
+            )
         self.report = Report(self.run, recipe, self.first_step) if self.rank == 0 else None
         for line in (*found_out, *data.notes):
             self.say(line)

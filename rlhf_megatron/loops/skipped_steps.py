@@ -13,6 +13,8 @@ _METRICS = ("train/skipped", "critic/skipped")
 class TooManySkippedSteps(UserError):
     """The attempt is to end; ``details`` tell the next one which steps' data it passes over."""
 
+    is_transient = True
+
     def __init__(self, first: int, last: int, position: dict[str, Any]) -> None:
         steps = f"steps {first}-{last} were skipped" if last > first else f"step {first} was skipped"
         super().__init__(f"{steps} for their gradients (retry.max_skipped_steps={last - first + 1})")

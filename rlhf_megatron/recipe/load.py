@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import io
+import itertools
+import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +16,20 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.recipe.plain_yaml import parse_yaml, yaml_problem
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.redaction import HIDDEN
+from rlhf_megatron.untrusted import MOST_LEVELS, is_within_levels, read_bytes, reason_of, shown
+
+# Far beyond any recipe that a person or a program writes on purpose: of one file, and files with all their overlays.
+_MOST_BYTES = 2**20
+_MOST_FILES = 64
+_MOST_COMPLAINTS = 8
+_LONGEST_KEY = 100  # beyond it, no key that is meant is looked for
+# All other texts of a recipe are names, paths and addresses, which have one line and something in it.
+_FREE_TEXT = frozenset(["system_prompt", "pattern"])
+_MOST_CHARACTERS = 4096  # of a path in Linux
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # tabs and line breaks are odd, and can be seen
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -23,7 +37,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     ``defaults:`` in a file lists other files, relative to it, that it is laid over, the later over the earlier.
     """
-    values = _read_with_defaults(Path(path), ())
+    values = _read_with_defaults(Path(path), (), itertools.count(1))
     for override in overrides:
         apply_override(values, override)
     return make_recipe(values, str(path))
@@ -31,15 +45,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def make_recipe(values: dict[str, Any], where: str) -> Recipe:
     """Checks plain values; ``where`` names their source in errors."""
-    unknown = list(_unknown_keys(values, Recipe, ""))
-    if unknown:
-        raise RecipeError(f"{where}: " + "; ".join(unknown))
+    if not is_within_levels(values):
+        raise RecipeError(f"{shown(where)}: is nested too deeply; at most {MOST_LEVELS} levels are read")
+    problems = list(itertools.islice(_problems(values, Recipe, ""), _MOST_COMPLAINTS + 1))
+    if problems:
+        raise RecipeError(_complaints(where, problems))
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(f"{where}: " + "; ".join(_complaint(item) for item in error.errors())) from error
+        details = error.errors(include_url=False)[: _MOST_COMPLAINTS + 1]
+        raise RecipeError(_complaints(where, [_complaint(item) for item in details])) from error
     for key in _hidden_keys(recipe.model_dump(mode="json"), ""):
-        raise RecipeError(f"{where}: {key} is {HIDDEN}, as a run's records hide a secret; write the value itself")
+        raise RecipeError(
+            f"{shown(where)}: {key} is {HIDDEN}, as a run's records hide a secret; write the value itself"
+        )
     return recipe
 
 
@@ -61,28 +80,46 @@ def resolved_yaml(recipe: Recipe, hide: Callable[[Any], Any] = dict) -> str:
     return text
 
 
+def _complaints(where: str, problems: Sequence[str]) -> str:
+    """One line of the first problems; there may be one more than are shown."""
+    more = "; and more" if len(problems) > _MOST_COMPLAINTS else ""
+    return f"{shown(where)}: " + "; ".join(problems[:_MOST_COMPLAINTS]) + more
+
+
 def _complaint(item: Any) -> str:
     """One of pydantic's errors as "key: what is wrong; what it is"."""
-    key = ".".join(str(part) for part in item["loc"])
+    key = shown(".".join(str(part) for part in item["loc"]))
     if item["type"] == "missing":
         return f"{key}: missing; add it"
-    message = str(item["msg"]).removeprefix("Value error, ")
+    message = shown(str(item["msg"]).removeprefix("Value error, "), 1000)
+    if item["type"] == "model_type":
+        message = "must be a section, which is a mapping of keys"
     if item["type"] != "value_error" and not isinstance(item["input"], dict):
-        message += f"; it is {item['input']!r}"
+        message += f"; it is {shown(repr(item['input']))}"
     return f"{key}: {message}" if key else message
 
 
-def _read_with_defaults(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in parents:
-        circle = " -> ".join(parent.name for parent in (*parents[parents.index(path.resolve()) :], path))
-        raise RecipeError(f"{path}: its defaults lead back to itself ({circle}); take it out of one of them")
+def _read_with_defaults(path: Path, parents: tuple[Path, ...], files: Iterator[int]) -> dict[str, Any]:
+    """The values of a file over those of its overlays; ``files`` counts all files that are read."""
+    if next(files) > _MOST_FILES:
+        raise RecipeError(
+            f"{shown(path)}: with all defaults of defaults there are more than {_MOST_FILES} files; merge"
+        )
     values = _read_yaml(path)
+    real = path.resolve()
+    if real in parents:
+        circle = " -> ".join(parent.name for parent in (*parents[parents.index(real) :], path))
+        line = f"its defaults lead back to itself ({shown(circle)}); take it out of one of them"
+        raise RecipeError(f"{shown(path)}: {line}")
     merged: dict[str, Any] = {}
     overlays = values.pop("defaults", [])
-    if not isinstance(overlays, list) or not all(isinstance(name, str) for name in overlays):
-        raise RecipeError(f"{path}: defaults must be a list of files, such as [overlays/dapo.yaml]; it is {overlays!r}")
+    if not isinstance(overlays, list) or not all(isinstance(name, str) and name for name in overlays):
+        raise RecipeError(
+            f"{shown(path)}: defaults must be a list of files, such as [overlays/dapo.yaml]; it is "
+            f"{shown(repr(overlays))}"
+        )
     for name in overlays:
-        _merge(merged, _read_with_defaults(path.parent / name, (*parents, path.resolve())))
+        _merge(merged, _read_with_defaults(path.parent / name, (*parents, real), files))
     _merge(merged, values)
     return merged
 
@@ -90,57 +127,18 @@ def _read_with_defaults(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]
 def _read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in one file; raises RecipeError naming the line of a mistake in it."""
     try:
-        values = _load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}); recipes are in recipes/") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not a text file in UTF-8; recipes are in recipes/") from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        reason = ", ".join(part for part in (error.problem, error.context) if part)
-        raise RecipeError(f"{path}: not valid YAML: {line}{reason}") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path}: must be a mapping of sections such as `model:` and `data:`, see recipes/")
-    return values
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would take the last of two equal keys without a word, and which lets errors of Python
-    through where a value only looks like a date or a number."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Raises ConstructorError for a value such as 2024-13-45."""
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError) as error:
-            kind = node.tag.rpartition(":")[2]
-            reason = f"{node.value!r} cannot be read as {kind}; quote it if it is text"
-            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ConstructorError at the second of two equal keys."""
-        seen = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                continue  # refused below, since such a key cannot be looked up
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} stands here a second time", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-def _load_yaml(text: str) -> Any:
-    loader = _Loader(io.StringIO(text))
+        os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a character that no name can have
+        raise RecipeError(f"{shown(path)}: cannot be read ({reason_of(error)}); recipes are in recipes/") from error
     try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+        values = parse_yaml(read_bytes(path, RecipeError, _MOST_BYTES).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{shown(path)}: not a text file in UTF-8; recipes are in recipes/") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{shown(path)}: not valid YAML: {yaml_problem(error)}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{shown(path)}: must be a mapping of sections such as `model:` and `data:`, see recipes/")
+    return values
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
@@ -154,43 +152,74 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Puts the value of a ``key.path=value`` into a recipe's plain values; raises RecipeError where it has no place."""
     key, separator, text = override.partition("=")
-    if not separator or not all(key.split(".")):
-        raise RecipeError(f"override {override!r}: must have the form key.path=value, such as steps=10")
-    try:
-        value = _load_yaml(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"override {override!r}: the value is not valid YAML; quote it") from error
+    said = f"override {shown(repr(override))}"
     *path, last = key.split(".")
+    if not separator or not all((*path, last)):
+        raise RecipeError(f"{said}: must have the form key.path=value, such as steps=10")
+    if len(path) >= MOST_LEVELS:
+        raise RecipeError(f"{said}: the key is nested too deeply")
+    if len(text) > _MOST_BYTES:
+        raise RecipeError(f"{said}: the value has more than {_MOST_BYTES:,} characters")
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{said}: the value is not valid YAML; quote it ({yaml_problem(error)})") from error
     place = values
     for part in path:
         if place.get(part) is None:
             place[part] = {}
         place = place[part]
         if not isinstance(place, dict):
-            raise RecipeError(f"override {override!r}: {part} is {place!r} and has no keys below it")
+            raise RecipeError(f"{said}: {shown(part)} is {shown(repr(place))} and has no keys below it")
     place[last] = value
 
 
-def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str) -> Iterator[str]:
+def _problems(values: dict[str, Any], section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """What pydantic would tell in other words, or not at all: unknown keys, and values of a wrong kind."""
     for key, value in values.items():
         if key not in section.model_fields:
-            yield f"unknown key {prefix}{key}{_suggestion(f'{prefix}{key}', prefix, section)}"
+            yield f"unknown key {prefix}{shown(key)}{_suggestion(str(key), prefix, section)}"
             continue
-        inner = section_of(section.model_fields[key].annotation)
+        annotation = section.model_fields[key].annotation
+        inner = section_of(annotation)
         for part in value if isinstance(value, list) else [value]:
             if inner is not None and isinstance(part, dict):
-                yield from _unknown_keys(part, inner, f"{prefix}{key}.")
+                yield from _problems(part, inner, f"{prefix}{key}.")
+            elif isinstance(part, bool) and _wants_number(annotation):
+                yield f"{prefix}{key}: must be a number; it is {str(part).lower()}"
+            elif isinstance(part, str) and key not in _FREE_TEXT and (problem := _problem_of_text(part)):
+                yield f"{prefix}{key}: {problem}"
 
 
-def _suggestion(full_key: str, prefix: str, section: type[BaseModel]) -> str:
+def _problem_of_text(text: str) -> str | None:
+    """What no name, path or address is."""
+    if not text.strip():
+        return "is empty; give a value, or leave the key out"
+    if len(text) > _MOST_CHARACTERS:
+        return f"has {len(text):,} characters; at most {_MOST_CHARACTERS:,} can be a name or a path"
+    found = _CONTROL.search(text)
+    return f"has the control character {found[0]!r}; take it out; it is {shown(repr(text), 80)}" if found else None
+
+
+def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
     """The nearest key of the same section; failing that, the same or a near name anywhere in a recipe."""
-    name = full_key.rsplit(".", 1)[-1]
+    name = name[:_LONGEST_KEY]
     here = difflib.get_close_matches(name, list(section.model_fields), 1, 0.6)
     if here:
         return f"; did you mean {prefix}{here[0]}?"
     everywhere = {key.rsplit(".", 1)[-1]: key for key in known_keys()}
     near = difflib.get_close_matches(name, list(everywhere), 1, 0.7)
     return f"; did you mean {everywhere[near[0]]}?" if near else f"; known keys here: {', '.join(section.model_fields)}"
+
+
+def _wants_number(annotation: Any) -> bool:
+    """Whether a type is a number, or has one among others, and no ``bool``, which Python takes for a number."""
+    parts = typing.get_args(annotation) or (annotation,)
+    if bool in parts:
+        return False
+    return any(
+        part in (int, float) or type(part) is int or (typing.get_args(part) and _wants_number(part)) for part in parts
+    )
 
 
 def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:

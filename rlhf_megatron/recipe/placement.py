@@ -8,10 +8,11 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.untrusted import shown
 
 # YAML reads one rank as a number.
 Ranks = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
-_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+_SPAN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def ranks_of(where: str, text: str, world_size: int, gpus_per_node: int) -> list[int]:
@@ -25,7 +26,7 @@ def ranks_of(where: str, text: str, world_size: int, gpus_per_node: int) -> list
     ranks: list[int] = []
     for part in text.split(";"):
         node, colon, spans = part.strip().rpartition(":")
-        named = re.fullmatch(r"node(\d+)", node) if colon else None
+        named = re.fullmatch(r"node([0-9]{1,9})", node) if colon else None
         if colon and named is None:
             raise _not_understood(where, text)
         first, limit = (int(named[1]) * gpus_per_node, gpus_per_node) if named else (0, world_size)
@@ -46,4 +47,4 @@ def ranks_of(where: str, text: str, world_size: int, gpus_per_node: int) -> list
 
 
 def _not_understood(where: str, text: str) -> RecipeError:
-    return RecipeError(f'{where}={text}: not understood; write all, "0-3", "0,2-3" or "node0:0-3;node1:0-3"')
+    return RecipeError(f'{where}={shown(text)}: not understood; write all, "0-3", "0,2-3" or "node0:0-3;node1:0-3"')

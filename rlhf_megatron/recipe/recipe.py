@@ -25,16 +25,22 @@ from rlhf_megatron.recipe.roles import ActorSection, CriticSection, FrozenRoleSe
 from rlhf_megatron.recipe.rollout import RolloutSection
 from rlhf_megatron.recipe.section import Section
 from rlhf_megatron.recipe.slurm import RetrySection, SlurmSection
+from rlhf_megatron.untrusted import shown
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+# A folder's name has up to 255, and runs of a sweep or a study get a few more behind it.
+_LONGEST_NAME = 200
 
 
 def check_run_name(name: str) -> None:
     """Raises ValueError where ``name`` cannot be that of a folder beside those of other runs."""
     if not _RUN_NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} cannot name a run folder; begin with a letter or digit, go on with those and . _ + = -"
+            f"{shown(repr(name))} cannot name a run folder; begin with a letter or digit, go on with those and "
+            ". _ + = -"
         )
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(f"{shown(repr(name), 40)} cannot name a run folder; take at most {_LONGEST_NAME} characters")
 
 
 class Recipe(Section):

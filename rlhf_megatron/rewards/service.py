@@ -37,6 +37,8 @@ RETRIED_STATUSES = (408, 425, 429)
 class _TemporaryError(Exception):
     """A request that may succeed when it is sent again; `after` is the server's wish in seconds, if it has one."""
 
+    is_transient = True
+
     def __init__(self, message: str, after: float = 0.0) -> None:
         super().__init__(message)
         self.after = after

@@ -40,6 +40,12 @@ _MOST_LAYERS = 10_000
 _FREE_MEMORY_MARGIN = 0.9
 
 
+class MemoryTaken(RolloutError):
+    """Memory that another process took or gave back as vLLM started, which it may not do the next time."""
+
+    is_transient = True
+
+
 class VllmEngine:
     """One rank's engine; a RolloutEngine. Making it is collective over the whole world."""
 
@@ -95,8 +101,11 @@ class VllmEngine:
                 stack.enter_context(shared_weights.offered(shared or {}))
             try:
                 self._llm: Any = LLM(model=model_path, **arguments)
-            except ValueError as error:
-                raise RolloutError(_refusal(error, self._max_length)) from error
+            except (ValueError, AssertionError) as error:
+                refusal = refusal_of(error, self._max_length)
+                if refusal is None:
+                    raise
+                raise refusal from error
         self._core: Any = self._llm.llm_engine
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters().items()}
         self._peers: Any = get_tp_group() if section.layout.tensor > 1 else None
@@ -363,9 +372,23 @@ def _gpu_memory_share(section: RolloutSection) -> float:
     return share
 
 
-def _refusal(error: ValueError, max_length: int) -> str:
-    """What the recipe can do about an error that vLLM raises when it starts, in the recipe's own terms."""
+def refusal_of(error: ValueError | AssertionError, max_length: int) -> RolloutError | None:
+    """What the recipe can do about an error that vLLM raises when it starts; None for an assertion of unknown cause."""
     text = _one_line(error)
+    if "Error in memory profiling" in text:
+        return MemoryTaken(
+            "rollout: another process has given memory of this GPU back while vLLM measured what is free; keep others "
+            "off the GPUs of the run, and start it again, or set rollout.kv_cache_gb, for which nothing is measured"
+        )
+    if "is less than desired" in text or "is less than requested memory" in text:
+        return MemoryTaken(
+            f"rollout: another process has taken memory that vLLM was to have ({text[:200]}); keep others off the "
+            "GPUs of the run, or lower rollout.gpu_memory_utilization or rollout.kv_cache_gb"
+        )
+    return None if isinstance(error, AssertionError) else RolloutError(_settings_refused(text, max_length))
+
+
+def _settings_refused(text: str, max_length: int) -> str:
     if "max seq len" in text or "memory for the cache blocks" in text:
         return (
             f"the KV cache would not hold one sequence of {max_length} tokens; raise rollout.kv_cache_gb or "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
+import socket
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from rlhf_megatron.errors import UserError
 from rlhf_megatron.topology.store import serve_store
 
 _STORE_SECONDS = 5.0
+_NO_STORE = (KeyError, ValueError, OverflowError, OSError, RuntimeError)  # no variables of torchrun, or no answer
+_REFUSAL = "refusal"
 
 
 def waiting_minutes(hang_seconds: float) -> float:
@@ -84,19 +88,42 @@ def first_to_say(text: str) -> bool:
     It asks the store that torchrun keeps beside its ranks, so no rank waits for another and the world need not be
     joined. Where there is no such store, every process is taken for the first.
     """
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
     try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=_STORE_SECONDS),
-            wait_for_workers=False,
-        )
-        said = store.add(f"said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}", 1)
-    except (KeyError, RuntimeError):
+        said = _store_of_torchrun().add(f"said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}", 1)
+    except _NO_STORE:
         return True
     return bool(said == 1)
+
+
+def note_refusal(line: str) -> None:
+    """Leaves word in torchrun's store that its input is not right, which no other attempt would change."""
+    with contextlib.suppress(*_NO_STORE):
+        _store_of_torchrun().set(_REFUSAL, line)
+
+
+def refusal_before() -> str | None:
+    """The line with which an attempt of the same torchrun has refused its input, if one has."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    try:
+        store = _store_of_torchrun()
+        return bytes(store.get(_REFUSAL)).decode() if store.check([_REFUSAL]) else None
+    except _NO_STORE:
+        return None
+
+
+def _store_of_torchrun() -> dist.Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection((address, port), _STORE_SECONDS):
+        pass  # somebody is there; torch would ask again and again, and write of each time
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=False,
+        timeout=datetime.timedelta(seconds=_STORE_SECONDS),
+        wait_for_workers=False,
+    )
 
 
 def leave_world() -> None:

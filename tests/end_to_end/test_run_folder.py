@@ -77,6 +77,18 @@ def test_an_end_that_could_not_be_saved_is_a_fault(folder: Path, full_disk: None
     assert [line["what"] for line in decisions(run)] == ["start", "fault"]
 
 
+def test_a_run_that_is_to_be_shorter_than_it_is_says_so(folder: Path) -> None:
+    run = folder / "runs" / "shorter"
+    with train(folder, "shorter", "checkpoint.save_interval=2", "steps=4", "checkpoint.export_at_end=false") as command:
+        command.finish().check()
+    with train(folder, "shorter", "checkpoint.save_interval=2", "steps=3") as command:
+        error = command.finish().only_error()
+    assert error.removeprefix("[rank 1] ").startswith(
+        "error: steps=3: runs/shorter/checkpoints/step-4 has done 4 already; raise steps, "
+    )
+    assert not (run / "export").exists(), "what four steps have made is not that of three"
+
+
 def test_an_export_waits_for_room_where_nothing_else_has_the_result(folder: Path, full_disk: None) -> None:
     run = folder / "runs" / "exported"
     exports = ("checkpoint.export_interval=2", "checkpoint.export_at_end=true")

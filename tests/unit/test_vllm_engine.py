@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from hugging_face import load_model, make_model, row_logprobs
+from rlhf_megatron.errors import is_transient
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Request, RolloutError, Sampling
 from rlhf_megatron.rollout.environment import prepare_environment
-from rlhf_megatron.rollout.vllm_engine import VllmEngine
+from rlhf_megatron.rollout.vllm_engine import VllmEngine, refusal_of
 
 VOCABULARY = 250
 MAX_PROMPT, MAX_RESPONSE = 80, 16
@@ -325,6 +326,42 @@ def test_settings_that_vllm_refuses_are_told_in_one_line(tmp_path: Path, section
     with pytest.raises(RolloutError, match=message) as caught:
         VllmEngine(str(tmp_path), section, "float32", 4, seed=1)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "may_pass"),
+    [
+        (
+            AssertionError(
+                "Error in memory profiling. Initial free memory 70.1 GiB, current free memory 75.2 GiB. This happens "
+                "when other processes sharing the same container release GPU memory while vLLM is profiling."
+            ),
+            "rollout: another process has given memory of this GPU back while vLLM measured what is free; ",
+            True,
+        ),
+        (
+            ValueError(
+                "Free memory on device cuda:0 (10.1/79.1 GiB) on startup is less than desired GPU memory utilization "
+                "(0.5, 39.5 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+            ),
+            "rollout: another process has taken memory that vLLM was to have (Free memory on device cuda:0 (10.1/",
+            True,
+        ),
+        (
+            ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
+            "the KV cache would not hold one sequence of 99 tokens; raise rollout.kv_cache_gb or ",
+            False,
+        ),
+    ],
+)
+def test_memory_that_is_not_there_when_the_engine_starts_is_told_in_one_line(
+    error: ValueError | AssertionError, line: str, may_pass: bool
+) -> None:
+    """The texts are those of vllm/v1/worker/gpu_worker.py, v1/worker/utils.py and v1/core/kv_cache_utils.py."""
+    refusal = refusal_of(error, 99)
+    assert str(refusal).startswith(line) and "\n" not in str(refusal)
+    assert refusal is not None and is_transient(refusal) is may_pass
+    assert refusal_of(AssertionError("something that nobody knows"), 99) is None
 
 
 def test_the_environment_is_prepared_without_torch_and_keeps_what_the_user_set() -> None:

@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint, and how much slower it is while one is written in the background.
 
-    torchrun --nproc-per-node 1 tools/bench/checkpoint.py MODEL_FOLDER [--output FILE.json]
+    python launch/torchrun.py --nproc-per-node 1 tools/bench/checkpoint.py MODEL_FOLDER [--output FILE.json]
 
 MODEL_FOLDER needs only a config.json: the weights are random. A learning role takes steps on random rows; every few
 steps its state is copied to the host, which training waits for, and written to --folder by a thread, which it does not.

@@ -1,6 +1,6 @@
 """What ``peer.py`` starts for ours: the training loop by a recipe, with a clock around each of its steps.
 
-torchrun --nproc-per-node 1 tools/bench/peer_ours.py RECIPE OUTPUT.json
+python launch/torchrun.py --nproc-per-node 1 tools/bench/peer_ours.py RECIPE OUTPUT.json
 
 The clock is that of ``peer_trl.py``: from the end of a step, its line in the metrics included, to the end of the next.
 """

@@ -1,6 +1,6 @@
 """What the ranks of ``step.py`` run: the training loop by a recipe, then the engines by themselves on the same tokens.
 
-torchrun --nproc-per-node N tools/bench/step_measure.py RECIPE REPEATS OUTPUT.json
+python launch/torchrun.py --nproc-per-node N tools/bench/step_measure.py RECIPE REPEATS OUTPUT.json
 """
 
 from __future__ import annotations

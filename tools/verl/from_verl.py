@@ -10,7 +10,6 @@ Here: the command line. Not here: reading verl's (verl_command.py), and what its
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -19,42 +18,39 @@ from verl_command import Command, check, parse
 from verl_sections import translate
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.recipe.load import make_recipe
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 2 for input that is not right."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="the recipe to write")
     parser.add_argument("--rows", type=int, help="rows of the training files, where they are not on this machine")
     options, words = parser.parse_known_args(arguments)
-    try:
-        command = Command(parse(words))
-        tree = translate(command, options.rows)
-        check(command)
-        recipe = make_recipe(tree, "the recipe that this makes")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    given = Command(parse(words))
+    tree = translate(given, options.rows)
+    check(given)
+    recipe = make_recipe(tree, "the recipe that this makes")
     plain = recipe.model_dump(mode="json", exclude_defaults=True)
     try:
         options.output.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
     except OSError as error:
-        print(f"error: --output: {options.output} cannot be written ({error.strerror})", file=sys.stderr)
-        return 2
-    for key in command.left():
-        command.remark(key, "has no counterpart, or is not known")
-    report(command, recipe, options.output)
+        raise UserError(f"--output: {options.output} cannot be written ({error.strerror})") from error
+    for key in given.left():
+        given.remark(key, "has no counterpart, or is not known")
+    report(given, recipe, options.output)
     return 0
 
 
-def report(command: Command, recipe: Recipe, output: Path) -> None:
+def report(given: Command, recipe: Recipe, output: Path) -> None:
     """Prints what is not as it was, and how the run is started."""
-    for remark in command.remarks:
+    for remark in given.remarks:
         print(f"not as in verl: {remark}", file=sys.stderr)
-    nodes, gpus = int(command.number("trainer.nnodes", 1)), recipe.cluster.gpus_per_node
-    if not command.is_of_megatron:
+    nodes, gpus = int(given.number("trainer.nnodes", 1)), recipe.cluster.gpus_per_node
+    if not given.is_of_megatron:
         print(
             "no layout: FSDP cuts all weights over all GPUs, here tensor and pipeline parallelism cut the model; "
             f"`python launch/plan.py {output} --world {nodes * gpus} cluster.gpu=H100` looks for one",
@@ -62,7 +58,7 @@ def report(command: Command, recipe: Recipe, output: Path) -> None:
         )
     print(f"{output}\npython launch/train.py {output} --dry-run --world {nodes * gpus}")
     if nodes == 1:
-        print(f"torchrun --standalone --nproc-per-node {gpus} launch/train.py {output}")
+        print(f"python launch/torchrun.py --standalone --nproc-per-node {gpus} launch/train.py {output}")
     else:
         print(f"python launch/submit.py {output} --nodes {nodes}")
 

@@ -103,6 +103,11 @@ def translate(command: Command, rows: int | None) -> dict[str, Any]:
     for key, (default, ours) in SAME.items():
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         put(ours, command.number(key, default) if is_number else take(key, default))
+    for key in ("prompts_per_step", "minibatch_prompts"):
+        if not isinstance(tree["batch"][key], int) or tree["batch"][key] < 1:
+            raise RecipeError(f"batch.{key}={tree['batch'][key]}, of the command's batch sizes: must be 1 or more")
+    if rows is not None and rows < 1:
+        raise RecipeError(f"--rows={rows}: must be 1 or more")
     if not isinstance(tree["model"].get("path"), str):
         raise RecipeError(f"{MODEL}.path: name the model's folder")
     put("model.path", str(Path(tree["model"]["path"]).expanduser()))
@@ -124,6 +129,8 @@ def put_data(command: Command, tree: Tree) -> None:
     for key, ours, default in (("train", "train", "train"), ("val", "validation", "test")):
         files = command.take(f"data.{key}_files", f"~/data/rlhf/gsm8k/{default}.parquet")
         listed = files if isinstance(files, list) else [files]
+        if not all(isinstance(file, str) for file in listed if file):
+            raise RecipeError(f"data.{key}_files={files}: must be names of files")
         tree.put(f"data.{ours}_files", [str(Path(file).expanduser()) for file in listed if file])
     truncation = command.take("data.truncation", "error")
     drops = command.take("data.filter_overlong_prompts", False)
