@@ -122,7 +122,7 @@ def _start_distributed() -> None:
     from vllm.distributed import parallel_state
 
     if not torch.cuda.is_available():
-        from rlhf_megatron.rollout import vllm_cpu
+        from rlhf_megatron.compat import vllm_cpu
 
         vllm_cpu.install()
     if torch.distributed.is_initialized():
