@@ -50,6 +50,7 @@ setup(
         "matplotlib>=3.11",
         "megatron-core>=0.19.2,<0.20",
         "numpy>=2.0",
+        "packaging>=24.0",
         "psutil>=7.0",
         "pyarrow>=26.0",
         "pydantic>=2.14",

@@ -30,7 +30,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     number_of_gpus("--world", str(arguments.world))
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
-        raise UserError(f"--price {arguments.price:g}: must be a sum of money, 0 or more")
+        raise UserError(f"--price={arguments.price}: must be 0 or more")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     found = find_layouts(recipe, arguments.world)
     nearest = "" if found else nearest_layout(recipe, arguments.world)

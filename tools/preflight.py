@@ -1,6 +1,6 @@
 """Checks a recipe on the machines that are to run it, before a GPU-hour is spent.
 
-    launch/torchrun.py --nproc-per-node N tools/preflight.py RECIPE [key.path=value ...] [--json FILE] [--seconds S]
+    python launch/torchrun.py --nproc-per-node N tools/preflight.py RECIPE [key.path=value] [--json FILE] [--seconds S]
 
 Shows one table; the exit status is 0 where no check failed, 1 where one did, 2 for a recipe that is not right. Start it
 exactly as the run itself: the same launcher, nodes, environment and overrides. What it checks: docs/preflight.md.

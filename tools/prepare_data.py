@@ -52,9 +52,9 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 ROWS_PER_GROUP = 1024
 # A procedural task repeats itself; after this many tries for each row asked for, it has no more distinct ones to give.
 TRIES_PER_ROW = 50
-MOST_ROWS = 10**7  # of a file
 # Of a line of JSON.
 MOST_LINE_BYTES = 64 * 2**20
+MOST_ROWS = 10**7  # of a file
 
 CONSOLE = Console(stderr=True)
 

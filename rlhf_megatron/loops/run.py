@@ -137,9 +137,9 @@ def _kind(error: Exception) -> dict[str, Any]:
 
 
 def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, skips: dict[int, dict[str, Any]]) -> int:
-    from rlhf_megatron.topology import megatron_groups
+    from rlhf_megatron.compat import megatron
 
-    megatron_groups.install()
+    megatron.install()
     # Imported now, since Megatron must be mended for the machine before its models and optimizers are imported.
     from rlhf_megatron.loops.checkpoints import RunStopped
     from rlhf_megatron.loops.exports import beginning

@@ -17,7 +17,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.models import norm, rotary
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.heads import ScalarHead
@@ -52,7 +51,6 @@ def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str) ->
 def _layer_spec(architecture: Architecture, implementation: Implementation) -> ModuleSpec:
     spec: Any
     experts = architecture.experts.count if architecture.experts else None
-    rotary.install()
     if implementation == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -63,7 +61,6 @@ def _layer_spec(architecture: Architecture, implementation: Implementation) -> M
             use_te_activation_func=experts is None,
         )
     else:
-        norm.install()
         spec = get_gpt_layer_local_spec(
             num_experts=experts, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
         )

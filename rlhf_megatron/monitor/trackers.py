@@ -29,6 +29,7 @@ from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.untrusted import read_json, reason_of
 
+_LONGEST_RECORD = 1 << 20  # bytes
 # What W&B and MLflow call a run.
 _RUN = re.compile(r"[\w.-]{1,128}")
 
@@ -318,10 +319,13 @@ def _drop_torn_line(path: Path) -> None:
     """Cut off a last line without its end, as a killed run leaves it: the next record would otherwise continue it."""
     if not path.exists():
         return
-    content = path.read_bytes()
+    with path.open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - _LONGEST_RECORD)
+        file.seek(begin)
+        content = file.read(_LONGEST_RECORD)
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
-        os.truncate(path, complete)
+        os.truncate(path, begin + complete)
 
 
 def _is_table(path: Path) -> bool:

@@ -56,7 +56,9 @@ def make_recipe(values: dict[str, Any], where: str) -> Recipe:
         details = error.errors(include_url=False)[: _MOST_COMPLAINTS + 1]
         raise RecipeError(_complaints(where, [_complaint(item) for item in details])) from error
     for key in _hidden_keys(recipe.model_dump(mode="json"), ""):
-        raise RecipeError(f"{where}: {key} is {HIDDEN}, as a run's records hide a secret; write the value itself")
+        raise RecipeError(
+            f"{shown(where)}: {key} is {HIDDEN}, as a run's records hide a secret; write the value itself"
+        )
     return recipe
 
 
@@ -178,10 +180,13 @@ def _problems(values: dict[str, Any], section: type[BaseModel], prefix: str) -> 
         if key not in section.model_fields:
             yield f"unknown key {prefix}{shown(key)}{_suggestion(str(key), prefix, section)}"
             continue
-        inner = section_of(section.model_fields[key].annotation)
+        annotation = section.model_fields[key].annotation
+        inner = section_of(annotation)
         for part in value if isinstance(value, list) else [value]:
             if inner is not None and isinstance(part, dict):
                 yield from _problems(part, inner, f"{prefix}{key}.")
+            elif isinstance(part, bool) and _wants_number(annotation):
+                yield f"{prefix}{key}: must be a number; it is {str(part).lower()}"
             elif isinstance(part, str) and key not in _FREE_TEXT and (problem := _problem_of_text(part)):
                 yield f"{prefix}{key}: {problem}"
 
@@ -205,6 +210,16 @@ def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
     everywhere = {key.rsplit(".", 1)[-1]: key for key in known_keys()}
     near = difflib.get_close_matches(name, list(everywhere), 1, 0.7)
     return f"; did you mean {everywhere[near[0]]}?" if near else f"; known keys here: {', '.join(section.model_fields)}"
+
+
+def _wants_number(annotation: Any) -> bool:
+    """Whether a type is a number, or has one among others, and no ``bool``, which Python takes for a number."""
+    parts = typing.get_args(annotation) or (annotation,)
+    if bool in parts:
+        return False
+    return any(
+        part in (int, float) or type(part) is int or (typing.get_args(part) and _wants_number(part)) for part in parts
+    )
 
 
 def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:

@@ -12,10 +12,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rlhf_megatron.compat.torch import as_world
 from rlhf_megatron.models.build import sum_gradients_in_products
 from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection
-from rlhf_megatron.topology.megatron_groups import as_world
 
 
 def make_learning(

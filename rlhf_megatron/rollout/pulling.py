@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.compat.vllm_logprobs import SampledLogprobs
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling, Turns
 from rlhf_megatron.rollout.lengths import ResponseLengths, groups_that_fit
-from rlhf_megatron.rollout.sampled_logprobs import SampledLogprobs
 from rlhf_megatron.rollout.tickets import Tickets
 
 # Engine steps after which the replica asks at the latest whether enough is done, or whether there is memory again.

@@ -2,7 +2,7 @@
 
 One engine per rank; several ranks make one tensor-parallel replica by vLLM's external launcher. In training no weights
 are read from files: the engine starts with dummy ones and a regathering fills them in. vLLM's environment variables
-must be set before it is imported (``environment.prepare_environment``); what CPUs need besides is in ``vllm_cpu``.
+must be set before it is imported (``environment.prepare_environment``); what CPUs need besides is in ``compat``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.compat import vllm_logprobs, vllm_weights
+from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.rollout import sampled_logprobs, shared_weights
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, RolloutError, Sampling, Turns
 from rlhf_megatron.rollout.lengths import ResponseLengths
 from rlhf_megatron.rollout.pulling import Pull
@@ -84,10 +85,10 @@ class VllmEngine:
             # vLLM's own use of torch's older names, which nobody here can change.
             stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
             if not self._on_gpu:
-                from rlhf_megatron.rollout import vllm_cpu
+                from rlhf_megatron.compat import vllm_cpu
 
                 vllm_cpu.install()
-                stack.enter_context(vllm_cpu.preserved_threads())
+                stack.enter_context(preserved_threads())
             import vllm.entrypoints.llm  # noqa: F401  (a missing dependency is hidden by ``from vllm import LLM``)
             from vllm import LLM
             from vllm.distributed.parallel_state import get_tp_group
@@ -98,7 +99,7 @@ class VllmEngine:
                 fp8.install()
                 arguments["quantization"] = fp8.METHOD
             if shared or section.quantization:
-                stack.enter_context(shared_weights.offered(shared or {}))
+                stack.enter_context(vllm_weights.offered(shared or {}))
             try:
                 self._llm: Any = LLM(model=model_path, **arguments)
             except (ValueError, AssertionError) as error:
@@ -250,7 +251,7 @@ class VllmEngine:
         pull = Pull(self._core, requests, sampling, tickets, self._peers, self._version, self._lengths, turns)
         completions: dict[int, Completion] = {}
         started = time.perf_counter()
-        with preserved_random_state(), sampled_logprobs.kept_as_numbers(self._core, self._on_gpu):
+        with preserved_random_state(), vllm_logprobs.kept_as_numbers(self._core, self._on_gpu):
             try:
                 for ended in pull.run():
                     for place, completion in ended:

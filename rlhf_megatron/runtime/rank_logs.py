@@ -49,9 +49,9 @@ def redirect_output(environment: Mapping[str, str]) -> None:
 
 def _redirect(folder: Path, first_attempt: int, rank: str) -> None:
     path = next_log(folder, first_attempt, rank)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -201,7 +201,7 @@ class RecoveryLog:
         record = {"time": now, "launch": launch, "attempt": attempt, "step": step, "what": what}
         record |= {"why": hide_secrets(why), **more}
         # What a crash has cut stays a line of its own.
-        before = "\n" if _size(self.path) and not self.path.read_bytes().endswith(b"\n") else ""
+        before = "\n" if _is_cut(self.path) else ""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(before + json.dumps(record) + "\n")
             file.flush()
@@ -299,6 +299,15 @@ def _checked(text: bytes) -> dict[str, Any] | None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether the last line of a file lacks its end."""
+    if not _size(path):
+        return False
+    with opened(path, UserError) as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _last_step(metrics: Path, otherwise: int) -> int:

@@ -8,11 +8,9 @@ import datetime
 import os
 from collections.abc import Iterator, Sequence
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from rlhf_megatron.topology.megatron_groups import as_world
+from rlhf_megatron.compat.torch import align_group_names, as_world
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,4 @@ def world_of_their_own(ranks: Sequence[int]) -> Iterator[None]:
                 os.environ["RANK"] = rank_of_torchrun
     else:
         yield
-    # torch numbers groups by a count of each process's own, and all ranks must give the next one the same number.
-    count = torch.tensor(distributed_c10d._world.group_count)
-    dist.all_reduce(count, dist.ReduceOp.MAX)
-    distributed_c10d._world.group_count = int(count)
+    align_group_names()

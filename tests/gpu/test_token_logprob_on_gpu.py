@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from rlhf_megatron.rollout import sampled_logprobs
+from rlhf_megatron.compat import vllm_logprobs
 from rlhf_megatron.rollout.environment import prepare_environment
 from token_logprobs import check, check_kernel
 
@@ -25,7 +25,7 @@ def test_vllm_takes_it_for_sampled_tokens_while_it_generates_and_its_own_for_mor
     scheduler = types.SimpleNamespace(update_from_output=None)
     engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(scheduler=scheduler))
     before = sampler.compute_topk_logprobs
-    with sampled_logprobs.kept_as_numbers(types.SimpleNamespace(engine_core=engine), on_gpu=True):
+    with vllm_logprobs.kept_as_numbers(types.SimpleNamespace(engine_core=engine), on_gpu=True):
         one, several = (
             sampler.compute_topk_logprobs(logits, count, tokens, max_per_req_token_ids=0) for count in (0, 3)
         )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.topology import megatron_groups
+from rlhf_megatron.compat import megatron
 
-megatron_groups.install()
+megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402

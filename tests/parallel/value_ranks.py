@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.topology import megatron_groups
+from rlhf_megatron.compat import megatron
 
-megatron_groups.install()
+megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows  # noqa: E402

@@ -100,8 +100,8 @@ def test_same_seed_same_bytes_other_seed_other_weights(folder: Path, tmp_path: P
     [
         (["--heads", "3", "--kv-heads", "2"], "--heads 3 is no multiple"),
         (["--head-size", "16"], "--head-size is 16"),
-        (["--layers", "1000000000"], "--layers is 1000000000: give at most"),
-        (["--max-positions", "1048577"], "--max-positions is 1048577: give at most"),
+        (["--layers", "1000000000"], "--layers is 1000000000: give 1 to 65,536"),
+        (["--max-positions", "1048577"], "--max-positions is 1048577: give 1 to 65,536"),
         (["--seed", "99999999999999999999"], "--seed is 99999999999999999999: give"),
         (["--layers", "0"], "--layers is 0"),
         (["--vocabulary-size", "100"], "--vocabulary-size is 100"),

@@ -130,7 +130,6 @@ DAMAGES: dict[str, Callable[[Saved], Any]] = {
     "tensor too short": lambda s: set_tensor(s, part(s)[:-1].clone()),
     "tensor of two dimensions": lambda s: set_tensor(s, part(s)[None].clone()),
     "tensor of whole numbers": lambda s: set_tensor(s, part(s).int()),
-    "tensor with NaN": lambda s: set_tensor(s, part(s) * math.nan),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,35 @@ ROOT = Path(__file__).parents[2]
 # What runs code that it is given. A reward worker gets jobs from its own rank through a pipe.
 DANGEROUS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "eval", "exec"}
 ALLOWED = {("rlhf_megatron/rewards/worker.py", "pickle")}
+# What reads a whole file, or a text of any depth. What others wrote goes through untrusted.py; these read the kernel's
+# files, the project's own, or what this process or its neighbours have just written.
+READS = {"json.load", "json.loads", "yaml.load", "yaml.safe_load"}
+READING_METHODS = {"read_text", "read_bytes", "read", "readlines"}
+ALLOWED_READS = {
+    "rlhf_megatron/data/chat_template.py": "a child's answer, whose length the child is given",
+    "rlhf_megatron/data/template_process.py": "/proc",
+    "rlhf_megatron/loops/phases.py": "spans of other ranks",
+    "rlhf_megatron/monitor/environment.py": "/proc, and one argument of the command line",
+    "rlhf_megatron/monitor/page.py": "the project's template",
+    "rlhf_megatron/monitor/run_files.py": "a text that untrusted.py has read, without aliases",
+    "rlhf_megatron/rewards/cgroup.py": "/proc",
+    "rlhf_megatron/rewards/pool.py": "answers of at most 64 KiB that are checked by answers.py",
+    "rlhf_megatron/rewards/processes.py": "/proc",
+    "rlhf_megatron/rewards/reasoning_gym.py": "an entry within a row's bounds, in a worker",
+    "rlhf_megatron/roles/saved.py": "its own dataclass, written a line before",
+    "rlhf_megatron/runtime/manifest.py": "its own manifest, written a line before",
+    "rlhf_megatron/runtime/preflight/agreement.py": "the package's own source",
+    "rlhf_megatron/runtime/preflight/answers.py": "answers of other ranks",
+    "rlhf_megatron/runtime/preflight/machine.py": "/sys",
+    "rlhf_megatron/runtime/processes.py": "/proc",
+    "rlhf_megatron/runtime/watchdog.py": "one line that a rank has just written",
+    "rlhf_megatron/topology/clocks.py": "/proc",
+    "rlhf_megatron/untrusted.py": "the bounded readers themselves",
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def names_used(tree: ast.AST) -> set[str]:
@@ -42,7 +72,7 @@ def names_used(tree: ast.AST) -> set[str]:
 
 
 def test_nothing_is_pickled_and_no_text_is_run() -> None:
-    files = [path for folder in ("rlhf_megatron", "launch", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    files = sources("rlhf_megatron", "launch", "kernels")
     assert len(files) > 100
     found = {
         (str(path.relative_to(ROOT)), name)
@@ -50,6 +80,27 @@ def test_nothing_is_pickled_and_no_text_is_run() -> None:
         for name in names_used(ast.parse(path.read_text())) & (DANGEROUS | {"torch.load", "torch.save"})
     }
     assert found == ALLOWED
+
+
+def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def test_no_shell_is_started() -> None:
+    for path in sources("rlhf_megatron", "launch", "kernels", "tools"):
+        for call in calls_in(ast.parse(path.read_text())):
+            shells = [word.arg for word in call.keywords if word.arg == "shell"]
+            assert not shells and ast.unparse(call.func) not in ("os.system", "os.popen"), f"{path}:{call.lineno}"
+
+
+def test_whole_files_and_deep_texts_are_read_in_one_place() -> None:
+    reading = set()
+    for path in sources("rlhf_megatron", "launch", "kernels"):
+        for call in calls_in(ast.parse(path.read_text())):
+            method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            if ast.unparse(call.func) in READS or (method in READING_METHODS and not call.args):
+                reading.add(str(path.relative_to(ROOT)))
+    assert reading == ALLOWED_READS.keys()
 
 
 def test_a_checkpoint_names_no_file_outside_its_folder(tmp_path: Path) -> None:

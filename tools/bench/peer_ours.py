@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhf_megatron.compat import megatron
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.rollout.environment import prepare_environment
-from rlhf_megatron.topology import megatron_groups
 from rlhf_megatron.topology.world import join_world, leave_world
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def main() -> None:
     recipe, output = sys.argv[1:]
     prepare_environment()
     join_world()
-    megatron_groups.install()
+    megatron.install()
     result = train(recipe)
     Path(output).write_text(json.dumps(result), encoding="utf-8")
     leave_world()

@@ -13,11 +13,11 @@ import torch
 from reports import write_report
 from rich.console import Console
 
+from rlhf_megatron.compat import megatron
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.rollout.environment import prepare_environment
-from rlhf_megatron.topology import megatron_groups
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.world import join_world
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace], dic
     """Joins the world, measures, prints the result and writes it with its surroundings. Returns the exit status."""
     prepare_environment()
     join_world()
-    megatron_groups.install()
+    megatron.install()
     result = measure(options)
     Console().print_json(json.dumps(result))
     if options.output:

@@ -121,15 +121,15 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache_gb: float) -> dict[str, Any]:
     """One way on every rank of one replica; memory in GB of 10^9 bytes, medians of times in seconds."""
+    from rlhf_megatron.compat import megatron
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.regather.execute import Regather
     from rlhf_megatron.regather.plan import plan_regather
     from rlhf_megatron.regather.sharing import describe_sharing, shareable
     from rlhf_megatron.regather.sides import rollout_side
     from rlhf_megatron.rollout.vllm_engine import VllmEngine
-    from rlhf_megatron.topology import megatron_groups
 
-    megatron_groups.install()
+    megatron.install()
     torch.manual_seed(1)
     tensor = dist.get_world_size()
     role = random_role(Path(model), rows * length, tensor)

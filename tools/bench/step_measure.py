@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import raw_engines
 import torch.distributed as dist
 
+from rlhf_megatron.compat import megatron
 from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.rollout.environment import prepare_environment
-from rlhf_megatron.topology import megatron_groups
 from rlhf_megatron.topology.exchange import gather_batches
 from rlhf_megatron.topology.world import join_world, leave_world
 
@@ -77,7 +77,7 @@ def main() -> None:
     recipe, repeats, output = sys.argv[1:]
     prepare_environment()
     join_world()
-    megatron_groups.install()
+    megatron.install()
     leads = dist.get_rank() == 0
     raw = measure(recipe, int(repeats))
     if leads:

@@ -1,6 +1,6 @@
 """Forward and backward by a role, beside calling Megatron directly for the same rows on the same model.
 
-    launch/torchrun.py --nproc-per-node 1 tools/bench/train_step.py recipes/models/qwen2.5-7b [--output FILE.json]
+    python launch/torchrun.py --nproc-per-node 1 tools/bench/train_step.py recipes/models/qwen2.5-7b [--output FILE]
 
 MODEL needs only a config.json: the weights are random. The direct way is Megatron's model, its cross entropy and
 backward(), over the same micro-batches: what a training loop without reinforcement learning would do. The role computes

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -82,12 +83,14 @@ def code_digests() -> dict[str, str]:
 def fingerprint(path: Path) -> str:
     """Size and a digest of the first and last MB of a file; where it cannot be read: "missing (why)"."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device has no end
+            return f"{_MISSING} (is not a regular file)"
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
             ends = file.read(_ENDS_BYTES)
             file.seek(max(len(ends), size - _ENDS_BYTES))
-            return f"{size} bytes {_digest(ends + file.read())}"
+            return f"{size} bytes {_digest(ends + file.read(_ENDS_BYTES))}"
     except OSError as error:
         return f"{_MISSING} ({error.strerror})"
 

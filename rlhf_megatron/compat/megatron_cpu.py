@@ -19,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.compat.patches import patch
+
 _CPU = torch.device("cpu")
 
-# Modules that import torch under that name and are loaded lazily by others; loading them first lets one pass mend all.
+# Modules that import torch under that name and are loaded lazily by others; loading them first lets one pass patch all.
 _MODULES = (
     "parallel_state",
     "tensor_parallel.random",
@@ -144,7 +146,7 @@ def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         torch.set_rng_state(before)
 
 
-def _mend_tensor_methods() -> None:
+def _patch_tensor_methods() -> None:
     original_type = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +165,7 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _mend_uneven_collectives() -> None:
+def _patch_uneven_collectives() -> None:
     """gloo gathers and scatters equal parts only; the tokens of experts that are cut come in unequal ones."""
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -187,11 +189,15 @@ def _mend_uneven_collectives() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, scatter
 
 
-@functools.cache
 def install() -> None:
-    """Mends every ``megatron.core`` module for this process, once; does nothing where CUDA is present."""
-    if torch.cuda.is_available():
-        return
+    """Patch every `megatron.core` module for this process; does nothing where CUDA is present. Idempotent."""
+    if not torch.cuda.is_available():
+        answer_for_cpu()
+
+
+@patch("megatron-core", first="0.19.2", last="0.19.2", why="megatron-core asks torch.cuda for devices and streams")
+def answer_for_cpu() -> None:
+    """Give the loaded modules a stand-in for torch, and gloo what it lacks."""
     for name in _MODULES:
         importlib.import_module("megatron.core." + name)
     stand_in = _torch_answering_for_cpu()
@@ -204,5 +210,5 @@ def install() -> None:
     random.CudaRNGStatesTracker.fork = _fork
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _to_cpu
-    _mend_uneven_collectives()
-    _mend_tensor_methods()
+    _patch_uneven_collectives()
+    _patch_tensor_methods()

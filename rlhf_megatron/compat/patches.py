@@ -1,0 +1,79 @@
+"""What a patch of a library is: applied once for each process, with the versions that it was run with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import warnings
+from collections.abc import Callable
+
+from packaging.version import Version
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """A change of a library in this process; call it to apply it, which it does once.
+
+    Attributes:
+        packages: names of the distribution, of which one is installed.
+        first: the oldest version that it was run with.
+        last: the newest one.
+        why: what goes wrong without it.
+        upstream: where it is discussed, an URL; empty where the library does not claim to do this.
+        apply: makes the change.
+    """
+
+    packages: tuple[str, ...]
+    first: str
+    last: str
+    why: str
+    upstream: str
+    apply: Callable[[], None]
+
+    @property
+    def name(self) -> str:
+        """Name of the function that makes the change."""
+        return self.apply.__name__
+
+    def __call__(self) -> None:
+        """Apply the change, unless that has been done; warn where the version is none that it was run with."""
+        _apply_once(self)
+
+
+PATCHES: list[Patch] = []
+"""All patches whose modules have been imported."""
+
+
+def patch(*packages: str, first: str, last: str, why: str, upstream: str = "") -> Callable[[Callable[[], None]], Patch]:
+    """Make a function without arguments a `Patch`; see its attributes."""
+
+    def decorate(apply: Callable[[], None]) -> Patch:
+        PATCHES.append(Patch(packages, first, last, why, upstream, apply))
+        return PATCHES[-1]
+
+    return decorate
+
+
+@functools.cache
+def _apply_once(change: Patch) -> None:
+    warn_of_unknown_version(change.packages, change.first, change.last)
+    change.apply()
+
+
+@functools.cache
+def warn_of_unknown_version(packages: tuple[str, ...], first: str, last: str) -> None:
+    """Warn, once for each range, where the installed version of a library is outside what was run."""
+    for package in packages:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not Version(first) <= Version(version) <= Version(last):
+            known = first if first == last else f"{first} to {last}"
+            warnings.warn(
+                f"{package} {version} was never run with this version of rlhf_megatron, which knows {known}; "
+                f"install one of these if anything about {package} fails",
+                stacklevel=2,
+            )
+        return

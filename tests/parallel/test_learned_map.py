@@ -1,0 +1,146 @@
+"""The hand-written table of vLLM's weights is what vLLM's own loader does; a recorder sees what other loaders do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hugging_face import CONFIGS, make_model
+from parallel import learn_maps
+from rlhf_megatron.models.architecture import ModelError, read_architecture
+from rlhf_megatron.models.learned_map import learned_blocks, read_map
+from rlhf_megatron.models.weight_map import rollout_blocks
+from rlhf_megatron.rollout.copy_trace import CopyRecorder
+from rlhf_megatron.rollout.vllm_loading import trace_model
+
+FAMILIES = sorted(CONFIGS.keys() - {"llama3", "qwen3_moe_plain"})  # these two have the same tensors as others
+
+WIDE = "qwen2_of_wide_heads"  # whose head_dim is not hidden_size / num_attention_heads
+
+
+@pytest.fixture(scope="module")
+def maps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models and the maps of all families, learned in one process."""
+    folder = tmp_path_factory.mktemp("maps")
+    for family in FAMILIES:
+        make_model(folder / family, family, tied=family == "qwen3", head_dim=16 if family == "qwen2" else 32)
+    make_model(folder / WIDE, "qwen2")
+    models = [str(folder / name) for name in (*FAMILIES, WIDE)]
+    command = [sys.executable, "-P", learn_maps.__file__, str(folder), *models]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "expert_parallel"),
+    [(family, *layout) for family in FAMILIES for layout in learn_maps.LAYOUTS if not layout[1] or "moe" in family],
+)
+def test_the_table_is_what_vllms_loader_does(maps: Path, family: str, tensor: int, expert_parallel: bool) -> None:
+    architecture = read_architecture(maps / family)
+    learned = read_map(learn_maps.map_file(maps, family, tensor, expert_parallel))
+    assert len(learned) == tensor
+    for rank, blocks in enumerate(learned):
+        assert sorted(blocks) == sorted(rollout_blocks(architecture, tensor, rank, expert_parallel))
+
+
+def test_a_model_that_the_engine_would_read_in_part_is_refused(maps: Path) -> None:
+    # vLLM's Qwen2 takes hidden_size / num_attention_heads for the size of a head, whatever config.json says.
+    said = learn_maps.map_file(maps, WIDE, 1, False).with_suffix(".refused").read_text()
+    assert "qwen2_of_wide_heads: vLLM's loader reads " in said and "self_attn.q_proj.weight" in said
+
+
+class Model(nn.Module):
+    """One parameter of 4 x 6, filled from a checkpoint's tensors by `load`."""
+
+    def __init__(self, load: Callable[[Tensor, dict[str, Tensor]], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 6))
+        self._load = load
+
+    def load_weights(self, tensors: object) -> None:
+        self._load(self.weight.data, dict(tensors))  # type: ignore[call-overload]
+
+
+SHAPES = {"a": (2, 6), "b": (2, 6), "wide": (6, 4)}
+
+
+def halves(weight: Tensor, of: dict[str, Tensor]) -> None:
+    weight[:2].copy_(of["a"])
+    weight[2:].copy_(of["b"])
+
+
+def stacked(weight: Tensor, of: dict[str, Tensor]) -> None:
+    weight.copy_(torch.cat([of["a"].contiguous(), of["b"].clone()]))
+
+
+def test_copies_are_read_off_their_strides_and_nothing_is_written() -> None:
+    for load in (halves, stacked):
+        model = Model(load)
+        trace = trace_model(model, SHAPES, torch.float32)
+        assert trace.problems == [] and not model.weight.any()
+        with pytest.raises(ModelError, match=r"^here: vLLM's loader reads 0 of the 24 elements of wide$"):
+            learned_blocks([trace], SHAPES, "here")
+        of_two = {name: SHAPES[name] for name in ("a", "b")}
+        blocks = learned_blocks([trace], of_two, "here")
+        assert blocks[0] == [("a", ((0, 2), (0, 6)), "weight", (0, 0)), ("b", ((0, 2), (0, 6)), "weight", (2, 0))]
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (lambda weight, of: weight.copy_(torch.cat([of["a"], of["b"]]) + 1), r"weight is computed \(aten.add"),
+        (lambda weight, of: weight[:2].copy_(of["a"]), r"weight has 24 elements, of which the loader writes 12"),
+        (lambda weight, of: weight.copy_(torch.ones(4, 6)), "weight is written from no checkpoint tensor"),
+        (lambda weight, of: weight.copy_(torch.cat([of["a"], of["b"]]).half()), r"tensors are cast \(torch.float16->"),
+        (lambda weight, of: weight.copy_(of["wide"].t()), "wide reaches vLLM's weight turned or interleaved"),
+        (lambda weight, of: [weight[:2].copy_(of["a"]), weight[1:3].copy_(of["b"])], "a part of weight twice"),
+        (lambda weight, of: [halves(weight, of), weight.mul_(2)], r"written from no checkpoint tensor \(aten.mul_"),
+    ],
+)
+def test_a_loader_that_does_not_only_copy_is_refused(
+    load: Callable[[Tensor, dict[str, Tensor]], None], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        learned_blocks([trace_model(Model(load), SHAPES, torch.float32)], SHAPES, "here")
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda weight, of: weight.copy_(of["wide"].t()),
+        lambda weight, of: weight.view(2, 2, 6).transpose(0, 1).copy_(torch.stack([of["a"], of["b"]])),
+        lambda weight, of: weight.copy_(torch.cat([of["a"], of["b"]], dim=1).view(4, 6)),
+        lambda weight, of: weight.flatten()[3:21].view(3, 6).copy_(torch.cat([of["b"], of["a"]])[1:]),
+        lambda weight, of: weight[:, ::2].copy_(torch.cat([of["a"], of["b"]])[:, 1::2]),
+    ],
+)
+def test_recorded_copies_carried_out_are_the_load_itself(load: Callable[[Tensor, dict[str, Tensor]], object]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    loaded, ours = torch.zeros(4, 6), torch.zeros(4, 6)
+    load(loaded, tensors)
+    with CopyRecorder(tensors, {"weight": ours}) as recorder:
+        load(ours, tensors)
+    assert recorder.computed == recorder.constant == [] and not ours.any()
+    for copy in recorder.copies:
+        source = tensors[copy.tensor].as_strided(copy.sizes, copy.tensor_strides, copy.tensor_offset)
+        ours.as_strided(copy.sizes, copy.parameter_strides, copy.parameter_offset).copy_(source)
+    assert torch.equal(ours, loaded)
+
+
+def test_a_damaged_map_is_told_in_one_line(tmp_path: Path) -> None:
+    for text in ("[]", "{}", '{"format": 1, "ranks": [1]}', '{"format": 1, "ranks": [{"rest": [[1]], "layers": []}]}'):
+        (tmp_path / "map.json").write_text(text)
+        with pytest.raises(ModelError, match=r"map\.json: is no weight map; remove it and learn the map again$"):
+            read_map(tmp_path / "map.json")
+    (tmp_path / "map.json").write_text('{"format": 2}')
+    with pytest.raises(ModelError, match="format 2; this version reads 1"):
+        read_map(tmp_path / "map.json")
