@@ -91,7 +91,10 @@ class SourceFile:
                 group that is too large.
         """
         self.name = str(path)
-        check_regular(path, DataError)
+        try:
+            check_regular(path, DataError)
+        except DataError as error:
+            raise DataError(f"{error}; make it with tools/prepare_data.py") from error
         try:
             # Not memory-mapped: what is cut off later is an error then, and does not kill the process.
             metadata = pyarrow.parquet.read_metadata(self.name)

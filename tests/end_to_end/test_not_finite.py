@@ -132,7 +132,7 @@ def checkpoint(folder: Path) -> Path:
         tensors = load_file(sound / file.name)
         tensors.get(f"actor/weights/{NORM}", torch.empty(0))[:1] = math.nan  # one rank or both own it
         written.append(write_tensors(spoiled, file.name, tensors, about))
-    publish(spoiled, written, manifest.state, 2)
+    publish(spoiled, written, manifest.state | {"step": 2}, 2)
     return spoiled
 
 
