@@ -33,6 +33,7 @@ ALLOWED_READS = {
     "rlhf_megatron/data/chat_template.py": "a child's answer, whose length the child is given",
     "rlhf_megatron/data/template_process.py": "/proc",
     "rlhf_megatron/loops/phases.py": "spans of other ranks",
+    "rlhf_megatron/models/learned_map.py": "layers that it has packed a line before",
     "rlhf_megatron/monitor/environment.py": "/proc, and one argument of the command line",
     "rlhf_megatron/monitor/page.py": "the project's template",
     "rlhf_megatron/monitor/run_files.py": "a text that untrusted.py has read, without aliases",
