@@ -6,7 +6,9 @@ import functools
 import os
 import sys
 
-from rlhf_megatron.loops.command import (
+from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rlhf_megatron.runtime.command import (
     INPUT_STATUS,
     ArgumentParser,
     check_environment,
@@ -14,8 +16,6 @@ from rlhf_megatron.loops.command import (
     on_this_rank,
     was_refused,
 )
-from rlhf_megatron.recipe import Recipe, load_recipe
-from rlhf_megatron.rollout.environment import prepare_environment
 from rlhf_megatron.runtime.rank_logs import redirect_output
 
 
@@ -44,7 +44,7 @@ def main() -> int:
 
 def evaluate(recipe: Recipe) -> int:
     """Does this rank's part."""
-    from rlhf_megatron.loops.evaluation import evaluate as run
+    from rlhf_megatron.evaluation.standalone import evaluate as run
 
     run(recipe)
     return 0

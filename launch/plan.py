@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import ArgumentParser, command, number_of_gpus
-from rlhf_megatron.loops.layout_search import Candidate, find_layouts, nearest_layout
+from rlhf_megatron.planning.layout_search import Candidate, find_layouts, nearest_layout
 from rlhf_megatron.recipe import load_recipe, role_ranks
+from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpus
 
 
 @command

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import jinja2
 
-from rlhf_megatron.loops.command import ArgumentParser, command, number_of_gpus
-from rlhf_megatron.monitor.environment import redact_argument
+from rlhf_megatron.monitor.environment_report import redact_argument
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError, check_world, load_recipe, unsupported
 from rlhf_megatron.recipe.slurm import SlurmSection
+from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpus
 from rlhf_megatron.untrusted import read_text, reason_of, shown
 
 LAUNCH = Path(__file__).resolve().parent

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import INPUT_STATUS, command
+from rlhf_megatron.runtime.command import INPUT_STATUS, command
 from rlhf_megatron.runtime.rank_logs import FOLDER
 from rlhf_megatron.topology.store import serve_store
 from rlhf_megatron.untrusted import reason_of, shown

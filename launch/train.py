@@ -7,7 +7,9 @@ import os
 import sys
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import (
+from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rlhf_megatron.runtime.command import (
     INPUT_STATUS,
     ArgumentParser,
     check_environment,
@@ -16,8 +18,6 @@ from rlhf_megatron.loops.command import (
     on_this_rank,
     was_refused,
 )
-from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
-from rlhf_megatron.rollout.environment import prepare_environment
 from rlhf_megatron.runtime.rank_logs import redirect_output
 from rlhf_megatron.runtime.signals import end_with_parent, stop_signals
 
@@ -44,7 +44,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        from rlhf_megatron.loops.planning import plan_text
+        from rlhf_megatron.planning.report import plan_text
 
         print(plan_text(recipe, planned_world(arguments.world)))
         return 0

@@ -36,10 +36,10 @@ IMPORTS = (
     "vllm.entrypoints.llm",
     "rlhf_megatron.loops.rl",
     "rlhf_megatron.loops.run",
-    "rlhf_megatron.loops.evaluation",
+    "rlhf_megatron.evaluation.standalone",
     "rlhf_megatron.loops.reward_modeling",
     "rlhf_megatron.loops.sft",
-    "rlhf_megatron.rollout.vllm_engine",
+    "rlhf_megatron.rollout.vllm.vllm_engine",
 )
 TORCHRUN = ["-m", "torch.distributed.run"]
 MESSAGE_BYTES = ENVIRONMENT_BYTES = 1 << 16
@@ -260,7 +260,7 @@ def main() -> None:
     """The nursery itself."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.environ.pop(ROOM)
-    from rlhf_megatron.rollout.environment import prepare_environment
+    from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
     prepare_environment()
     for module in IMPORTS:

@@ -18,14 +18,14 @@ import pyarrow.parquet
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.checkpoint.manager import Checkpoints, choose_checkpoint
+from rlhf_megatron.checkpoint.storage import MetricValue, forget_best, publish, random_state, step_of, write_tensors
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.checkpoints import Checkpoints, choose_checkpoint
-from rlhf_megatron.loops.history import History
+from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.monitor.metrics import MetricsLogger
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, load_recipe, resolved_yaml
 from rlhf_megatron.runtime.adaptation import adapt, with_budgets
-from rlhf_megatron.runtime.checkpoint import Worth, forget_best, publish, random_state, step_of, write_tensors
 from rlhf_megatron.runtime.claim import Claim
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 from rlhf_megatron.runtime.watchdog import forget_hang
@@ -67,7 +67,7 @@ def save(run: Path, step: int, keep: int = 9) -> None:
     file = write_tensors(folder, "rank-00000.safetensors", tensors, {"pieces": {}, "random": ["cpu"]})
     parts = {"history": {"values": {str(step): 0.5}}}
     state = {"step": step, "launch": ORIGIN.torchrun, "roles": {}, "parts": parts}
-    publish(folder, [file], state, keep, Worth("eval/loss", "min", 1.0 / step))
+    publish(folder, [file], state, keep, MetricValue("eval/loss", "min", 1.0 / step))
 
 
 def make_run(run: Path) -> Path:

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
+from rlhf_megatron.runtime.command import ArgumentParser, command
 from rlhf_megatron.untrusted import read_text, reason_of, shown
 
 if TYPE_CHECKING:
@@ -277,14 +277,14 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rich.console import Console
     from rich.progress import track
 
-    from rlhf_megatron.models.adapters import write_peft
+    from rlhf_megatron.checkpoint.manifest import read_manifest
+    from rlhf_megatron.checkpoint.saved_role import SavedRole, files_of_role, head_of, saved_adaptation
+    from rlhf_megatron.checkpoint.storage import TensorFile, damage, step_of
     from rlhf_megatron.models.architecture import read_architecture
     from rlhf_megatron.models.hf_files import Companions, write_checkpoint
+    from rlhf_megatron.models.lora import write_peft
     from rlhf_megatron.regather.plan import elements
-    from rlhf_megatron.roles.saved import SavedRole, files_of_role, head_of, saved_adaptation
-    from rlhf_megatron.runtime.checkpoint import TensorFile, damage, step_of
     from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
-    from rlhf_megatron.runtime.manifest import read_manifest
 
     if output.exists():
         raise UserError(f"--output: {output} exists already; remove it or choose another folder")

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlhf_megatron.loops.command import ArgumentParser, command
+from rlhf_megatron.runtime.command import ArgumentParser, command
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2

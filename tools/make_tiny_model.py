@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import ArgumentParser, command
+from rlhf_megatron.runtime.command import ArgumentParser, command
 from rlhf_megatron.untrusted import reason_of, shown
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import INPUT_STATUS, ArgumentParser, check_environment, command, was_refused
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.recipe.section import LONGEST_SECONDS
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rlhf_megatron.runtime.command import INPUT_STATUS, ArgumentParser, check_environment, command, was_refused
 
 
 @command
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="time of each of the two parts (default: 120)")
     arguments = parser.parse_intermixed_args()
     prepare_environment()  # before torch is imported
-    from rlhf_megatron.loops.preflight import preflight
+    from rlhf_megatron.preflight.preflight import preflight
     from rlhf_megatron.topology.world import leave_world
 
     if not 0 < arguments.seconds <= LONGEST_SECONDS:

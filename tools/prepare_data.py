@@ -40,11 +40,11 @@ from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN, prompt_key
 from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.errors import DataError
-from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.rewards import gsm8k, reasoning_gym
 from rlhf_megatron.rewards.data_check import check_files, tables
+from rlhf_megatron.runtime.command import ArgumentParser, command
 from rlhf_megatron.untrusted import check_regular, parse_json, reason_of, shown
 
 # The words that verl's own GSM8K files use, so that results can be compared.

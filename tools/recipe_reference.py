@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.recipe.load import section_of
+from rlhf_megatron.runtime.command import ArgumentParser, command
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 HEADER = """# Recipes

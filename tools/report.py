@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.monitor.page import write_page
 from rlhf_megatron.monitor.plots import plot_comparison, plot_run
+from rlhf_megatron.runtime.command import ArgumentParser, command
 from rlhf_megatron.untrusted import reason_of, shown
 
 

@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.monitor.metrics import read_steps
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.load import apply_override
+from rlhf_megatron.runtime.command import ArgumentParser, command
 from rlhf_megatron.untrusted import reason_of
 
 TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows
-from rlhf_megatron.algorithms.groups import EPSILON, centred_in_group, deviation_in_group, whitened
+from rlhf_megatron.algorithms.group_statistics import EPSILON, centred_in_group, deviation_in_group, whitened
 from rlhf_megatron.algorithms.returns import discounted_sums, gae, rewards_of_tokens
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.recipe import AlgorithmSection
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import marked_in_rows, on_marked
+from rlhf_megatron.data.rollout_batch import marked_in_rows, on_marked
 
 
 def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant: float | None = None) -> Tensor:

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.diagnostics import effective_sample_fraction
 from rlhf_megatron.algorithms.kl import LARGEST_LOG_RATIO
-from rlhf_megatron.algorithms.metrics import effective_sample_fraction
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.recipe.algorithm import RolloutCorrectionSection
 
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.recipe import AlgorithmSection
 
 # exp(20) is 5e8: no update needs more, and float32 overflows at exp(89).

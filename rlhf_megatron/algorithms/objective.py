@@ -11,7 +11,7 @@ from rlhf_megatron.algorithms.kl import kl_estimate
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES, Tokens
 from rlhf_megatron.algorithms.selection import SELECTIONS
 from rlhf_megatron.algorithms.value_loss import value_loss
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.recipe import AlgorithmSection
 
 Metrics = dict[str, tuple[Tensor, Tensor]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch, marked_in_rows
+from rlhf_megatron.data.rollout_batch import RolloutBatch, marked_in_rows
 
 
 def rewards_of_tokens(batch: RolloutBatch) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.recipe import AlgorithmSection
 
 

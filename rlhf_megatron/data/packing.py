@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data.balance import deal
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 
 
 def plan_micro_batches(

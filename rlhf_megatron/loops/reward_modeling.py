@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.loops.history import History
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.roles.outputs import SCORES
 

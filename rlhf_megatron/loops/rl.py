@@ -20,19 +20,19 @@ import torch.distributed as dist
 from rlhf_megatron.algorithms.advantage import estimate_advantages
 from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.algorithms.correction import with_correction
+from rlhf_megatron.algorithms.diagnostics import explained_variance, mismatch_metrics
 from rlhf_megatron.algorithms.kl import KLController, with_kl_penalties
-from rlhf_megatron.algorithms.metrics import explained_variance, mismatch_metrics
 from rlhf_megatron.algorithms.objective import objective_fields, policy_objective, value_objective
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.checkpoint.manager import Part, TeamOwnedState
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.durable import whole_file
-from rlhf_megatron.loops.checkpoints import KeptBy, Part
-from rlhf_megatron.loops.collection import Collector
-from rlhf_megatron.loops.evaluation import NO_STEP, gather_tables, metrics_of, sample_table
-from rlhf_megatron.loops.groups import Group
-from rlhf_megatron.loops.history import History
-from rlhf_megatron.loops.rollouts import Rollouts
+from rlhf_megatron.evaluation.history import History
+from rlhf_megatron.evaluation.standalone import NO_STEP, gather_tables, metrics_of, sample_table
+from rlhf_megatron.generation.batch_source import BatchSource
+from rlhf_megatron.generation.collection import Collector
+from rlhf_megatron.generation.prompt_groups import Group
+from rlhf_megatron.generation.rollout_worker import Rollouts
 from rlhf_megatron.loops.session import Session
-from rlhf_megatron.loops.supply import Supply
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.roles.outputs import TokenOutputs
 from rlhf_megatron.roles.placed import PlacedRole, side_by_side
@@ -53,15 +53,15 @@ def run_rl(session: Session, rollouts: Rollouts | None = None) -> dict[str, floa
     updates = recipe.steps * recipe.batch.updates_per_step
     critic = session.make_role("critic", section, section.optimizer, updates, "scalar") if section else None
     rollouts = rollouts or Rollouts(session)
-    supply = Supply(session, rollouts, Collector(session, rollouts))
+    supply = BatchSource(session, rollouts, Collector(session, rollouts))
     history = History()
     controller = KLController(recipe.algorithm)
     session.at_end(rollouts.close)
     of_generators: dict[str, Part] = {"data": session.train, "rollouts": rollouts, "collector": supply}
     checkpoints = session.checkpoints(
         {"actor": actor} | ({"critic": critic} if critic else {}),
-        {name: KeptBy(part, session.generators) for name, part in of_generators.items()}
-        | {"history": history, "kl": KeptBy(controller, session.learners)},
+        {name: TeamOwnedState(part, session.generators) for name, part in of_generators.items()}
+        | {"history": history, "kl": TeamOwnedState(controller, session.learners)},
     )
     with session.phase("regather"):
         rollouts.refresh()
@@ -213,14 +213,14 @@ def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) 
     groups = [Group(prompt) for prompt in prompts]
     rolled = rollouts.generate(groups, settings.samples_per_prompt, sampling, NO_STEP)  # the same seeds every time
     rollouts.gather(rolled)
-    rollouts.forget_prefixes()  # a run that is resumed here has none either
+    rollouts.reset_prefix_cache()  # a run that is resumed here has none either
     table = gather_tables(
         sample_table(
             rolled.prompts, rolled.completions, rolled.scores(), recipe.reward_names, session.tokenizer, recipe
         )
     )
     metrics: dict[str, float] = {}
-    told = told_of(recipe)
+    told = headline_metric(recipe)
     if table is not None:  # rank 0
         for source, named in metrics_of(table, recipe.seed).items():
             mean = named.pop("score" if told == "score" else f"mean@{settings.samples_per_prompt}")
@@ -243,6 +243,6 @@ def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) 
     history.add(step, float(overall))
 
 
-def told_of(recipe: Recipe) -> str:
+def headline_metric(recipe: Recipe) -> str:
     """Which number of an evaluation a run is told by: to a reward model alone, no answer is right or wrong."""
     return "score" if recipe.reward.rule == "none" else "accuracy"

@@ -8,14 +8,14 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_megatron.loops.skipped_steps import TooManySkippedSteps
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, UserError, check_architecture, check_world
+from rlhf_megatron.recipe import Recipe, UserError, check_world
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
 from rlhf_megatron.runtime.claim import Claim
-from rlhf_megatron.runtime.health import HealthStop
+from rlhf_megatron.runtime.health_rules import HealthStop
 from rlhf_megatron.runtime.recovery import RecoveryLog, RepeatedFault
 from rlhf_megatron.runtime.signals import stop_signals, stop_status
+from rlhf_megatron.runtime.skipped_steps import TooManySkippedSteps
 from rlhf_megatron.runtime.watchdog import forget_hang, watchdog
 from rlhf_megatron.topology.exchange import from_rank
 from rlhf_megatron.topology.world import first_to_say, join_world, leave_world, waiting_minutes
@@ -37,8 +37,8 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
     join_world(waiting_minutes(recipe.retry.hang_seconds))
     import torch.distributed as dist
 
-    from rlhf_megatron.loops.model_checks import checked_architecture
     from rlhf_megatron.models.architecture import read_config
+    from rlhf_megatron.planning.feasibility import check_architecture, checked_architecture
 
     folder = RunFolder(recipe.run_root, recipe.name)
     recovery = RecoveryLog(folder.path)
@@ -47,7 +47,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
         leave_world()
         return stopped
     if check_first:
-        from rlhf_megatron.loops.preflight import preflight
+        from rlhf_megatron.preflight.preflight import preflight
 
         if not preflight(recipe, PREFLIGHT_SECONDS, attempt=from_rank(uuid.uuid4().hex)):
             os._exit(1)  # a thread may hang in a collective
@@ -141,15 +141,15 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, skips: dict[int, 
 
     megatron.install()
     # Imported now, since Megatron must be mended for the machine before its models and optimizers are imported.
-    from rlhf_megatron.loops.checkpoints import RunStopped
-    from rlhf_megatron.loops.exports import beginning
+    from rlhf_megatron.checkpoint.exports import beginning
+    from rlhf_megatron.checkpoint.manager import RunStopped
     from rlhf_megatron.loops.reward_modeling import run_reward_modeling
-    from rlhf_megatron.loops.rl import run_rl, told_of
+    from rlhf_megatron.loops.rl import headline_metric, run_rl
     from rlhf_megatron.loops.session import Session
     from rlhf_megatron.loops.sft import run_sft
 
     train, what = {
-        "rl": (run_rl, f"held-out {told_of(recipe)}"),
+        "rl": (run_rl, f"held-out {headline_metric(recipe)}"),
         "sft": (run_sft, "held-out loss"),
         "reward_modeling": (run_reward_modeling, "held-out accuracy"),
     }[recipe.loop]

@@ -13,25 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.checkpoint.exports import Exports
+from rlhf_megatron.checkpoint.manager import Checkpoints, Part, TeamOwnedState, choose_checkpoint
+from rlhf_megatron.checkpoint.storage import forget_best, step_of
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import Responses
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.data.tokenizer import load_tokenizer, recipe_tokenizer
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.checkpoints import Checkpoints, KeptBy, Part, choose_checkpoint
-from rlhf_megatron.loops.exports import Exports
-from rlhf_megatron.loops.gpu_use import GpuUses
-from rlhf_megatron.loops.layouts import make_layout
-from rlhf_megatron.loops.model_checks import check_tokens
-from rlhf_megatron.loops.phases import Phases
-from rlhf_megatron.loops.report import Report
-from rlhf_megatron.loops.skipped_steps import SkippedSteps
-from rlhf_megatron.models.adapters import Adaptation, PeftAdapter
 from rlhf_megatron.models.architecture import Head, read_architecture
 from rlhf_megatron.models.flops import peak_flops, training_flops
 from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights, WeightSource
+from rlhf_megatron.models.lora import Adaptation, PeftAdapter
 from rlhf_megatron.monitor.profiler import Profiler
 from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.monitor.run_report import Report
+from rlhf_megatron.planning.feasibility import check_tokens
 from rlhf_megatron.recipe import (
     OptimizerSection,
     Recipe,
@@ -39,15 +36,18 @@ from rlhf_megatron.recipe import (
     RoleSection,
     role_ranks,
 )
-from rlhf_megatron.recipe.checks import learners_of
+from rlhf_megatron.recipe.world_checks import learners_of
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime import faults
-from rlhf_megatron.runtime.checkpoint import forget_best, step_of
-from rlhf_megatron.runtime.health import Health, memory_metrics
+from rlhf_megatron.runtime.clocks import host_identity, measure_clocks
+from rlhf_megatron.runtime.gpu_use import GpuUses
+from rlhf_megatron.runtime.health_rules import Health, memory_metrics
+from rlhf_megatron.runtime.phases import Phases
+from rlhf_megatron.runtime.skipped_steps import SkippedSteps
 from rlhf_megatron.runtime.watchdog import watchdog
-from rlhf_megatron.topology.clocks import host_identity, measure_clocks
 from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.topology.role_layout import make_layout
 from rlhf_megatron.topology.team import make_team, whole_world
 from rlhf_megatron.topology.world import waiting_minutes
 
@@ -332,7 +332,7 @@ class Session:
 
     def _data_position(self) -> dict[str, Any]:
         """Where the data stand, without the description of their order; collective."""
-        state = KeptBy(self.train, self.generators).state()
+        state = TeamOwnedState(self.train, self.generators).state()
         return {name: value for name, value in state.items() if name != "order"}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

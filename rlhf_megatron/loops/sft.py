@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregation import token_weights
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.errors import DataError
-from rlhf_megatron.loops.history import History
+from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.loops.session import Session
 
 

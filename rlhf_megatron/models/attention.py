@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from rlhf_megatron.data.context import tokens_of_part
+from rlhf_megatron.data.context_parallel import tokens_of_part
 
 
 class PackedAttention(MegatronModule):

@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_megatron.data.chat_template import read_template
@@ -26,7 +27,6 @@ from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
 from rlhf_megatron.models.config_fields import read_model_json
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
-from rlhf_megatron.runtime.checkpoint import write_safetensors
 from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.untrusted import check_regular, reason_of, shown
@@ -366,3 +366,14 @@ def _write_into(
     if head == "scalar":
         config = classifier_config(config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes CPU tensors as one file, which others may read as the umask says; raises OSError where the disk fails."""
+    path.touch()  # safetensors alone would let nobody else read it
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"{path}: {error}") from error
+    path.chmod(mode)

@@ -18,8 +18,8 @@ from typing import Any
 
 from rlhf_megatron.models.architecture import ModelError
 from rlhf_megatron.models.weight_map import Block, Region
-from rlhf_megatron.rollout.copy_trace import StridedCopy
-from rlhf_megatron.rollout.vllm_loading import LoadTrace
+from rlhf_megatron.rollout.vllm.copy_trace import StridedCopy
+from rlhf_megatron.rollout.vllm.weight_loading import LoadTrace
 from rlhf_megatron.untrusted import read_json
 
 FORMAT = 1

@@ -1,6 +1,6 @@
 """Alerts to people: a JSON POST to a webhook, or a command, from a thread of their own so that training never waits.
 
-When to alert is decided elsewhere (runtime/health.py). A webhook's URL is a secret: it comes from the environment and
+When to alert is decided by runtime/health_rules.py. A webhook's URL is a secret: it comes from the environment and
 appears in no message.
 """
 

@@ -22,7 +22,7 @@ import yaml
 
 from rlhf_megatron.durable import write_text
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.monitor.environment import redact_arguments
+from rlhf_megatron.monitor.environment_report import redact_arguments
 from rlhf_megatron.monitor.metrics import read_metrics
 from rlhf_megatron.monitor.plots import picture
 from rlhf_megatron.monitor.run_files import FilesOfRun, section_of

@@ -1,6 +1,6 @@
 """The phases of all ranks in one picture: a Chrome trace, to be opened in https://ui.perfetto.dev or chrome://tracing.
 
-Pure: what is recorded, and when it is brought together, is decided in loops/phases.py. The format is Google's "Trace
+Pure: what is recorded, and when it is brought together, is decided in runtime/phases.py. The format is Google's "Trace
 Event Format" in its JSON form: complete events ("X"), counters ("C") and names ("M"), times in microseconds.
 """
 

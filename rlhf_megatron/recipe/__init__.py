@@ -2,9 +2,7 @@
 
 from rlhf_megatron.errors import RecipeError, UserError
 from rlhf_megatron.recipe.algorithm import AlgorithmSection
-from rlhf_megatron.recipe.checks import check_architecture, check_world, role_ranks
 from rlhf_megatron.recipe.data import DataSection
-from rlhf_megatron.recipe.dry_run import dry_run
 from rlhf_megatron.recipe.load import known_keys, load_recipe, make_recipe, resolved_yaml
 from rlhf_megatron.recipe.operations import MonitorSection
 from rlhf_megatron.recipe.recipe import Recipe
@@ -20,6 +18,7 @@ from rlhf_megatron.recipe.roles import (
 )
 from rlhf_megatron.recipe.rollout import MultiTurnSection, RolloutSection
 from rlhf_megatron.recipe.unsupported import unsupported
+from rlhf_megatron.recipe.world_checks import check_world, role_ranks
 
 __all__ = [
     "ActorSection",
@@ -41,9 +40,7 @@ __all__ = [
     "RoleSection",
     "RolloutSection",
     "UserError",
-    "check_architecture",
     "check_world",
-    "dry_run",
     "known_keys",
     "load_recipe",
     "make_recipe",

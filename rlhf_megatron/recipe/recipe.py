@@ -165,6 +165,11 @@ class Recipe(Section):
         return self.rollout is not None and self.rollout.scheduling == "static"
 
     @property
+    def rows_per_response(self) -> int:
+        """Rows through the model for each response asked for: a pair has two."""
+        return 2 if self.loop == "reward_modeling" else 1
+
+    @property
     def longest_sequence(self) -> int:
         """Most tokens of one row through the models, of what the recipe does not leave out for its length.
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.regather.plan import Copy, RankPlan, split_copy
-from rlhf_megatron.topology.clocks import host_identity
+from rlhf_megatron.runtime.clocks import host_identity
 from rlhf_megatron.topology.exchange import gather_objects, max_over_ranks
 
 # Pieces in which ranks take turns as sources. One piece takes some 20 microseconds of a link.

@@ -41,7 +41,7 @@ class Copy(NamedTuple):
         return elements(self.region)
 
 
-class Side:
+class ShardSpec:
     """One end of a regathering: which ranks have which blocks.
 
     Ranks with the same blocks (data-parallel ones, replicas of a rollout) form a shard. Its blocks are made when they
@@ -65,7 +65,7 @@ class Side:
             self.ranks[self.shard_of[rank]].append(rank)
 
     @classmethod
-    def of(cls, blocks: Mapping[int, Sequence[Block]]) -> Side:
+    def of(cls, blocks: Mapping[int, Sequence[Block]]) -> ShardSpec:
         """From each rank's list of blocks."""
         return cls({rank: rank for rank in blocks}, lambda rank: blocks[rank])
 
@@ -114,7 +114,7 @@ _Index = dict[str, dict[Region, dict[Shard, Block]]]
 _Holders = tuple[Shard, ...]  # the shards whose ranks hold the same rectangle
 
 
-def plan_regather(sources: Side, destinations: Side, rank: int, ranks_per_node: int = 8) -> RankPlan:
+def plan_regather(sources: ShardSpec, destinations: ShardSpec, rank: int, ranks_per_node: int = 8) -> RankPlan:
     """What ``rank`` sends, receives and copies within itself, so that every destination gets each element once.
 
     A destination takes what it holds itself; of the rest it takes a rectangle that several ranks hold from its own
@@ -135,7 +135,7 @@ def _where_to(copy: Copy) -> tuple[str, tuple[int, ...]]:
     return copy.destination_parameter, copy.destination_offset
 
 
-def _index(sources: Side, tensors: set[str]) -> _Index:
+def _index(sources: ShardSpec, tensors: set[str]) -> _Index:
     """Which shards hold which rectangles of ``tensors``."""
     index: _Index = defaultdict(dict)
     for shard in sources.ranks:
@@ -148,7 +148,7 @@ def _index(sources: Side, tensors: set[str]) -> _Index:
 class _Shares:
     """Who serves whom, worked out once for all rectangles with the same holders and the same destinations."""
 
-    def __init__(self, sources: Side, destinations: Side, ranks_per_node: int) -> None:
+    def __init__(self, sources: ShardSpec, destinations: ShardSpec, ranks_per_node: int) -> None:
         self.sources, self.destinations, self._ranks_per_node = sources, destinations, ranks_per_node
         self._found: dict[tuple[_Holders, Shard], dict[int, list[tuple[int, float]]]] = {}
 

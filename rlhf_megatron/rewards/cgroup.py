@@ -12,7 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from rlhf_megatron.rewards.processes import SECONDS_TO_DIE
+from rlhf_megatron.rewards.process_tree import SECONDS_TO_DIE
 
 
 def enclose(process_id: int) -> Path | None:

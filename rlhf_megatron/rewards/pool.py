@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from rlhf_megatron.rewards import cgroup, processes, supervisor
+from rlhf_megatron.rewards import cgroup, supervisor
+from rlhf_megatron.rewards import process_tree as processes
 from rlhf_megatron.rewards import worker as protocol
 from rlhf_megatron.rewards.answers import BadAnswer, Batch, Outcome
 from rlhf_megatron.rewards.threads import DaemonThreads

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf_megatron.rewards import cgroup, processes
+from rlhf_megatron.rewards import cgroup
+from rlhf_megatron.rewards import process_tree as processes
 
 # Ends of this process that are none of the worker's.
 OUT_OF_MEMORY, TOO_MANY_PROCESSES = 250, 251

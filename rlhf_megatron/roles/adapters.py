@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.models.adapters import (
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.hf_files import WeightSource, load_blocks, window
+from rlhf_megatron.models.lora import (
     Adaptation,
     NewAdapters,
     adapted_shapes,
@@ -26,8 +28,6 @@ from rlhf_megatron.models.adapters import (
     factor_of,
     fused_with,
 )
-from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.hf_files import WeightSource, load_blocks, window
 from rlhf_megatron.models.low_rank import Adapted, LowRank, Span, attach
 from rlhf_megatron.models.weight_map import Block
 from rlhf_megatron.recipe import LoraSection

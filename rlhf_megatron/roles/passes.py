@@ -15,9 +15,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch
-from rlhf_megatron.data.context import part_of
+from rlhf_megatron.data.context_parallel import part_of
 from rlhf_megatron.data.packing import MicroBatch, imbalance, make_micro_batch, plan_micro_batches
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import deterministic_kernels
 from rlhf_megatron.models.flops import attention_cost

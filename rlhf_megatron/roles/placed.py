@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch
-from rlhf_megatron.models.adapters import Adaptation, adapter_layout
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import choose_implementation
 from rlhf_megatron.models.hf_files import WeightSource
+from rlhf_megatron.models.lora import Adaptation, adapter_layout
 from rlhf_megatron.recipe import RoleSection
-from rlhf_megatron.regather.plan import Side
-from rlhf_megatron.regather.sides import adapter_side, trainer_side
+from rlhf_megatron.regather.plan import ShardSpec
+from rlhf_megatron.regather.shard_specs import adapter_shards, trainer_shards
+from rlhf_megatron.roles.optimizer_state import nonfinite_state
 from rlhf_megatron.roles.outputs import Objective, TokenOutputs
 from rlhf_megatron.roles.role import Role
-from rlhf_megatron.roles.state import nonfinite_state
 from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.topology.exchange import from_rank, refused_by_all, sum_over_ranks
 from rlhf_megatron.topology.layout import Layout, make_groups
@@ -112,13 +112,13 @@ class PlacedRole:
         """This rank's live parameters; none where the role is not."""
         return self.local.parameters() if self.local else {}
 
-    def side(self) -> Side:
+    def side(self) -> ShardSpec:
         """What each of the role's ranks holds, for a regathering."""
-        return trainer_side(self.architecture, self.layout, self.ranks, self.implementation)
+        return trainer_shards(self.architecture, self.layout, self.ranks, self.implementation)
 
-    def adapter_side(self, adaptation: Adaptation) -> Side:
+    def adapter_shards(self, adaptation: Adaptation) -> ShardSpec:
         """What each of the role's ranks holds of its adapters."""
-        return adapter_side(self.architecture, adaptation, self.layout, self.ranks)
+        return adapter_shards(self.architecture, adaptation, self.layout, self.ranks)
 
     def adapter_parameters(self) -> Mapping[str, Tensor]:
         """This rank's live A and B; none where the role is not."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.tokenizer import Message, Tokenizer
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.topology.exchange import gather_batches

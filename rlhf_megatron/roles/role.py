@@ -16,23 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.packing import MicroBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture, transformer_config
 from rlhf_megatron.models.build import build_model, choose_implementation
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
 from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
-from rlhf_megatron.regather.plan import Side
-from rlhf_megatron.regather.sides import trainer_side
+from rlhf_megatron.regather.plan import ShardSpec
+from rlhf_megatron.regather.shard_specs import trainer_shards
 from rlhf_megatron.roles.adapters import Adapters
 from rlhf_megatron.roles.learning import make_learning
+from rlhf_megatron.roles.learning_rate import learning_rate
 from rlhf_megatron.roles.loss_scale import LossScale
 from rlhf_megatron.roles.offload import RoleMemory
 from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, TokenLogprobs, TokenOutputs
 from rlhf_megatron.roles.passes import Passes
-from rlhf_megatron.roles.schedule import learning_rate
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite_gradients
 from rlhf_megatron.topology.layout import Layout, make_groups
@@ -193,9 +193,9 @@ class Role:
         place = self.position if position is None else position
         return megatron_blocks(self.architecture, self.layout, place, self.implementation)
 
-    def side(self) -> Side:
+    def side(self) -> ShardSpec:
         """What all ranks of the role hold, as one end of a regathering."""
-        return trainer_side(self.architecture, self.layout, self.ranks, self.implementation)
+        return trainer_shards(self.architecture, self.layout, self.ranks, self.implementation)
 
     def load(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
         """Fills this rank's parameters; the optimizer's own copies follow.

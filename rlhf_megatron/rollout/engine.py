@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.rollout.tickets import Tickets
+from rlhf_megatron.rollout.work_queue import WorkQueue
 
 
 class RolloutError(UserError):
@@ -146,7 +146,7 @@ class RolloutEngine(Protocol):
         sampling: Sampling,
         on_progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
-        tickets: Tickets | None = None,
+        tickets: WorkQueue | None = None,
         turns: Turns | None = None,
     ) -> list[Completion]:
         """Completions in the order of ``requests``; with ``turns`` of several turns.
@@ -162,7 +162,7 @@ class RolloutEngine(Protocol):
         """The lengths of the latest responses, in place of what it has learned itself; it admits groups by them."""
         ...
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Drops cached prefixes, so that the next generation does as one of a new engine would."""
         ...
 

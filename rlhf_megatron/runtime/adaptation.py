@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from rlhf_megatron.recipe import Recipe, make_recipe
-from rlhf_megatron.recipe.estimate import rows_per_response
 from rlhf_megatron.runtime.recovery import since_last_beginning
 
 # Which roles compute in a phase, and whether with gradients.
@@ -65,7 +64,7 @@ def smaller_budgets(recipe: Recipe, phase: str) -> dict[str, float]:
         key = "tokens_per_gpu" if with_gradients else "logprob_tokens_per_gpu"
         now = getattr(section, key) or section.tokens_per_gpu
         # What is longer than the budget goes alone, a pair together, so less than the longest would change nothing.
-        value = max(int(now * settings.token_factor), rows_per_response(recipe) * recipe.longest_sequence)
+        value = max(int(now * settings.token_factor), recipe.rows_per_response * recipe.longest_sequence)
         if value < now:
             smaller[f"{name}.{key}"] = value
     return smaller

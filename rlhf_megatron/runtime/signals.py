@@ -1,6 +1,6 @@
 """Requests to stop: the signals that a scheduler or a person sends, and the time at which the job ends.
 
-A request is only noted here; loops/checkpoints.py has all ranks act on it together at the end of a step.
+A request is only noted here; checkpoint/manager.py has all ranks act on it together at the end of a step.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.data.batch import TOKEN_FIELDS, RolloutBatch, boundaries, in_order
+from rlhf_megatron.data.rollout_batch import TOKEN_FIELDS, RolloutBatch, boundaries, in_order
 from rlhf_megatron.errors import UserError
 
 _T = TypeVar("_T")

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from nursery import Nursling, cpu_environment, nursery
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 # The error line of a command; torchrun repeats it, indented, in its closing box.

@@ -16,7 +16,7 @@ import yaml
 
 from end_to_end.commands import ROOT, Command
 from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 BENCH = ROOT / "tools" / "bench"
 # Three rows of a prompt and a response of the longest length are 144 tokens.

@@ -12,7 +12,7 @@ import yaml
 
 from end_to_end.commands import ROOT, torchrun
 from end_to_end.runs import make_model, records_of
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 BENCH = ROOT / "tools" / "bench"
 LENGTHS = {"mean": 8.0, "sigma": 0.5}
@@ -92,9 +92,10 @@ def test_a_row_says_what_the_records_say() -> None:
 
 
 def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
-    from rlhf_megatron.recipe import check_architecture, check_world, load_recipe, unsupported
-    from rlhf_megatron.recipe.estimate import estimate
-    from rlhf_megatron.recipe.model_shape import shape_of
+    from rlhf_megatron.planning.feasibility import check_architecture
+    from rlhf_megatron.planning.memory import estimate
+    from rlhf_megatron.planning.model_shape import shape_of
+    from rlhf_megatron.recipe import check_world, load_recipe, unsupported
 
     for shape in yaml.safe_load((BENCH / "step_shapes.yaml").read_text()):
         path = tmp_path / "recipe.yaml"

@@ -18,7 +18,7 @@ import yaml
 
 from end_to_end.commands import Finished, python, torchrun
 from end_to_end.runs import SUPERVISED, TRAIN, make_model
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 ROWS, LONG_ROW, BAD_ROW = 24, 5, 7
 SECONDS_TO_END = 30.0

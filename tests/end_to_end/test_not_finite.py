@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from end_to_end.commands import Finished, python, torchrun
 from end_to_end.runs import SUPERVISED, TRAIN, decisions, make_model, make_sums
-from rlhf_megatron.rollout.environment import has_gpu
-from rlhf_megatron.runtime.checkpoint import TensorFile, publish, read_manifest, write_tensors
+from rlhf_megatron.checkpoint.storage import TensorFile, publish, read_manifest, write_tensors
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 SECONDS_TO_END = 60.0
 # Decay alone takes weights beyond float32 with the first step, whatever the gradients, which are finite.

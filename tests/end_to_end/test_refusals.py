@@ -16,8 +16,8 @@ PROGRAM = """
 import os, sys, time
 from pathlib import Path
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import command, on_this_rank, was_refused
-from rlhf_megatron.loops.skipped_steps import TooManySkippedSteps
+from rlhf_megatron.runtime.command import command, on_this_rank, was_refused
+from rlhf_megatron.runtime.skipped_steps import TooManySkippedSteps
 
 def part():
     with Path("attempts").open("a") as file:

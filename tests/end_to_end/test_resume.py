@@ -25,7 +25,7 @@ from end_to_end.runs import (
     steps_of,
     wait_for,
 )
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 

@@ -16,7 +16,7 @@ import yaml
 
 from end_to_end.commands import python, torchrun
 from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, make_sums, steps_of
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 

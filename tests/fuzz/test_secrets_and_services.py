@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raw_services import serving
 from rlhf_megatron.errors import RewardError
 from rlhf_megatron.http_client import ExchangeError, HttpClient
-from rlhf_megatron.monitor.environment import redact_argument
+from rlhf_megatron.monitor.environment_report import redact_argument
 from rlhf_megatron.redaction import HIDDEN, hide_secrets, redact
 from rlhf_megatron.rewards.service import _outcomes
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 EXPERTS, INPUTS, OUTPUTS = 8, 2048, 1536
 TOKENS = {

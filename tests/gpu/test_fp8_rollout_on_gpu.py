@@ -10,13 +10,13 @@ import torch
 
 from parallel.ranks import run_ranks
 from parallel.test_fp8_rollout import FAMILIES, UPDATES, WAYS, answers, differences, make_models, rounded
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 
 @pytest.mark.parametrize("rows", [768, 40], ids=["multiple of 16", "not"])
 def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
     prepare_environment()
-    from rlhf_megatron.rollout import fp8
+    from rlhf_megatron.rollout.vllm import fp8
 
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((3, 100, 512), (rows, 512), rows))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.ranks import run_ranks
-from rlhf_megatron.loops.phases import Phases
+from rlhf_megatron.runtime.phases import Phases
 
 GB = 1 << 30
 

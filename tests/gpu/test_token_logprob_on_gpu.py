@@ -7,7 +7,7 @@ import types
 import torch
 
 from rlhf_megatron.compat import vllm_logprobs
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from token_logprobs import check, check_kernel
 
 

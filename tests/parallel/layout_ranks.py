@@ -14,7 +14,8 @@ from rlhf_megatron.compat import megatron
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
-from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
+from rlhf_megatron.checkpoint.role_state import role_tensors  # noqa: E402
+from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
@@ -22,7 +23,6 @@ from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402
 from rlhf_megatron.roles.placed import PlacedRole  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
-from rlhf_megatron.roles.state import role_tensors  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 KINDS = ("parameters", "gradients", "optimizer")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 # (tensor parallelism, expert parallel). With 4 ranks there are fewer key-value heads than ranks.
 LAYOUTS = ((1, False), (2, False), (4, False), (2, True))
@@ -23,7 +23,7 @@ def main(output: Path, folders: list[Path]) -> None:
     from rlhf_megatron.models.architecture import ModelError, read_architecture
     from rlhf_megatron.models.learned_map import learned_blocks, write_map
     from rlhf_megatron.models.weight_map import tensor_shapes
-    from rlhf_megatron.rollout.vllm_loading import trace_rank
+    from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
 
     for folder in folders:
         architecture = read_architecture(folder)

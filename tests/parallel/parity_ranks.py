@@ -16,18 +16,18 @@ from rlhf_megatron.compat import megatron
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
-from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
+from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weights  # noqa: E402
+from rlhf_megatron.checkpoint.role_state import restore_role, role_state, role_tensors  # noqa: E402
+from rlhf_megatron.checkpoint.storage import CheckpointError, TensorFile, partial_folder, write_tensors  # noqa: E402
+from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
-from rlhf_megatron.models.adapters import Adaptation, PeftAdapter  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
+from rlhf_megatron.models.lora import Adaptation, PeftAdapter  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection  # noqa: E402
-from rlhf_megatron.regather.export import export_adapters, export_weights  # noqa: E402
-from rlhf_megatron.regather.sides import adapter_side  # noqa: E402
+from rlhf_megatron.regather.shard_specs import adapter_shards  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
-from rlhf_megatron.roles.state import restore_role, role_state, role_tensors  # noqa: E402
-from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile, partial_folder, write_tensors  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 
@@ -94,7 +94,7 @@ def learn(
         if role.adapters:
             adaptation = role.adapters.adaptation
             held = {name: parameter.data for name, parameter in role.learning.named_parameters()}
-            side = adapter_side(architecture, adaptation, role.layout, role.ranks)
+            side = adapter_shards(architecture, adaptation, role.layout, role.ranks)
             export_adapters(Path(exported) / "adapter", model, architecture, adaptation, side, held, role.device)
     return {
         "base_logprobs": base,

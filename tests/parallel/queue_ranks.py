@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 MAX_PROMPT, MAX_RESPONSE = 48, 40
 GROUPS, RESPONSES = 12, 3
@@ -21,7 +21,7 @@ def serve(model: str, **settings: Any) -> Any:
     """An engine with the model's weights."""
     prepare_environment()
     from rlhf_megatron.recipe import RolloutSection
-    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
     section = RolloutSection.model_validate({"max_response_length": MAX_RESPONSE, **settings})
     engine = VllmEngine(model, section, DTYPE, MAX_PROMPT, seed=1, load_format="auto")
@@ -59,17 +59,17 @@ def sampling() -> Any:
 
 def replicas(model: str) -> dict[str, Any]:
     """Two replicas of one rank: all groups by the queue and by a static split, then enough of them, then the rest."""
-    from rlhf_megatron.rollout.tickets import TicketOffice
+    from rlhf_megatron.rollout.work_queue import WorkQueues
 
     engine, rank = serve(model, max_num_seqs=4, kv_cache_gb=0.0625), dist.get_rank()
     result: dict[str, Any] = {}
     for scheduling in ("queue", "static"):
-        office = TicketOffice(scheduling, rank, 2, name=scheduling)
+        office = WorkQueues(scheduling, rank, 2, name=scheduling)
         tickets = office.open(GROUPS)
         result[scheduling] = told(engine.generate(requests_of(range(GROUPS)), sampling(), tickets=tickets))
         dist.barrier()
 
-    office = TicketOffice("queue", rank, 2, name="enough")
+    office = WorkQueues("queue", rank, 2, name="enough")
     done: list[int] = []
     first = engine.generate(
         requests_of(range(GROUPS)),
@@ -106,7 +106,7 @@ def replicas(model: str) -> dict[str, Any]:
 
 def lockstep(model: str, tensor: int) -> dict[str, Any]:
     """One replica of ``tensor`` ranks with a cache that holds few sequences: what each rank did."""
-    from rlhf_megatron.rollout.tickets import Tickets
+    from rlhf_megatron.rollout.work_queue import WorkQueue
 
     # A sequence has up to 88 tokens, each with a key and a value of two heads of 32 in four layers.
     cache = CACHE_TOKENS * 2 * 2 * 32 * 4 * BYTES / tensor
@@ -125,7 +125,7 @@ def lockstep(model: str, tensor: int) -> dict[str, Any]:
     waiting = requests_of(range(GROUPS))
     for wanted in (4, 4, None):
         groups = len({request.group_id for request in waiting})
-        found = engine.generate(waiting, sampling(), tickets=Tickets(range(groups), wanted))
+        found = engine.generate(waiting, sampling(), tickets=WorkQueue(range(groups), wanted))
         rounds.append([told(found), engine.record.steps, engine.record.sampled_tokens])
         begun = {completion.row_id: completion for completion in found}
         waiting = [

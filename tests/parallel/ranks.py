@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_megatron.rollout.environment import has_gpu, prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 
 RESULT_FOLDER = "RLHF_MEGATRON_TEST_RESULTS"
 SECONDS_TO_END_POLITELY = 5.0

@@ -14,19 +14,19 @@ from rlhf_megatron.compat import megatron
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
-from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
+from rlhf_megatron.checkpoint.hugging_face import export_weights  # noqa: E402
+from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
-from rlhf_megatron.regather.export import export_weights  # noqa: E402
 from rlhf_megatron.regather.peer_memory import map_peers  # noqa: E402
 from rlhf_megatron.regather.plan import plan_regather  # noqa: E402
-from rlhf_megatron.regather.sides import rollout_side  # noqa: E402
+from rlhf_megatron.regather.shard_specs import rollout_shards  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.rollout.engine import Request, Sampling  # noqa: E402
-from rlhf_megatron.rollout.vllm_engine import VllmEngine  # noqa: E402
+from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 
@@ -65,7 +65,7 @@ def learn_and_answer(
     engine = VllmEngine(model, section, dtype, 32, seed=1)
     for parameter in engine.parameters().values():
         parameter.fill_(torch.nan)  # what a regathering leaves out is seen
-    wanted = rollout_side(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
+    wanted = rollout_shards(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
     plan = plan_regather(role.side(), wanted, rank)
     weights_dtype = next(iter(engine.parameters().values())).dtype
     peers = map_peers(plan, role.parameters()) if peer_memory else None
@@ -131,7 +131,7 @@ def follow_files(
     architecture, world, rank = read_architecture(models[0]), dist.get_world_size(), dist.get_rank()
     section = RolloutSection(max_response_length=16, layout=rollout_layout)
     engine = VllmEngine(models[0], section, "float32", 32, seed=1)
-    wanted = rollout_side(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
+    wanted = rollout_shards(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
     found = {}
     frozen = RoleSection(tokens_per_gpu=64)
     for number, (name, layout) in enumerate(layouts.items()):

@@ -14,18 +14,18 @@ from rlhf_megatron.compat import megatron
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
-from rlhf_megatron.data.batch import batch_from_rows  # noqa: E402
+from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
 from rlhf_megatron.regather.plan import plan_regather  # noqa: E402
-from rlhf_megatron.regather.sharing import describe_sharing, shareable  # noqa: E402
-from rlhf_megatron.regather.sides import rollout_side  # noqa: E402
+from rlhf_megatron.regather.shard_specs import rollout_shards  # noqa: E402
+from rlhf_megatron.regather.views import describe_sharing, shareable  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.rollout.engine import Request, Sampling  # noqa: E402
-from rlhf_megatron.rollout.vllm_engine import VllmEngine  # noqa: E402
+from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 _ENGINES: list[VllmEngine] = []  # one that is collected takes torch.distributed with it
@@ -59,7 +59,7 @@ def compare(
     with CheckpointFiles(model, architecture) as files:
         role.load(files)
     section = RolloutSection(max_response_length=16, layout=rollout_layout, **(rollout or {}))
-    wanted = rollout_side(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
+    wanted = rollout_shards(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
     plan = plan_regather(role.side(), wanted, rank)
     offered = {name: role.parameters()[source] for name, source in shareable(plan).items()}
     ways = [offered, None] if beside_copies else [offered]

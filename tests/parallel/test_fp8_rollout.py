@@ -21,7 +21,7 @@ UPDATES = 2
 
 def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[str, Any]:
     """Greedy answers with the weights of one model after the other, by a fresh engine for each way."""
-    from rlhf_megatron.rollout.environment import prepare_environment
+    from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
     prepare_environment()
     from rlhf_megatron.models.architecture import read_architecture
@@ -29,7 +29,7 @@ def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[s
     from rlhf_megatron.models.weight_map import rollout_blocks
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.rollout.engine import Request, Sampling
-    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
     architecture = read_architecture(models[0])
     section = RolloutSection(max_response_length=16, max_num_seqs=8, quantization="fp8", **rollout)

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from parallel.ranks import run_ranks
-from rlhf_megatron.loops.gpu_use import GpuUses, over_gpus
 from rlhf_megatron.monitor.gpu import GpuUse
+from rlhf_megatron.runtime.gpu_use import GpuUses, over_gpus
 
 ALL = [(0.5, 300.0, 60), (1.0, 500.0, 70)]
 SOME = [(None, 400.0, None), (0.25, None, None)]

@@ -17,8 +17,8 @@ from parallel import learn_maps
 from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.learned_map import learned_blocks, read_map
 from rlhf_megatron.models.weight_map import rollout_blocks
-from rlhf_megatron.rollout.copy_trace import CopyRecorder
-from rlhf_megatron.rollout.vllm_loading import trace_model
+from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
+from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
 FAMILIES = sorted(CONFIGS.keys() - {"llama3", "qwen3_moe_plain"})  # these two have the same tensors as others
 

@@ -20,14 +20,14 @@ import yaml
 from end_to_end.commands import torchrun
 from hugging_face import make_model
 from parallel.ranks import run_ranks, write_result
-from rlhf_megatron.loops import preflight as of_loops
+from rlhf_megatron.preflight import machine
+from rlhf_megatron.preflight import preflight as of_loops
+from rlhf_megatron.preflight.answers import answers_of_torchrun
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.recipe.health import HealthRuleSection, HealthSection
+from rlhf_megatron.runtime.clocks import measure_clocks
 from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite_gradients
-from rlhf_megatron.runtime.health import Health, HealthStop
-from rlhf_megatron.runtime.preflight import machine
-from rlhf_megatron.runtime.preflight.answers import answers_of_torchrun
-from rlhf_megatron.topology.clocks import measure_clocks
+from rlhf_megatron.runtime.health_rules import Health, HealthStop
 from tiny_tokenizer import write_bpe_tokenizer
 
 Result = dict[str, Any]

@@ -20,8 +20,8 @@ from parallel.ranks import run_ranks, write_result
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import PeerMemory
-from rlhf_megatron.regather.plan import RankPlan, Side, plan_regather
-from rlhf_megatron.regather.sides import rollout_side, trainer_side
+from rlhf_megatron.regather.plan import RankPlan, ShardSpec, plan_regather
+from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
 from rlhf_megatron.regather.transport import Pending, PointToPoint
 from rlhf_megatron.regather.verify import RegatherError
 from rlhf_megatron.topology.layout import Layout
@@ -61,9 +61,9 @@ class DamagedTransport(PointToPoint):
         return pending
 
 
-def sides(a: Architecture) -> tuple[Side, Side]:
+def sides(a: Architecture) -> tuple[ShardSpec, ShardSpec]:
     """From TP2 to a replica on each of two ranks."""
-    return trainer_side(a, Layout(2), range(2)), rollout_side(a, 1, range(2))
+    return trainer_shards(a, Layout(2), range(2)), rollout_shards(a, 1, range(2))
 
 
 def shards(blocks: Sequence[Any], tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ def test_weights_read_from_the_memory_of_another_rank(tmp_path: Path) -> None:
 def different_plans() -> str:
     a = architecture()
     layout = Layout(2) if dist.get_rank() else Layout(pipeline=2)
-    plan = plan_regather(trainer_side(a, layout, range(2)), rollout_side(a, 1, range(2)), dist.get_rank())
+    plan = plan_regather(trainer_shards(a, layout, range(2)), rollout_shards(a, 1, range(2)), dist.get_rank())
     try:
         Regather(plan, torch.float32, "cpu")
     except RegatherError as error:

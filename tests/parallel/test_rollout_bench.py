@@ -10,7 +10,7 @@ import pytest
 import rollout as bench
 
 from parallel.ranks import run_ranks
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 BENCH = Path("tools/bench/rollout.py").resolve()
 

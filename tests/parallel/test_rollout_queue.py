@@ -11,7 +11,7 @@ import torch
 from hugging_face import load_model, make_model, row_logprobs
 from parallel.queue_ranks import CACHE_TOKENS, GROUPS, RESPONSES, lockstep, replicas, requests_of
 from parallel.ranks import run_ranks
-from rlhf_megatron.rollout.environment import has_gpu
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="float32 on vLLM's CPU kernels; here vLLM would take the GPU")
 ROWS = GROUPS * RESPONSES

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.ranks import run_ranks
-from rlhf_megatron.data.batch import batch_from_rows
+from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.topology.exchange import from_rank, gather_batches, gather_objects, sum_over_ranks
 from rlhf_megatron.topology.team import make_team, whole_world, world_of_their_own
 

@@ -17,7 +17,7 @@ MAX_PROMPT, MAX_RESPONSE = 48, 16
 
 def answers(model: str, tensor: int) -> dict[str, Any]:
     """Tokens and logprobs, greedy and sampled, from replicas of ``tensor`` ranks; run on every rank."""
-    from rlhf_megatron.rollout.environment import prepare_environment
+    from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
     prepare_environment()
     from rlhf_megatron.models.architecture import read_architecture
@@ -26,7 +26,7 @@ def answers(model: str, tensor: int) -> dict[str, Any]:
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.recipe.rollout import RolloutLayoutSection
     from rlhf_megatron.rollout.engine import Request, Sampling
-    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
     rank = dist.get_rank()
     torch.manual_seed(rank)  # the trainer's random numbers differ between ranks; sampling must not

@@ -15,14 +15,14 @@ from rlhf_megatron.compat import megatron
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows  # noqa: E402
+from rlhf_megatron.checkpoint.hugging_face import export_weights  # noqa: E402
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows  # noqa: E402
 from rlhf_megatron.data.tokenizer import load_tokenizer  # noqa: E402
 from rlhf_megatron.loops.reward_modeling import bradley_terry  # noqa: E402
 from rlhf_megatron.models.architecture import Head, read_architecture  # noqa: E402
 from rlhf_megatron.models.heads import ScalarHead  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
-from rlhf_megatron.regather.export import export_weights  # noqa: E402
 from rlhf_megatron.roles.outputs import SCORES  # noqa: E402
 from rlhf_megatron.roles.reward_model import RewardModel  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402

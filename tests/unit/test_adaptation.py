@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.skipped_steps import SkippedSteps, TooManySkippedSteps
 from rlhf_megatron.recipe import Recipe, load_recipe
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, smaller_budgets, with_budgets
 from rlhf_megatron.runtime.faults import Fault, fault_of
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
+from rlhf_megatron.runtime.skipped_steps import SkippedSteps, TooManySkippedSteps
 
 ROOT = Path(__file__).resolve().parents[2]
 START = {"what": "start"}

@@ -14,7 +14,9 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from hugging_face import load_model, make_model
-from rlhf_megatron.models.adapters import (
+from rlhf_megatron.models.architecture import ModelError, read_architecture
+from rlhf_megatron.models.flops import training_flops
+from rlhf_megatron.models.lora import (
     Adaptation,
     NewAdapters,
     PeftAdapter,
@@ -23,12 +25,11 @@ from rlhf_megatron.models.adapters import (
     factor_shapes,
     whole_adapter_blocks,
 )
-from rlhf_megatron.models.architecture import ModelError, read_architecture
-from rlhf_megatron.models.flops import training_flops
-from rlhf_megatron.recipe import LoraSection, RecipeError, dry_run, load_recipe
-from rlhf_megatron.recipe.checks import roles_made
-from rlhf_megatron.recipe.estimate import GB, checkpoint_bytes, estimate
-from rlhf_megatron.recipe.model_shape import planning_config, shape_of
+from rlhf_megatron.planning.dry_run import dry_run
+from rlhf_megatron.planning.memory import GB, checkpoint_bytes, estimate
+from rlhf_megatron.planning.model_shape import planning_config, shape_of
+from rlhf_megatron.recipe import LoraSection, RecipeError, load_recipe
+from rlhf_megatron.recipe.world_checks import roles_made
 from rlhf_megatron.topology.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,9 +22,9 @@ from rlhf_megatron.algorithms.advantage import (
     remax_advantages,
     rloo_advantages,
 )
-from rlhf_megatron.algorithms.groups import whitened
+from rlhf_megatron.algorithms.group_statistics import whitened
 from rlhf_megatron.algorithms.returns import discounted_sums, gae, rewards_of_tokens
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.recipe import AlgorithmSection
 
 DOUBLE = torch.float64

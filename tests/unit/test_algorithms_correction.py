@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_megatron.algorithms.correction import correction_weights, with_correction
-from rlhf_megatron.algorithms.metrics import effective_sample_fraction, mismatch_metrics
-from rlhf_megatron.data.batch import batch_from_rows
+from rlhf_megatron.algorithms.diagnostics import effective_sample_fraction, mismatch_metrics
+from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.recipe.algorithm import RolloutCorrectionSection
 
 DOUBLE = torch.float64

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_megatron.algorithms.kl import KLController, kl_estimate, with_kl_penalties
-from rlhf_megatron.data.batch import batch_from_rows
+from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.recipe import AlgorithmSection
 
 DOUBLE = torch.float64

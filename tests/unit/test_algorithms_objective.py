@@ -21,8 +21,8 @@ from rlhf_megatron.algorithms.correction import with_correction
 from rlhf_megatron.algorithms.kl import KLController
 from rlhf_megatron.algorithms.objective import objective_fields, policy_objective
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.packing import make_micro_batch, plan_micro_batches
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.loops.rl import update, with_advantages
 from rlhf_megatron.recipe import AlgorithmSection, make_recipe
 from rlhf_megatron.recipe.algorithm import SELECTING_LOSSES

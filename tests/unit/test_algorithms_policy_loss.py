@@ -18,7 +18,7 @@ from rlhf_megatron.algorithms.selection import (
     token_covariance,
 )
 from rlhf_megatron.algorithms.value_loss import value_loss
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.recipe import AlgorithmSection
 
 DOUBLE = torch.float64

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel.ranks import run_ranks
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows, marked_in_rows, on_tokens
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, marked_in_rows, on_tokens
 from rlhf_megatron.topology.exchange import gather_batches
 
 SHARES = [[4, 0, 7], [], [6, 1, 9, 3], [8], [5, 2]]  # rows of each rank

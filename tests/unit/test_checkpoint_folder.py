@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.loops.checkpoints import choose_checkpoint
+from rlhf_megatron.checkpoint import storage as checkpoint
+from rlhf_megatron.checkpoint.manager import choose_checkpoint
+from rlhf_megatron.checkpoint.storage import MetricValue, best_of, forget_best, found, publish, write_tensors
 from rlhf_megatron.recipe import RecipeError, load_recipe
-from rlhf_megatron.runtime import checkpoint
-from rlhf_megatron.runtime.checkpoint import Worth, best_of, forget_best, found, publish, write_tensors
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def save(
 ) -> None:
     made = folder / f"step-{step}"
     file = write_tensors(made, "rank-00000.safetensors", {"x": torch.ones(2)}, {})
-    worth = Worth("eval/x", mode, value) if value is not None else None
+    worth = MetricValue("eval/x", mode, value) if value is not None else None
     publish(made, [file], {"step": step, "launch": launch}, keep, worth)
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows, concatenate
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, concatenate
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.collection import Collector
-from rlhf_megatron.loops.groups import Group
-from rlhf_megatron.loops.supply import Supply
+from rlhf_megatron.generation.batch_source import BatchSource
+from rlhf_megatron.generation.collection import Collector
+from rlhf_megatron.generation.prompt_groups import Group
 from rlhf_megatron.recipe import Recipe, RolloutSection
 from rlhf_megatron.rollout.engine import Sampling
 from rlhf_megatron.topology.team import Team
@@ -232,11 +232,11 @@ def test_staleness_is_that_of_the_rows_that_are_trained_on() -> None:
     assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.0, 3.0)
 
 
-def supply_of(made: Any) -> Supply:
-    return Supply(made._session, made._rollouts, made)
+def supply_of(made: Any) -> BatchSource:
+    return BatchSource(made._session, made._rollouts, made)
 
 
-def ahead_of(rewards: list[tuple[float, float]], **changes: Any) -> Supply:
+def ahead_of(rewards: list[tuple[float, float]], **changes: Any) -> BatchSource:
     """The supply of a run whose rollout is a step ahead."""
     made = collector(rewards, kl_coef=0.0, rollout_correction={"type": "tis"})
     section = made._session.recipe.rollout.model_copy(update={"steps_ahead": 1})

@@ -13,8 +13,8 @@ import pytest
 
 from end_to_end.commands import ROOT, python
 from rlhf_megatron.errors import DataError, RewardError, UserError, is_transient
-from rlhf_megatron.loops.command import check_environment, command, line_of, number_of_gpus
-from rlhf_megatron.loops.skipped_steps import TooManySkippedSteps
+from rlhf_megatron.runtime.command import check_environment, command, line_of, number_of_gpus
+from rlhf_megatron.runtime.skipped_steps import TooManySkippedSteps
 
 OF_A_RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 PLAN = ["launch/train.py", "recipes/qwen7b_grpo.yaml", "--dry-run", "--world", "8"]

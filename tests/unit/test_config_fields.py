@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.errors import RecipeError
-from rlhf_megatron.loops.planning import plan_text
 from rlhf_megatron.models.architecture import ModelError, parse_architecture, read_architecture
+from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hugging_face import random_rows
-from rlhf_megatron.data.batch import batch_from_rows
-from rlhf_megatron.data.context import part_of, tokens_of_part
+from rlhf_megatron.data.context_parallel import part_of, tokens_of_part
 from rlhf_megatron.data.packing import MicroBatch, make_micro_batch
+from rlhf_megatron.data.rollout_batch import batch_from_rows
 
 
 def micro_batch(parts: int, rows: list[int], per_row: bool = False, tensor: int = 1) -> MicroBatch:

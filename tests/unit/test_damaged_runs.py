@@ -14,11 +14,11 @@ import report
 import torch
 from safetensors.torch import save_file
 
+from rlhf_megatron.checkpoint.manager import choose_checkpoint
+from rlhf_megatron.checkpoint.manifest import digest_of, new_digest
+from rlhf_megatron.checkpoint.storage import CheckpointError, publish, write_tensors
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.checkpoints import choose_checkpoint
 from rlhf_megatron.monitor.metrics import read_steps
-from rlhf_megatron.runtime.checkpoint import CheckpointError, publish, write_tensors
-from rlhf_megatron.runtime.manifest import digest_of, new_digest
 from rlhf_megatron.runtime.recovery import RecoveryLog
 from run_restart import ORIGIN, make_run, restart, world_of_one
 

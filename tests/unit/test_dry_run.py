@@ -15,17 +15,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_megatron.loops.planning import plan_text
 from rlhf_megatron.models.architecture import Head, ModelError, read_architecture
 from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks
-from rlhf_megatron.recipe import Recipe, RecipeError, check_world, dry_run, load_recipe, make_recipe, resolved_yaml
-from rlhf_megatron.recipe.checks import stage_layers
-from rlhf_megatron.recipe.estimate import GB, estimate
-from rlhf_megatron.recipe.model_shape import ModelShape, planning_config, shape_of
+from rlhf_megatron.planning.dry_run import dry_run
+from rlhf_megatron.planning.memory import GB, estimate
+from rlhf_megatron.planning.model_shape import ModelShape, planning_config, shape_of
+from rlhf_megatron.planning.report import plan_text
+from rlhf_megatron.recipe import Recipe, RecipeError, check_world, load_recipe, make_recipe, resolved_yaml
 from rlhf_megatron.recipe.roles import LayoutSection
+from rlhf_megatron.recipe.world_checks import stage_layers
 from rlhf_megatron.regather.plan import plan_regather
-from rlhf_megatron.regather.sharing import shareable
-from rlhf_megatron.regather.sides import parameter_shapes, rollout_side, trainer_side
+from rlhf_megatron.regather.shard_specs import parameter_shapes, rollout_shards, trainer_shards
+from rlhf_megatron.regather.views import shareable
 from rlhf_megatron.topology.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +168,10 @@ def test_shared_weights_agree_with_the_plan(model: str, tensor: int, pipeline: i
     """On the pipeline stage that has least of them; with 16 ranks vLLM repeats heads, and it stacks experts."""
     architecture = read_architecture(ROOT / "recipes" / "models" / model)
     layout, world = Layout(tensor, pipeline), tensor * pipeline
-    sources, wanted = trainer_side(architecture, layout, range(world)), rollout_side(architecture, tensor, range(world))
+    sources, wanted = (
+        trainer_shards(architecture, layout, range(world)),
+        rollout_shards(architecture, tensor, range(world)),
+    )
     counts = []
     for rank in range(0, world, tensor):
         own, others = parameter_shapes(sources.blocks(rank)), parameter_shapes(wanted.blocks(rank))

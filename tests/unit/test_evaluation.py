@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_megatron.monitor.evaluation import (
+from rlhf_megatron.evaluation.estimates import (
     Answered,
     bootstrap_interval,
     evaluation_metrics,

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from end_to_end.commands import ROOT
-from rlhf_megatron.loops.expected_time import ExpectedTime, expected_time, lengths
+from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, lengths
 from rlhf_megatron.recipe import Recipe, load_recipe
 
 MEASURED = [

@@ -11,7 +11,7 @@ import pytest
 from from_verl import main
 
 from rlhf_megatron.recipe import Recipe, load_recipe
-from rlhf_megatron.recipe.checks import check_world
+from rlhf_megatron.recipe.world_checks import check_world
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_megatron.checkpoint.storage import TensorFile, join_tensors, split_tensors, write_tensors
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.loops.groups import Group, groups_from_state, groups_state, requests_for
+from rlhf_megatron.generation.prompt_groups import Group, groups_from_state, groups_state, requests_for
 from rlhf_megatron.rollout.engine import Completion
-from rlhf_megatron.runtime.checkpoint import TensorFile, join_tensors, split_tensors, write_tensors
 
 
 def prompt(row: int, length: int = 3, part: int = 0) -> Prompt:

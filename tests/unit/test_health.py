@@ -20,7 +20,7 @@ from rlhf_megatron.monitor.alerts import HOUR, AlertSender
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.health import DEFAULT_RULES, AlertSection, HealthRuleSection, HealthSection
 from rlhf_megatron.runtime.finite import BadTensor, nonfinite_gradients
-from rlhf_megatron.runtime.health import (
+from rlhf_megatron.runtime.health_rules import (
     Finding,
     Health,
     HealthStop,

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from end_to_end.commands import ROOT, python
-from rlhf_megatron.loops.expected_time import expected_time
-from rlhf_megatron.loops.layout_search import Candidate, find_layouts
+from rlhf_megatron.planning.layout_search import Candidate, find_layouts
+from rlhf_megatron.planning.memory import estimate
+from rlhf_megatron.planning.model_shape import planning_config, shape_of
+from rlhf_megatron.planning.step_time import expected_time
 from rlhf_megatron.recipe import RecipeError, load_recipe
-from rlhf_megatron.recipe.estimate import estimate
-from rlhf_megatron.recipe.model_shape import planning_config, shape_of
 
 GPUS = ("cluster.gpu=H100", "cluster.gpu_memory_gb=80")
 

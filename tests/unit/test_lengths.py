@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rlhf_megatron.rollout.lengths import ResponseLengths, groups_that_fit
+from rlhf_megatron.rollout.response_lengths import ResponseLengths, groups_that_fit
 
 LONGEST, ROWS, PROMPT = 1000, 8, 40
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from hugging_face import make_model
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.errors import DataError
-from rlhf_megatron.loops.model_checks import check_tokens
 from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles
+from rlhf_megatron.planning.feasibility import check_tokens
 from tiny_tokenizer import write_bpe_tokenizer, write_sentencepiece_model
 
 Change = Callable[[Path], object]

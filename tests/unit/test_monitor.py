@@ -26,13 +26,14 @@ import torch
 from PIL import Image
 
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.loops.report import Report
-from rlhf_megatron.monitor import environment, metrics, trackers
+from rlhf_megatron.monitor import environment_report as environment
+from rlhf_megatron.monitor import metrics, trackers
 from rlhf_megatron.monitor.columns import COLUMNS, RL_COLUMNS, seconds, short, small
 from rlhf_megatron.monitor.console import Console, clock, fitting_columns, sparkline
 from rlhf_megatron.monitor.metrics import MetricsLogger, read_metrics
 from rlhf_megatron.monitor.plots import _figure_of_run, plot_run, smooth
 from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.monitor.run_report import Report
 from rlhf_megatron.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hugging_face import make_model
-from rlhf_megatron.loops.preflight import reward_check, tokenizer_check, turns_check
 from rlhf_megatron.monitor.gpu import SLOWDOWNS, GpuState
+from rlhf_megatron.planning.memory import checkpoint_bytes
+from rlhf_megatron.planning.model_shape import planning_config, shape_of
+from rlhf_megatron.preflight import agreement, links, machine
+from rlhf_megatron.preflight.check import Check, NoAnswer, as_json, over_ranks, print_table, run_check, within
+from rlhf_megatron.preflight.preflight import reward_check, tokenizer_check, turns_check
 from rlhf_megatron.recipe import Recipe, make_recipe
-from rlhf_megatron.recipe.estimate import checkpoint_bytes
-from rlhf_megatron.recipe.model_shape import planning_config, shape_of
-from rlhf_megatron.runtime.preflight import agreement, links, machine
-from rlhf_megatron.runtime.preflight.check import Check, NoAnswer, as_json, over_ranks, print_table, run_check, within
 from rlhf_megatron.runtime.ranks import named_ranks
 from tiny_tokenizer import write_bpe_tokenizer
 

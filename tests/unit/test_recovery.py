@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlhf_megatron.checkpoint.manager import _TimeLimit
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.checkpoints import _TimeLimit
 from rlhf_megatron.runtime.processes import identity
 from rlhf_megatron.runtime.rank_logs import next_log
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.monitor.environment import environment_report, redact_argument, redact_arguments
+from rlhf_megatron.monitor.environment_report import environment_report, redact_argument, redact_arguments
 from rlhf_megatron.monitor.page import write_page
 from rlhf_megatron.recipe import RecipeError, load_recipe, resolved_yaml
 from rlhf_megatron.recipe.load import known_keys

@@ -12,23 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_megatron.loops.planning import plan_text
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block, tensor_shapes, whole_blocks
+from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe.load import load_recipe
 from rlhf_megatron.regather.peer_memory import spread_over_sources
 from rlhf_megatron.regather.plan import (
     PlanError,
     RankPlan,
-    Side,
+    ShardSpec,
     elements,
     intersect,
     plan_regather,
     rounds,
     split_copy,
 )
-from rlhf_megatron.regather.sides import rollout_side, trainer_side
+from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
 from rlhf_megatron.regather.sources import share_demand
 from rlhf_megatron.topology.layout import Layout
 from shards import architecture, checkpoint, filled
@@ -61,7 +61,7 @@ MODELS = {
 }
 
 
-def plans_of(sources: Side, wanted: Side, ranks_per_node: int = 4) -> dict[int, RankPlan]:
+def plans_of(sources: ShardSpec, wanted: ShardSpec, ranks_per_node: int = 4) -> dict[int, RankPlan]:
     ranks = sorted({*sources.shard_of, *wanted.shard_of})
     return {rank: plan_regather(sources, wanted, rank, ranks_per_node) for rank in ranks}
 
@@ -84,8 +84,8 @@ def test_every_element_comes_once_and_no_other_does(model: str, rollout: tuple[i
     for layout in MIXTURES if a.experts else [each for each in DENSE if a.key_value_heads % each.tensor == 0]:
         world = -(-layout.size // rollout[0]) * rollout[0]
         sources, wanted = (
-            trainer_side(a, layout, range(layout.size)),
-            rollout_side(a, rollout[0], range(world), rollout[1]),
+            trainer_shards(a, layout, range(layout.size)),
+            rollout_shards(a, rollout[0], range(world), rollout[1]),
         )
         plans = plans_of(sources, wanted)
         held = {rank: filled(sources.blocks(rank), tensors) for rank in range(layout.size)}
@@ -121,8 +121,8 @@ def test_every_element_comes_once_and_no_other_does(model: str, rollout: tuple[i
 )
 def test_replicas_send_equally_much(model: str, layout: Layout, tensor: int) -> None:
     a = MODELS[model]
-    sources = trainer_side(a, layout, range(layout.size))
-    plans = plans_of(sources, rollout_side(a, tensor, range(layout.size)), ranks_per_node=8)
+    sources = trainer_shards(a, layout, range(layout.size))
+    plans = plans_of(sources, rollout_shards(a, tensor, range(layout.size)), ranks_per_node=8)
     by_stage: dict[int, list[int]] = defaultdict(list)
     for rank, plan in plans.items():
         by_stage[layout.coordinates(rank).pipeline].append(plan.bytes_sent(1))
@@ -132,15 +132,15 @@ def test_replicas_send_equally_much(model: str, layout: Layout, tensor: int) -> 
 
 def test_equal_layouts_move_nothing() -> None:
     for a, layout in ((MODELS["untied"], Layout(2, data=2)), (MODELS["mixture"], Layout(2, data=2))):
-        plans = plans_of(trainer_side(a, layout, range(4)), rollout_side(a, 2, range(4)))
+        plans = plans_of(trainer_shards(a, layout, range(4)), rollout_shards(a, 2, range(4)))
         assert not any(plan.sends or plan.receives for plan in plans.values())
 
 
 def test_a_source_on_the_same_node_is_preferred() -> None:
     a = architecture()
-    blocks = trainer_side(a, Layout(), [0]).blocks(0)
-    sources = Side.of(dict.fromkeys((0, 1, 2, 6), blocks))
-    wanted = Side(dict.fromkeys((4, 5, 9), "whole"), lambda _: whole_blocks(a))
+    blocks = trainer_shards(a, Layout(), [0]).blocks(0)
+    sources = ShardSpec.of(dict.fromkeys((0, 1, 2, 6), blocks))
+    wanted = ShardSpec(dict.fromkeys((4, 5, 9), "whole"), lambda _: whole_blocks(a))
     plans = plans_of(sources, wanted, ranks_per_node=4)
     assert {copy.source for rank in (4, 5) for copy in plans[rank].receives} == {6}
     # Rank 6 serves two already, so the one without a near source takes a third from each of the others.
@@ -177,14 +177,14 @@ def test_demand_is_met_from_near_and_else_evenly(holders: set[int], demanders: s
 
 def test_a_missing_source_is_named() -> None:
     a = architecture()
-    half = Side.of({0: trainer_side(a, Layout(2), range(2)).blocks(0)})
+    half = ShardSpec.of({0: trainer_shards(a, Layout(2), range(2)).blocks(0)})
     with pytest.raises(PlanError, match=r"model\.embed_tokens\.weight.*rank 0.*of 3200 elements"):
-        plan_regather(half, Side.of({0: whole_blocks(a)}), 0)
+        plan_regather(half, ShardSpec.of({0: whole_blocks(a)}), 0)
 
 
 def test_rounds_bound_what_moves_at_once_and_lose_nothing() -> None:
     a = architecture(tied=False)
-    plan = plan_regather(trainer_side(a, Layout(4), range(4)), rollout_side(a, 1, range(4)), 0)
+    plan = plan_regather(trainer_shards(a, Layout(4), range(4)), rollout_shards(a, 1, range(4)), 0)
     of_pair = [copy for copy in plan.receives if copy.source == 1]
     turns = rounds(of_pair, 100)
     for turn in turns:
@@ -201,7 +201,7 @@ def test_rounds_bound_what_moves_at_once_and_lose_nothing() -> None:
 def test_reads_ask_all_sources_at_a_time() -> None:
     """A replica's rank reads a stage's layers from the ranks of that stage, and not first all of one stage."""
     a = MODELS["untied"]
-    sources, wanted = trainer_side(a, Layout(2, 2), range(4)), rollout_side(a, 1, range(4))
+    sources, wanted = trainer_shards(a, Layout(2, 2), range(4)), rollout_shards(a, 1, range(4))
     receives = plan_regather(sources, wanted, 0).receives
     spread = spread_over_sources(receives)
     assert sorted(spread) == sorted(receives)
@@ -235,7 +235,7 @@ QWEN3_235B = {
 def test_a_thousand_ranks_of_a_large_mixture(expert_parallel: bool) -> None:
     a = parse_architecture(QWEN3_235B, "Qwen3-235B-A22B")
     layout = Layout(4, 8, 32, expert=8, expert_tensor=1, first_stage_layers=11, last_stage_layers=11)
-    sources, wanted = trainer_side(a, layout, range(1024)), rollout_side(a, 8, range(1024), expert_parallel)
+    sources, wanted = trainer_shards(a, layout, range(1024)), rollout_shards(a, 8, range(1024), expert_parallel)
     plan = plan_regather(sources, wanted, 700)
     check_against_closed_form(plan, sources, wanted)
 
@@ -245,7 +245,7 @@ def test_a_thousand_ranks_of_a_large_dense_model() -> None:
     a = parse_architecture(config, "Qwen2.5-72B")
     layout = Layout(8, 4, 32)
     for tensor in (4, 8):
-        sources, wanted = trainer_side(a, layout, range(1024)), rollout_side(a, tensor, range(1024))
+        sources, wanted = trainer_shards(a, layout, range(1024)), rollout_shards(a, tensor, range(1024))
         plans = [plan_regather(sources, wanted, rank) for rank in range(3, 256, 32)]  # of one shard
         for plan in plans:
             check_against_closed_form(plan, sources, wanted)
@@ -253,7 +253,7 @@ def test_a_thousand_ranks_of_a_large_dense_model() -> None:
         assert max(sent) <= 1.1 * sum(sent) / len(sent)
 
 
-def check_against_closed_form(plan: RankPlan, sources: Side, wanted: Side) -> None:
+def check_against_closed_form(plan: RankPlan, sources: ShardSpec, wanted: ShardSpec) -> None:
     """A rank receives what it wants less what it holds; sums of rectangles, since the elements are too many."""
     own: dict[str, list[Block]] = defaultdict(list)
     for block in sources.blocks(plan.rank):

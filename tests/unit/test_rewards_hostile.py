@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.loops.conversations import TurnFunction
+from rlhf_megatron.generation.conversations import TurnFunction
 from rlhf_megatron.recipe import MultiTurnSection, RewardSection
-from rlhf_megatron.rewards import cgroup, processes, supervisor
+from rlhf_megatron.rewards import cgroup, supervisor
+from rlhf_megatron.rewards import process_tree as processes
 from rlhf_megatron.rewards.score import RewardError, ScoreItem, Scorer
 from rlhf_megatron.rollout.engine import RolloutError
 
@@ -344,7 +345,7 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path, when: str) -> None:
     code = f"""
         import os, signal, sys, time
         from rlhf_megatron.recipe import RewardSection
-        from rlhf_megatron.rewards import processes
+        from rlhf_megatron.rewards import process_tree as processes
         from rlhf_megatron.rewards.score import ScoreItem, Scorer
         scorer = Scorer(RewardSection(function={str(tmp_path / "reward.py")!r}, timeout_seconds=60.0, workers=1))
         how = {{"idle": "returns", "busy": "waits"}}[sys.argv[1]]

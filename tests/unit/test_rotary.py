@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_megatron.data.context import tokens_of_part
+from rlhf_megatron.data.context_parallel import tokens_of_part
 from rlhf_megatron.kernels.rotary import positions, rotate
 from rotary_embeddings import LENGTHS, angles_of, sequences
 from triton_kernels import assembly_for_hopper, run_in_interpreter

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from hugging_face import make_model
+from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole, files_of_role
+from rlhf_megatron.checkpoint.storage import CheckpointError, TensorFile, partial_folder, write_tensors
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.models.weight_map import megatron_blocks
-from rlhf_megatron.regather.sides import parameter_shapes
-from rlhf_megatron.roles.saved import ROWS_OF_ATTENTION, SavedRole, files_of_role
-from rlhf_megatron.runtime.checkpoint import CheckpointError, TensorFile, partial_folder, write_tensors
+from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from end_to_end.commands import python
 from hugging_face import make_model
-from rlhf_megatron.data.batch import batch_from_rows
 from rlhf_megatron.data.packing import make_micro_batch, plan_micro_batches
 from rlhf_megatron.data.prompts import DataError, PromptDataset
+from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.loops.reward_modeling import batch_of_pairs, bradley_terry

@@ -12,13 +12,13 @@ import torch
 import yaml
 
 from hugging_face import make_model
+from rlhf_megatron.checkpoint.storage import CheckpointError, publish, read_manifest, write_tensors
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles
-from rlhf_megatron.monitor.environment import redact
+from rlhf_megatron.monitor.environment_report import redact
 from rlhf_megatron.recipe import load_recipe, resolved_yaml
-from rlhf_megatron.runtime.checkpoint import CheckpointError, publish, read_manifest, write_tensors
 from tiny_tokenizer import write_bpe_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -32,20 +32,20 @@ READING_METHODS = {"read_text", "read_bytes", "read", "readlines"}
 ALLOWED_READS = {
     "rlhf_megatron/data/chat_template.py": "a child's answer, whose length the child is given",
     "rlhf_megatron/data/template_process.py": "/proc",
-    "rlhf_megatron/loops/phases.py": "spans of other ranks",
+    "rlhf_megatron/runtime/phases.py": "spans of other ranks",
     "rlhf_megatron/models/learned_map.py": "layers that it has packed a line before",
-    "rlhf_megatron/monitor/environment.py": "/proc, and one argument of the command line",
+    "rlhf_megatron/monitor/environment_report.py": "/proc, and one argument of the command line",
     "rlhf_megatron/monitor/page.py": "the project's template",
     "rlhf_megatron/monitor/run_files.py": "a text that untrusted.py has read, without aliases",
     "rlhf_megatron/rewards/cgroup.py": "/proc",
     "rlhf_megatron/rewards/pool.py": "answers of at most 64 KiB that are checked by answers.py",
-    "rlhf_megatron/rewards/processes.py": "/proc",
+    "rlhf_megatron/rewards/process_tree.py": "/proc",
     "rlhf_megatron/rewards/reasoning_gym.py": "an entry within a row's bounds, in a worker",
-    "rlhf_megatron/roles/saved.py": "its own dataclass, written a line before",
-    "rlhf_megatron/runtime/manifest.py": "its own manifest, written a line before",
-    "rlhf_megatron/runtime/preflight/agreement.py": "the package's own source",
-    "rlhf_megatron/runtime/preflight/answers.py": "answers of other ranks",
-    "rlhf_megatron/runtime/preflight/machine.py": "/sys",
+    "rlhf_megatron/checkpoint/saved_role.py": "its own dataclass, written a line before",
+    "rlhf_megatron/checkpoint/manifest.py": "its own manifest, written a line before",
+    "rlhf_megatron/preflight/agreement.py": "the package's own source",
+    "rlhf_megatron/preflight/answers.py": "answers of other ranks",
+    "rlhf_megatron/preflight/machine.py": "/sys",
     "rlhf_megatron/runtime/processes.py": "/proc",
     "rlhf_megatron/runtime/watchdog.py": "one line that a rank has just written",
     "rlhf_megatron/topology/clocks.py": "/proc",

@@ -1,4 +1,4 @@
-"""Tickets: all are drawn, each once, whoever draws how many; enough is enough over all replicas."""
+"""WorkQueue: all are drawn, each once, whoever draws how many; enough is enough over all replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.rollout.tickets import SharedTickets, TicketOffice, Tickets
+from rlhf_megatron.rollout.work_queue import SharedWorkQueue, WorkQueue, WorkQueues
 
 
 def test_replicas_draw_every_ticket_once() -> None:
@@ -17,7 +17,7 @@ def test_replicas_draw_every_ticket_once() -> None:
     drawn: list[list[int]] = [[] for _ in range(replicas)]
 
     def draw(replica: int) -> None:
-        tickets, random, more = SharedTickets(store, count, replicas), Random(replica), True
+        tickets, random, more = SharedWorkQueue(store, count, replicas), Random(replica), True
         while more:
             numbers, more = tickets.draw(random.randint(1, 7))
             drawn[replica] += numbers
@@ -33,28 +33,28 @@ def test_replicas_draw_every_ticket_once() -> None:
 
 def test_the_last_draw_says_that_none_is_left() -> None:
     store = dist.HashStore()
-    one, other = SharedTickets(store, 5, 2), SharedTickets(store, 5, 2)
+    one, other = SharedWorkQueue(store, 5, 2), SharedWorkQueue(store, 5, 2)
     assert one.draw(3) == ([0, 1, 2], True)
     assert other.draw(4) == ([3, 4], False)
     assert one.draw(1) == ([], False)
-    own = Tickets(range(1, 8, 3))
+    own = WorkQueue(range(1, 8, 3))
     assert [own.draw(2), own.draw(2), own.draw(2)] == [([1, 4], True), ([7], False), ([], False)]
 
 
 def test_finished_groups_are_counted_over_all_replicas() -> None:
     store = dist.HashStore()
-    one, other = SharedTickets(store, 9, 2, wanted=4), SharedTickets(store, 9, 2, wanted=4)
+    one, other = SharedWorkQueue(store, 9, 2, wanted=4), SharedWorkQueue(store, 9, 2, wanted=4)
     assert [one.are_enough(2), other.are_enough(1), one.are_enough(0), other.are_enough(1)] == [False] * 3 + [True]
     assert one.are_enough(0)
-    assert not SharedTickets(dist.HashStore(), 9, 2).are_enough(9), "all are wanted"
-    alone = Tickets(range(9), wanted=3)
+    assert not SharedWorkQueue(dist.HashStore(), 9, 2).are_enough(9), "all are wanted"
+    alone = WorkQueue(range(9), wanted=3)
     assert [alone.are_enough(2), alone.are_enough(1)] == [False, True]
 
 
 def test_what_is_forgotten_leaves_no_keys() -> None:
     store = dist.HashStore()
     before = store.num_keys()
-    tickets = SharedTickets(store, 5, 2, wanted=2)
+    tickets = SharedWorkQueue(store, 5, 2, wanted=2)
     tickets.draw(1)
     tickets.are_enough(1)
     assert store.num_keys() == before + 2
@@ -63,9 +63,9 @@ def test_what_is_forgotten_leaves_no_keys() -> None:
 
 
 def test_a_static_split_and_a_single_replica_need_no_store() -> None:
-    shares = [TicketOffice("static", replica, 3).open(8).draw(8) for replica in range(3)]
+    shares = [WorkQueues("static", replica, 3).open(8).draw(8) for replica in range(3)]
     assert shares == [([0, 3, 6], False), ([1, 4, 7], False), ([2, 5], False)]
-    assert TicketOffice("queue", 0, 1).open(4, wanted=2).draw(9) == ([0, 1, 2, 3], False)
+    assert WorkQueues("queue", 0, 1).open(4, wanted=2).draw(9) == ([0, 1, 2, 3], False)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_megatron.monitor.timeline import Clock, Span, chrome_trace
 from rlhf_megatron.recipe.operations import TimelineSection
-from rlhf_megatron.topology.clocks import clock_ahead
+from rlhf_megatron.runtime.clocks import clock_ahead
 
 
 def test_every_rank_is_a_process_on_the_clock_of_rank_0() -> None:

@@ -23,8 +23,8 @@ from hugging_face import load_model, make_model, row_logprobs
 from rlhf_megatron.errors import is_transient
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Request, RolloutError, Sampling
-from rlhf_megatron.rollout.environment import prepare_environment
-from rlhf_megatron.rollout.vllm_engine import VllmEngine, refusal_of
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine, refusal_of
 
 VOCABULARY = 250
 MAX_PROMPT, MAX_RESPONSE = 80, 16
@@ -367,7 +367,7 @@ def test_memory_that_is_not_there_when_the_engine_starts_is_told_in_one_line(
 def test_the_environment_is_prepared_without_torch_and_keeps_what_the_user_set() -> None:
     code = (
         "import json, os, sys\n"
-        "from rlhf_megatron.rollout.environment import prepare_environment\n"
+        "from rlhf_megatron.rollout.vllm.process_environment import prepare_environment\n"
         "prepare_environment()\n"
         "print(json.dumps([sorted({'torch', 'vllm'} & set(sys.modules)), dict(os.environ)]))"
     )

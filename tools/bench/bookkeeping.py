@@ -24,8 +24,8 @@ from rich.table import Table
 from rlhf_megatron.algorithms.advantage import estimate_advantages
 from rlhf_megatron.algorithms.correction import with_correction
 from rlhf_megatron.algorithms.objective import objective_fields
-from rlhf_megatron.data.batch import RolloutBatch, boundaries, on_tokens
 from rlhf_megatron.data.packing import plan_micro_batches
+from rlhf_megatron.data.rollout_batch import RolloutBatch, boundaries, on_tokens
 from rlhf_megatron.recipe.algorithm import AlgorithmSection, RolloutCorrectionSection
 from rlhf_megatron.recipe.rollout import DrawnLengthsSection
 from rlhf_megatron.topology.exchange import gather_batches

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from random_role import make_parser, random_batch, random_role, run
 
-from rlhf_megatron.data.batch import RolloutBatch
-from rlhf_megatron.runtime.checkpoint import write_tensors
+from rlhf_megatron.checkpoint.storage import write_tensors
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 
 if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role
@@ -58,7 +58,7 @@ def save_beside_steps(
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    from rlhf_megatron.roles.state import role_tensors
+    from rlhf_megatron.checkpoint.role_state import role_tensors
 
     alone = [step() for _ in range(6)][2:]
     held: dict[str, torch.Tensor] = {}

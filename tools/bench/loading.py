@@ -31,7 +31,7 @@ from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles, Companions, RandomWeights, load_blocks, write_checkpoint
 from rlhf_megatron.models.weight_map import megatron_blocks, whole_blocks
 from rlhf_megatron.regather.plan import elements
-from rlhf_megatron.regather.sides import parameter_shapes
+from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
 
 MOST_SHARES = 1.3  # of the shard, beside one tensor: what a rank may need at its peak

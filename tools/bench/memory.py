@@ -23,9 +23,9 @@ from random_role import make_parser, random_batch, random_role, run, timed
 from reports import exit_status, missed_by, write_report
 
 from rlhf_megatron.models.architecture import read_config
+from rlhf_megatron.planning.memory import GB, estimate
+from rlhf_megatron.planning.model_shape import shape_of
 from rlhf_megatron.recipe import Recipe, load_recipe
-from rlhf_megatron.recipe.estimate import GB, estimate
-from rlhf_megatron.recipe.model_shape import shape_of
 
 # Names of switches, and the keys of a role's section that they are.
 SWITCHES: dict[str, dict[str, Any]] = {

@@ -36,9 +36,9 @@ from launching import run, run_on_ranks
 from reports import exit_status, missed_by, model_and_gpus, rows_with, spread, write_report
 from step import folder_with_model, write_prompts
 
-from rlhf_megatron.monitor.environment import package_versions
+from rlhf_megatron.monitor.environment_report import package_versions
 from rlhf_megatron.recipe import Recipe, load_recipe
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 HERE = Path(__file__).resolve().parent
 SIDES = ("ours", "trl", "trl_without_correction")

@@ -19,11 +19,11 @@ import torch
 
 from rlhf_megatron.compat import megatron
 from rlhf_megatron.recipe import load_recipe
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.world import join_world, leave_world
 
 if TYPE_CHECKING:
-    from rlhf_megatron.data.batch import RolloutBatch
+    from rlhf_megatron.data.rollout_batch import RolloutBatch
 
 
 def train(recipe: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow.parquet
 from peer_reward import compute_score
 
-from rlhf_megatron.rollout.environment import has_gpu, prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 
 
 def train(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from reports import write_report
 from rich.console import Console
 
 from rlhf_megatron.compat import megatron
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.world import join_world
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.data.packing import MicroBatch, plan_micro_batches
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.topology.exchange import max_over_ranks
 
 if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role
-    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
 WARM_UP_PIECES = 2  # prompts or micro-batches
 

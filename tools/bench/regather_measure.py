@@ -27,7 +27,7 @@ from rlhf_megatron.models.weight_map import Block
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import map_peers
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
-from rlhf_megatron.regather.sides import parameter_shapes, rollout_side, trainer_side
+from rlhf_megatron.regather.shard_specs import parameter_shapes, rollout_shards, trainer_shards
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.world import join_world, leave_world
 
@@ -145,8 +145,8 @@ def measure_case(
 ) -> dict[str, Any]:
     """Times in seconds, the slowest rank's; bytes of the rank that moves most. ``link``, ``copy``: bytes per second."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    sources = trainer_side(architecture, case.layout, range(world))
-    wanted = rollout_side(architecture, case.tensor, range(world), case.expert_parallel)
+    sources = trainer_shards(architecture, case.layout, range(world))
+    wanted = rollout_shards(architecture, case.tensor, range(world), case.expert_parallel)
     held = random_shard(sources.blocks(rank), device)
     targets = empty_shard(wanted.blocks(rank), device)
     started = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rlhf_megatron.monitor.environment import hardware, package_versions
+from rlhf_megatron.monitor.environment_report import hardware, package_versions
 
 _PLACES = ("--output", "--work", "--folder")
 

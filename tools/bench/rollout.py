@@ -35,12 +35,12 @@ import torch.distributed as dist
 from launching import run_on_ranks
 from reports import exit_status, write_report
 
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 if TYPE_CHECKING:
-    from rlhf_megatron.loops.groups import Group
+    from rlhf_megatron.generation.prompt_groups import Group
     from rlhf_megatron.rollout.engine import Request, Sampling
-    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
 WARM_UPS = 1
 # ln(10) over the distance of the 5th and 95th percentile of a normal distribution, in standard deviations.
@@ -117,7 +117,7 @@ def measure(model: str, size: str, repeats: int, oversample: float) -> dict[str,
     """Everything that one engine on each rank is measured for; the same on every rank, collective."""
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.rollout.engine import Sampling
-    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
     prompts, responses, longest_prompt, middle, sequences = SIZES[size]
     longest = middle * 8
@@ -156,7 +156,7 @@ class Load:
     def draw(self, count: int) -> list[Group]:
         """The next prompts."""
         from rlhf_megatron.data.prompts import Prompt
-        from rlhf_megatron.loops.groups import Group
+        from rlhf_megatron.generation.prompt_groups import Group
 
         numbers = range(self._drawn, self._drawn + count)
         self._drawn += count
@@ -164,7 +164,7 @@ class Load:
 
     def requests(self, groups: Sequence[Group]) -> list[Request]:
         """What is still to be generated for ``groups``, each response to its own length."""
-        from rlhf_megatron.loops.groups import requests_for
+        from rlhf_megatron.generation.prompt_groups import requests_for
 
         requests = requests_for(groups, self.responses, self._longest, lambda row: row)
         return [
@@ -191,7 +191,7 @@ def beside_llm_generate(
     engine: VllmEngine, sampling: Sampling, requests: Sequence[Request], repeats: int
 ) -> dict[str, Any]:
     """Tokens per second of both on the same requests."""
-    from rlhf_megatron.rollout.pulling import sampling_params
+    from rlhf_megatron.rollout.vllm.pulling import sampling_params
 
     tokens = sum(request.max_tokens or 0 for request in requests)
     given = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
@@ -260,17 +260,15 @@ class Round:
     def __init__(
         self, engine: VllmEngine, sampling: Sampling, load: Load, scheduling: str, oversample: float = 1.0
     ) -> None:
-        from rlhf_megatron.rollout.tickets import TicketOffice
+        from rlhf_megatron.rollout.work_queue import WorkQueues
 
         self._engine, self._sampling, self._load, self._oversample = engine, sampling, load, oversample
-        self._office = TicketOffice(
-            scheduling, dist.get_rank(), dist.get_world_size(), name=f"{scheduling}{oversample}"
-        )
+        self._office = WorkQueues(scheduling, dist.get_rank(), dist.get_world_size(), name=f"{scheduling}{oversample}")
         self._waiting: list[Group] = []
 
     def run(self, drawn: Sequence[Group]) -> dict[str, float]:
         """Answers as many groups as were ``drawn``: these, or with over-sampling what waits and others of its own."""
-        from rlhf_megatron.loops.groups import groups_left
+        from rlhf_megatron.generation.prompt_groups import groups_left
         from rlhf_megatron.topology.exchange import gather_objects
 
         responses, wanted, groups = self._load.responses, None, list(drawn)

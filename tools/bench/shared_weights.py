@@ -26,12 +26,12 @@ from launching import run_on_ranks
 from random_role import random_role, timed
 from reports import write_report
 
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.world import join_world
 
 if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role
-    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
 WAYS = ("shared", "copied")
 TO_FIRST_TOKEN = ("wake weights", "regather", "wake cache", "first token")
@@ -125,9 +125,9 @@ def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.regather.execute import Regather
     from rlhf_megatron.regather.plan import plan_regather
-    from rlhf_megatron.regather.sharing import describe_sharing, shareable
-    from rlhf_megatron.regather.sides import rollout_side
-    from rlhf_megatron.rollout.vllm_engine import VllmEngine
+    from rlhf_megatron.regather.shard_specs import rollout_shards
+    from rlhf_megatron.regather.views import describe_sharing, shareable
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
     megatron.install()
     torch.manual_seed(1)
@@ -138,7 +138,7 @@ def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache
             parameter.fill_(1.0)
         elif "embedding" in name or "output_layer" in name:
             parameter.mul_(10.0)
-    plan = plan_regather(role.side(), rollout_side(role.architecture, tensor, range(tensor)), dist.get_rank())
+    plan = plan_regather(role.side(), rollout_shards(role.architecture, tensor, range(tensor)), dist.get_rank())
     views = {name: role.parameters()[source] for name, source in shareable(plan).items()}
     section = RolloutSection.model_validate(
         {"max_response_length": length, "max_num_seqs": rows, "kv_cache_gb": kv_cache_gb, "layout": {"tensor": tensor}}

@@ -33,7 +33,7 @@ from reports import exit_status, missed_by, model_and_gpus, rows_of, rows_with, 
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
 from rlhf_megatron.recipe import Recipe, load_recipe
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 HERE = Path(__file__).resolve().parent
 ENGINE_PHASES = ("generate", "logprobs", "update", "regather")

@@ -14,21 +14,21 @@ import raw_engines
 import torch.distributed as dist
 
 from rlhf_megatron.compat import megatron
-from rlhf_megatron.data.batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.recipe import load_recipe
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.exchange import gather_batches
 from rlhf_megatron.topology.world import join_world, leave_world
 
 if TYPE_CHECKING:
-    from rlhf_megatron.loops.rollouts import Rollouts
+    from rlhf_megatron.generation.rollout_worker import Rollouts
     from rlhf_megatron.loops.session import Session
 
 
 def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
     """Runs the recipe, whose metrics stay in its run folder; the seconds of each raw part. Every rank calls it."""
+    from rlhf_megatron.generation.rollout_worker import Rollouts
     from rlhf_megatron.loops.rl import run_rl
-    from rlhf_megatron.loops.rollouts import Rollouts
     from rlhf_megatron.loops.session import Session
 
     session = Session(load_recipe(recipe), resume="none")

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rlhf_megatron.kernels.token_logprob import token_logprobs, token_logprobs_reference
-from rlhf_megatron.rollout.environment import prepare_environment
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 WARM_UPS, REPEATS = 5, 50
 OURS, VLLM, TORCH, FLOOR = "ours", "vLLM", "torch", "reading once"

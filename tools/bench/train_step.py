@@ -20,7 +20,7 @@ import raw_engines
 import torch
 from random_role import make_parser, random_batch, random_role, run, timed
 
-from rlhf_megatron.data.batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.flops import peak_flops, training_flops
 
 if TYPE_CHECKING:

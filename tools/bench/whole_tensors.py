@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block, tensor_shapes
-from rlhf_megatron.regather.plan import Side
+from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.topology.layout import Layout
 
 BUCKET_BYTES = 2 << 30
@@ -31,7 +31,7 @@ class WholeTensors:
         self,
         architecture: Architecture,
         layout: Layout,
-        sources: Side,
+        sources: ShardSpec,
         wanted: Sequence[Block],
         dtype: torch.dtype,
         device: torch.device,

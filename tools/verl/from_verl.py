@@ -18,9 +18,9 @@ from verl_command import Command, check, parse
 from verl_sections import translate
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.recipe.load import make_recipe
+from rlhf_megatron.runtime.command import ArgumentParser, command
 
 
 @command

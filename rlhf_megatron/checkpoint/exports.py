@@ -1,0 +1,129 @@
+"""The trained model as Hugging Face folders of the run: in between, and at the end, however long the disk is full."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weights
+from rlhf_megatron.durable import partial_of, take_name, tidy
+from rlhf_megatron.models.hf_files import companions_of
+from rlhf_megatron.models.lora import Adaptation
+from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.recipe import Recipe, UserError
+from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.runtime.finite import NotFiniteError
+from rlhf_megatron.runtime.watchdog import watchdog
+from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.untrusted import reason_of
+
+ADAPTER_FOLDER = "adapter"  # of an export, in PEFT's format
+# Seconds between attempts to write what nothing else has: half an hour in all.
+_PAUSES = (5, 10, 20, 40, 75, 150, 300, 300, 300, 600)
+
+
+def beginning(saved: int | None) -> str:
+    """Where a run begins that has saved such a step."""
+    return "the beginning" if saved is None else f"step {saved}"
+
+
+class NotWritten(UserError):
+    """The result of a run that nothing could be written to; the next attempt only writes it."""
+
+    is_transient = True
+
+
+class Exports:
+    """The exports of one run's actor. Every call is collective."""
+
+    def __init__(self, recipe: Recipe, run: RunFolder, actor: PlacedRole, device: torch.device | str) -> None:
+        """Finds what a folder needs beside the weights: tokenizer, chat template, the model's code.
+
+        What an attempt that was killed has left half-written is cleared up. Raises UserError where that fails.
+        """
+        self._recipe, self._run, self._actor, self._device = recipe, run, actor, device
+        self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
+        self._writer = min(actor.ranks)  # of weights and adapters
+        folder = run.export(recipe.steps).parent
+        if dist.get_rank() == 0:
+            try:
+                tidy(folder)
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be cleared up ({reason_of(error)}); move it away") from error
+
+    def write(self, step: int) -> str | None:
+        """Writes the actor as it is now, and in its folder the adapters that it has; why that failed, where it did.
+
+        The folder gets its name when all of it is on disk.
+        Raises NotFiniteError on all ranks where the actor is not finite: no later step would mend it.
+        """
+        folder, lora = self._run.export(step), self._recipe.actor.lora
+        parts = partial_of(folder) if lora else folder
+        try:
+            self._write_weights(parts)
+            if lora:
+                self._write_adapters(parts / ADAPTER_FOLDER, Adaptation.of(lora))
+                self._name(parts, folder)
+        except OSError as error:
+            if lora and dist.get_rank() == self._writer:
+                shutil.rmtree(parts, ignore_errors=True)  # what a failure has left takes room
+            return str(error)
+        except NotFiniteError as error:
+            if lora and dist.get_rank() == self._writer:
+                shutil.rmtree(parts, ignore_errors=True)
+            raise NotFiniteError(
+                f"step {step}: the actor is not finite, and not exported: {error}; lower "
+                "actor.optimizer.learning_rate, and go on from an older checkpoint"
+            ) from error
+        return None
+
+    def _write_weights(self, folder: Path) -> None:
+        actor, dtype = self._actor, getattr(torch, self._recipe.model.dtype)
+        side, parameters = actor.side(), actor.parameters()
+        export_weights(folder, self._companions, actor.architecture, side, parameters, dtype, self._device)
+
+    def _write_adapters(self, folder: Path, adaptation: Adaptation) -> None:
+        actor, base = self._actor, self._recipe.model.path
+        side, parameters = actor.adapter_shards(adaptation), actor.adapter_parameters()
+        export_adapters(folder, base, actor.architecture, adaptation, side, parameters, self._device)
+
+    def _name(self, parts: Path, folder: Path) -> None:
+        """Gives the finished folder its name; raises OSError on all ranks where that fails."""
+        problem = None
+        if dist.get_rank() == self._writer:
+            try:
+                take_name(parts, folder)
+            except OSError as error:
+                problem = str(error)
+        problem = from_rank(problem, self._writer)
+        if problem:
+            raise OSError(problem)
+
+    def write_last(self, saved: int | None, tell: Callable[[str], None]) -> Path | None:
+        """Writes the last step where the recipe asks for that, and returns the folder; ``saved`` is the step of the
+        newest checkpoint.
+
+        While that fails and no checkpoint has the step, it is tried again, for the disk may get room meanwhile.
+        Raises UserError on all ranks where what was asked for could not be written.
+        """
+        section, last = self._recipe.checkpoint, self._recipe.steps
+        goes_on = f"make room, and the same command goes on from {beginning(saved)}"
+        if not section.export_at_end:
+            if section.save_interval and saved != last:
+                raise NotWritten(f"{self._run.checkpoints}: step {last} could not be saved; {goes_on}")
+            return None
+        for pause in (*(_PAUSES if saved != last else ()), None):
+            problem = self.write(last)
+            if problem is None:
+                return self._run.export(last)
+            if pause:
+                tell(f"warning: the last step was not exported: {problem}; make room, it is tried again in {pause} s")
+                for _ in range(pause):
+                    time.sleep(1.0)
+                    watchdog.beat()
+        raise NotWritten(f"the last step was not exported: {problem}; {goes_on}")

@@ -1,0 +1,363 @@
+"""When a run saves and where it goes on: the ranks' agreement about the files of checkpoint/storage.py.
+
+Saving takes a copy on the host and returns; a thread of each rank writes it while training goes on. At the end of a
+later step, when every rank's file is on disk, the checkpoint becomes visible. A run that is killed in between has the
+one before. A run that is asked to stop ends here too, after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.checkpoint.exports import beginning
+from rlhf_megatron.checkpoint.manifest import (
+    FORMAT,
+    CheckpointError,
+    Manifest,
+    WrittenFile,
+    file_of_rank,
+    read_manifest,
+)
+from rlhf_megatron.checkpoint.role_state import restore_role, role_state, role_tensors
+from rlhf_megatron.checkpoint.saved_role import files_of_role
+from rlhf_megatron.checkpoint.storage import (
+    MetricValue,
+    TensorFile,
+    damage,
+    discard,
+    found,
+    join_tensors,
+    problems_in,
+    publish,
+    random_state,
+    restore_random_state,
+    split_tensors,
+    step_of,
+    write_tensors,
+)
+from rlhf_megatron.durable import tidy
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.recipe.operations import CheckpointSection
+from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.runtime import faults
+from rlhf_megatron.runtime.finite import NotFiniteError
+from rlhf_megatron.runtime.recovery import RecoveryLog
+from rlhf_megatron.runtime.signals import job_end, stop_signals
+from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.topology.team import Team
+from rlhf_megatron.untrusted import reason_of, shown
+
+Tell = Callable[[str], None]
+_TIME_IS_UP = 1  # no signal that is noted has this number
+
+
+class Part(Protocol):
+    """What else a run remembers, the same on every rank: a tree of dicts with JSON values and tensors."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything that ``load`` needs."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state`` was taken."""
+
+
+class TeamOwnedState:
+    """A part that only one team keeps up to date: its state is that of the team's first rank, on every rank."""
+
+    def __init__(self, part: Part, team: Team) -> None:
+        """Of the world's team, the part is the same everywhere as it is."""
+        self._part, self._team = part, team
+
+    def state(self) -> dict[str, Any]:
+        """See Part; collective over the world."""
+        state = self._part.state()
+        return state if self._team.group is None else from_rank(state, self._team.first)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See Part."""
+        self._part.load(state)
+
+
+class RunStopped(Exception):
+    """The run is to end now, after ``step``, on every rank; when it is started again it goes on from step ``saved``."""
+
+    def __init__(self, step: int, why: str, saved: int | None) -> None:
+        super().__init__(f"stopped after step {step}: {why}")
+        self.step, self.why, self.saved = step, why, saved
+
+
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """One checkpoint on its way to the disk."""
+
+    folder: Path
+    file: Future[WrittenFile]
+    state: dict[str, Any]
+    worth: MetricValue | None
+
+
+def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
+    """The checkpoint to go on from: the newest sound one, a given one, or None; the same on every rank, collective.
+
+    ``resume``: "auto" (the newest in ``folder`` that is whole; damaged ones are told and passed over), "none", or the
+    path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
+    Raises CheckpointError where the given one is damaged, or all are.
+    """
+    problems: list[str] = []
+    saved, refusal = from_rank(_look(folder, resume, problems) if dist.get_rank() == 0 else ([], None))
+    if refusal:
+        raise CheckpointError(refusal)
+    for line in problems:
+        tell(f"warning: {line}")
+    if resume == "none" and not saved:
+        return None
+    resume = "auto" if saved else resume
+    candidates = saved if resume == "auto" else [Path(resume)]
+    for candidate in candidates:
+        problem, version = _agreed_damage(candidate)
+        if problem is None:
+            if version < FORMAT:
+                tell(f"{candidate}: is of an earlier version; its manifest has no digest that would show damage")
+            return candidate
+        if resume != "auto":
+            raise CheckpointError(f"--resume {shown(candidate)}: {problem}")
+        tell(f"warning: {problem}; this checkpoint is passed over")
+    if candidates:
+        raise CheckpointError(
+            f"{folder}: none of {len(candidates)} checkpoints can be used; give --resume none to start anew"
+        )
+    return None
+
+
+class Checkpoints:
+    """Saves and restores a run's learning roles and parts. Every call is collective."""
+
+    def __init__(
+        self,
+        folder: Path,
+        section: CheckpointSection,
+        roles: Mapping[str, PlacedRole],
+        parts: Mapping[str, Part],
+        tell: Tell,
+    ) -> None:
+        """``folder`` is the run's checkpoints/; ``tell`` shows a line to the person who watches (on rank 0)."""
+        self._folder, self._section = folder, section
+        self._roles, self._parts, self._tell = dict(roles), dict(parts), tell
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: _Save | None = None
+        self._held: dict[str, torch.Tensor] = {}  # the memory of a save; there is one at a time
+        self._rank = dist.get_rank()
+        self._recovery = RecoveryLog(folder.parent)
+        self.saved: int | None = None
+        """The step of the newest checkpoint of this run, the same on every rank."""
+        self._limit = _TimeLimit(section.save_before_seconds, job_end(os.environ))
+        if section.save_before_seconds and self._limit.end is None:
+            tell("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
+
+    def restore(self, checkpoint: Path) -> int:
+        """Brings roles and parts to where ``checkpoint`` was saved; returns its step."""
+        manifest = read_manifest(checkpoint)
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(TensorFile(checkpoint / file.name)) for file in manifest.files]
+            for name, role in self._roles.items():
+                if name not in manifest.state.get("roles", {}):
+                    raise CheckpointError(f"{checkpoint}: has no {name}; it was saved by a run without one")
+                state = manifest.state["roles"][name]
+                if role.local:
+                    with _damage_of(checkpoint, name):
+                        restore_role(role.local, state, files_of_role(state, files))
+            for name, part in self._parts.items():
+                with _damage_of(checkpoint, name):
+                    part.load(join_tensors(manifest.state["parts"][name], files[0]))
+            for name, role in self._roles.items():
+                problem = role.not_finite(optimizer=True)
+                if problem:
+                    raise CheckpointError(f"{checkpoint}: {name} is not finite: {problem}; give --resume another one")
+            if len(files) == dist.get_world_size():
+                prefix = "random/"
+                own = files[self._rank]
+                with _damage_of(checkpoint, "random numbers"):
+                    restore_random_state({name: own.tensor(prefix + name) for name in own.about["random"]})
+        self.saved = step = step_of(checkpoint)
+        if self._rank == 0:
+            self._recovery.append("resume", step, f"from {checkpoint}")
+        return step
+
+    def after(self, step: int, last: bool, skipped: bool, worth: float | None) -> None:
+        """Saves after ``step`` if it is due, and publishes what has been written meanwhile.
+
+        A step that was ``skipped`` is not saved while others follow: a rollback goes to where steps still succeeded.
+        ``worth``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
+
+        Raises NotFiniteError on all ranks where there are weights to save, or to end with, that are not finite: the
+        checkpoints of before stay as they are.
+        Raises RunStopped, once a checkpoint is published or could not be written, where a rank has been asked to stop
+        or the job is about to end; not after the last step, which ends the run anyway.
+        """
+        unwritten = self._pending is not None and not self._pending.file.done()
+        flags = torch.tensor([int(unwritten), 0 if last else self._reason_to_stop()])
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        still_writing, reason = flags.tolist()
+        interval = self._section.save_interval
+        due = bool(reason or (interval and (last or (step % interval == 0 and not skipped))))
+        if due or last or not still_writing:
+            self._publish_pending()  # one at a time
+        if due or last:
+            self._refuse_nonfinite(step, is_saved=due)
+        if due:
+            self._begin(step, worth)
+        if reason or last:
+            self._publish_pending()
+        if reason:
+            why = self._limit.text() if reason == _TIME_IS_UP else f"{signal.Signals(reason).name} came"
+            if self._rank == 0:
+                self._recovery.stop(step, why, saved=self.saved == step)
+            raise RunStopped(step, why, self.saved)
+
+    def _reason_to_stop(self) -> int:
+        """Why this rank would stop now: the number of a signal, _TIME_IS_UP, or 0."""
+        return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
+
+    def _refuse_nonfinite(self, step: int, is_saved: bool) -> None:
+        """No gradient is finite from there on, so no step would mend it. What is not saved may not be on the device."""
+        for name, role in self._roles.items():
+            problem = role.not_finite(optimizer=is_saved)
+            if problem:
+                raise NotFiniteError(
+                    f"step {step}: {name} is not finite, and not saved: {problem}; lower "
+                    f"{name}.optimizer.learning_rate, and the same command goes on from {beginning(self.saved)}"
+                )
+
+    def _begin(self, step: int, worth: float | None) -> None:
+        folder = self._folder / f"step-{step}"
+        tensors: dict[str, torch.Tensor] = {}
+        pieces = {}
+        for name, role in self._roles.items():
+            if role.local:
+                of_role, pieces[name] = role_tensors(role.local, self._held)
+                tensors |= of_role
+        plain, of_parts = split_tensors({name: part.state() for name, part in self._parts.items()}, "parts")
+        if self._rank == 0:
+            tensors |= of_parts
+        random = random_state()
+        tensors |= {f"random/{name}": value for name, value in random.items()}
+        roles = {
+            name: role.everywhere(role_state(role.local) if role.local else {}) for name, role in self._roles.items()
+        }
+        about = {"pieces": pieces, "random": sorted(random)}
+        file = self._writer.submit(write_tensors, folder, file_of_rank(self._rank), tensors, about)
+        best = self._section.keep_best
+        value = MetricValue(best.metric, best.mode, worth) if best and worth is not None else None
+        faults.at("write", step)
+        state = {"step": step, "launch": self._recovery.launch(), "roles": roles, "parts": plain}
+        self._pending = _Save(folder, file, state, value)
+
+    def _publish_pending(self) -> None:
+        """Makes the pending checkpoint visible, if there is one, once every rank has written its file."""
+        save, self._pending = self._pending, None
+        if save is None:
+            return
+        error = save.file.exception()
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, str(error) if error else save.file.result())
+        failures = [f"rank {rank}: {result}" for rank, result in enumerate(written) if isinstance(result, str)]
+        failures[1:] = [f"{len(failures) - 1} more ranks failed"] if failures[1:] else []
+        # Nobody may begin the next one, or end, before the folder has its name.
+        if from_rank(self._rank == 0 and self._publish(save, written, failures)):
+            self.saved = step_of(save.folder)
+
+    def _publish(self, save: _Save, files: list[WrittenFile], failures: list[str]) -> bool:
+        """Whether it is visible now: one that cannot be written is told, and the one before stays the newest."""
+        try:
+            if not failures:
+                publish(save.folder, files, save.state, self._section.keep_last_k, save.worth)
+                return True
+        except OSError as error:
+            failures = [str(error)]
+        discard(save.folder)
+        self._tell(f"warning: {save.folder.name} was not saved: {'; '.join(failures)}")
+        return False
+
+
+class _TimeLimit:
+    """Whether another step fits before the end of the job, less the time to save and leave."""
+
+    def __init__(self, save_before_seconds: float, end: float | None) -> None:
+        self.end = end if save_before_seconds else None
+        self._save_before_seconds = save_before_seconds
+        self._step_began, self._longest_step = time.monotonic(), 0.0
+
+    def is_reached_in_the_next_step(self) -> bool:
+        """Call it at the end of each step."""
+        now = time.monotonic()  # a correction of the system's clock makes no step longer
+        self._longest_step = max(self._longest_step, now - self._step_began)
+        self._step_began = now
+        return self.end is not None and time.time() + self._longest_step > self.end - self._save_before_seconds
+
+    def text(self) -> str:
+        """Why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""
+        return f"the next step would end less than {self._save_before_seconds:g} s before the job does"
+
+
+def _look(folder: Path, resume: str, problems: list[str]) -> tuple[list[Path], str | None]:
+    """(the checkpoints of ``folder`` that may be gone on from, why there can be none), on rank 0; what is passed over
+    is added to ``problems``."""
+    try:
+        tidy(folder)
+        problems += problems_in(folder)
+        return found(folder) if resume == "auto" else _saved_by_this_launch(folder, problems), None
+    except CheckpointError as error:
+        return [], str(error)
+    except OSError as error:
+        return [], f"{folder}: cannot be cleared up ({reason_of(error)})"
+
+
+def _saved_by_this_launch(folder: Path, problems: list[str]) -> list[Path]:
+    """The checkpoints in ``folder`` of this launch's attempts so far, the newest step first."""
+    own, launch = [], RecoveryLog(folder.parent).launch()
+    for checkpoint in found(folder):
+        try:
+            if read_manifest(checkpoint).state.get("launch") == launch:
+                own.append(checkpoint)
+        except CheckpointError as error:
+            problems.append(f"{error}; this checkpoint is passed over")
+    return own
+
+
+def _agreed_damage(checkpoint: Path) -> tuple[str | None, int]:
+    """(what any rank finds wrong with the files that it checks, each a part of them, the manifest's format); the same
+    on every rank."""
+    version = FORMAT
+    try:
+        step_of(checkpoint)
+        manifest: Manifest = read_manifest(checkpoint)
+        version = manifest.format
+        problem = damage(checkpoint, manifest.files[dist.get_rank() :: dist.get_world_size()])
+    except (CheckpointError, OSError) as error:  # the latter: a disk or a file server that fails as it is read
+        problem = str(error)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next((text for text in problems if text), None), version
+
+
+@contextlib.contextmanager
+def _damage_of(checkpoint: Path, what: str) -> Iterator[None]:
+    """Tells where what a checkpoint says of ``what`` is of no use, whoever wrote it so."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        said = f"{type(error).__name__}: {reason_of(error)}"
+        raise CheckpointError(f"{checkpoint}: what it says of {what} cannot be used ({said})") from error

@@ -1,0 +1,103 @@
+"""A learning role's state as tensors of this rank, and back from a checkpoint of any layout.
+
+Megatron's distributed optimizer gives each data-parallel rank a range of each parameter, flattened. A rank writes its
+ranges of the full-precision weights and of both moments; ``saved`` reads them in any other layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.checkpoint.manifest import CheckpointError
+from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole
+from rlhf_megatron.checkpoint.storage import TensorFile
+from rlhf_megatron.models.weight_map import is_expert
+from rlhf_megatron.roles.host_memory import pinned_buffers
+from rlhf_megatron.roles.optimizer_state import MOMENTS, is_distributed, moments_of, owned_ranges
+from rlhf_megatron.roles.role import Role
+
+
+def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(CPU copies of what this rank owns, what a reader must know about them).
+
+    ``held`` keeps the copies' memory for the next call, which overwrites it: page-locked memory takes long to get, and
+    without it the copy takes long.
+    """
+    kept: dict[str, Tensor] = {}
+    pieces: dict[str, Any] = {}
+    distributed = is_distributed(role)
+    for owned in owned_ranges(role):
+        groups = role.learning_groups
+        group = groups.expt_dp if is_expert(owned.name) else groups.dp_cp
+        if group.rank() and not distributed:
+            continue  # the first data-parallel rank has the same
+        pieces[owned.name] = {"start": owned.start, "stop": owned.stop, "shape": list(owned.shape)}
+        for kind, value in {"weights": owned.weights, **moments_of(owned)}.items():
+            kept[f"{role.name}/{kind}/{owned.name}"] = value.detach().reshape(-1)
+    new = [name for name in kept if name not in held]
+    for name, buffer in zip(new, pinned_buffers([kept[name].nbytes for name in new]), strict=True):
+        held[name] = buffer.view(kept[name].dtype)
+    tensors = {name: held[name].copy_(value, non_blocking=True) for name, value in kept.items()}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return tensors, pieces
+
+
+def role_state(role: Role) -> dict[str, Any]:
+    """What is the same on all ranks of a role (plain JSON): its layout, and how far it has learnt."""
+    return {
+        "layout": dataclasses.asdict(role.learning_layout),
+        "ranks": role.ranks,
+        "architecture": dataclasses.asdict(role.architecture),
+        "implementation": role.implementation,
+        "adapters": dataclasses.asdict(role.adapters.adaptation) if role.adapters else None,
+        "base": role.adapters.base if role.adapters else None,
+        "rows_of_attention": ROWS_OF_ATTENTION,
+        "steps_taken": role.steps_taken,
+        "loss_scale": role.loss_scale.state() if role.loss_scale else None,
+        "optimizer_steps": max((int(owned.counters.get("step", 0)) for owned in owned_ranges(role)), default=0),
+    }
+
+
+def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
+    """Fills weights, moments and counters of this rank from the files of the role's ranks that wrote the checkpoint.
+
+    Of a role with adapters these are the adapters', and its weights follow.
+    Raises CheckpointError where they do not hold all of the model, or another one.
+    """
+    adaptation = role.adapters.adaptation if role.adapters else None
+    saved = SavedRole(role.name, role.architecture, state, files, adaptation)
+    if role.adapters and state.get("base") != role.adapters.base:
+        raise CheckpointError(
+            f"the checkpoint's adapters of {role.name} belong to other weights than those of model.path; name the "
+            "folder that the run began with, give --resume none, or the run another name"
+        )
+    steps = int(state["optimizer_steps"])
+    owned = {part.name: part for part in owned_ranges(role)}
+    live = dict(role.learning.named_parameters())
+    with torch.no_grad():
+        for name, copies in saved.copies(role.learning_blocks()).items():
+            parameter = live[name]
+            whole = parameter.detach().float().cpu()  # the rows of a padded vocabulary stay
+            saved.fill(whole, copies, "weights")
+            parameter.copy_(whole)
+            if name not in owned:
+                continue
+            part = owned[name]
+            part.weights.copy_(whole.reshape(-1)[part.start : part.stop])
+            if steps:
+                for kind in MOMENTS:
+                    moment = torch.zeros_like(whole)
+                    saved.fill(moment, copies, kind)
+                    part.state[kind] = moment.reshape(-1)[part.start : part.stop].to(part.weights.device).clone()
+                # A tensor of its own for each parameter: torch adds to it in place.
+                part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps
+    role.merge_adapters()
+    role.steps_taken = int(state["steps_taken"])
+    if role.loss_scale and state.get("loss_scale"):
+        role.loss_scale.load(state["loss_scale"])

@@ -1,0 +1,252 @@
+"""A role as a checkpoint has it: its parameters whole, out of what each rank of the writer's layout has written.
+
+Data-parallel ranks wrote ranges of each parameter, flattened (see ``state``). From there it goes on like a regathering,
+by the rectangles of the weight map, so that the reader's layout may be another, or none at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from rlhf_megatron.checkpoint.manifest import CheckpointError, first_problem
+from rlhf_megatron.checkpoint.storage import TensorFile
+from rlhf_megatron.models.architecture import Architecture, Head
+from rlhf_megatron.models.lora import Adaptation, adapter_blocks, whole_adapter_blocks
+from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, whole_blocks
+from rlhf_megatron.regather.plan import Copy, ShardSpec, plan_regather
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.untrusted import reason_of, shown
+
+ROWS_OF_ATTENTION = "stacked"  # written down, since nothing else tells a fused matrix in another order
+_READER = -1  # whoever reads is none of the ranks that wrote
+
+
+def _check_architecture(role: str, wanted: Architecture, saved: Mapping[str, Any]) -> None:
+    # Through JSON, as the saved one went: tuples become lists.
+    own = json.loads(json.dumps(dataclasses.asdict(wanted)))
+    del own["end_token_ids"]  # a matter of generation
+    different = [
+        f"{key} {shown(saved.get(key), 60)} and not {value}" for key, value in own.items() if saved.get(key) != value
+    ]
+    if different:
+        raise CheckpointError(
+            f"the checkpoint is of another model than {role}'s: it has {'; '.join(different)}; give "
+            "--resume none, or the run another name"
+        )
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Adapters(_Strict):
+    rank: int = Field(ge=1)
+    scale: float = Field(gt=0, allow_inf_nan=False)
+    modules: list[str] = Field(min_length=1)
+
+
+class RoleState(_Strict):
+    """What a manifest says of a role, as ``state.role_state`` has written it."""
+
+    layout: dict[str, int | None]
+    ranks: list[Annotated[int, Field(ge=0)]] | None = None  # of all ranks, where an earlier version wrote it
+    architecture: dict[str, Any]
+    implementation: Literal["local", "transformer_engine"]
+    adapters: _Adapters | None = None
+    base: Any = None
+    rows_of_attention: str | None = None
+    steps_taken: int = Field(ge=0)
+    loss_scale: tuple[float, int] | None = Field(None, strict=False)
+    optimizer_steps: int = Field(ge=0)
+
+
+def checked_state(state: Mapping[str, Any]) -> RoleState:
+    """A role's ``state`` in a manifest; raises CheckpointError where it is not as a run writes it."""
+    try:
+        return RoleState.model_validate(state)
+    except ValidationError as error:
+        raise CheckpointError(f"the checkpoint's state of a role is damaged ({first_problem(error)})") from error
+
+
+def head_of(state: Mapping[str, Any]) -> Head:
+    """The head of the model that a role's ``state`` in a manifest is of."""
+    return "scalar" if checked_state(state).architecture.get("head") == "scalar" else "language"
+
+
+def files_of_role(state: Mapping[str, Any], files: Sequence[TensorFile]) -> list[TensorFile]:
+    """Those of the role's ranks, in their order; raises CheckpointError where there are not so many."""
+    ranks = checked_state(state).ranks
+    if ranks is None:
+        return list(files)
+    if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= len(files):
+        raise CheckpointError(f"the checkpoint has {len(files)} files, which are not those of its ranks {ranks[:8]}")
+    return [files[rank] for rank in ranks]
+
+
+def saved_adaptation(state: Mapping[str, Any]) -> Adaptation | None:
+    """What adapters a role's ``state`` in a manifest is of, where it is not of the whole model."""
+    saved = checked_state(state).adapters
+    return Adaptation(saved.rank, saved.scale, tuple(saved.modules)) if saved else None
+
+
+def _check_adaptation(role: str, wanted: Adaptation | None, saved: Adaptation | None) -> None:
+    if wanted == saved:
+        return
+    has, asked = (
+        f"adapters of rank {each.rank} and scale {each.scale:g} on {', '.join(each.modules)}" if each else "the weights"
+        for each in (saved, wanted)
+    )
+    raise CheckpointError(
+        f"the checkpoint has {has} of {role}, and the recipe asks for {asked} ({role}.lora); change it back, give "
+        "--resume none, or the run another name"
+    )
+
+
+class _Piece(_Strict):
+    """A range of a parameter, flattened."""
+
+    shape: list[Annotated[int, Field(ge=0)]] = Field(max_length=8)
+    start: int
+    stop: int
+
+
+_Place = tuple[str, int, int, int]
+
+
+def _places(layout: Layout, position: int) -> tuple[_Place, _Place]:
+    """What tells the shards of most parameters apart, and what those of experts; data-parallel ranks have the same."""
+    place, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
+    return (
+        ("layer", place.pipeline, place.tensor, 0),
+        ("experts", of_experts.pipeline, of_experts.tensor, of_experts.expert),
+    )
+
+
+class SavedRole:
+    """What the files of a role's ranks hold of its model; they stay open as long as it is used."""
+
+    def __init__(
+        self,
+        name: str,
+        architecture: Architecture,
+        state: Mapping[str, Any],
+        files: Sequence[TensorFile],
+        adaptation: Adaptation | None = None,
+    ) -> None:
+        """``state`` is the role's in the manifest, ``files`` are those of its ranks in their order.
+
+        ``adaptation`` is the reader's; with one, the files are to hold its adapters and nothing else.
+        Raises CheckpointError where they do not belong together, or are of another version.
+        """
+        self._role, self._architecture, self._files = name, architecture, files
+        self._adaptation = adaptation
+        checked = checked_state(state)
+        _check_architecture(name, architecture, checked.architecture)
+        _check_adaptation(name, adaptation, saved_adaptation(state))
+        if checked.rows_of_attention != ROWS_OF_ATTENTION:
+            raise CheckpointError(
+                f"the checkpoint was written by another version, with {name}'s queries, keys and values in another "
+                "order; go on with that version, or give --resume none"
+            )
+        try:
+            self._layout = Layout(**checked.layout)  # type: ignore[arg-type]  # None where a field may be that
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's layout of {name} is none ({reason_of(error)})") from error
+        self._implementation = checked.implementation
+        if len(files) != self._layout.size:
+            raise CheckpointError(f"the checkpoint has files of {len(files)} ranks; its {name} had {self._layout.size}")
+        self._peers: dict[_Place, list[int]] = defaultdict(list)
+        self._places = [_places(self._layout, position) for position in range(self._layout.size)]
+        first: dict[tuple[_Place, _Place], int] = {}
+        for position, places in enumerate(self._places):
+            first.setdefault(places, position)
+            for place in places:
+                self._peers[place].append(position)
+        self._positions = list(first.values())
+        self._parameter = lru_cache(maxsize=2)(self._read)
+
+    def copies(self, wanted: Sequence[Block]) -> dict[str, list[Copy]]:
+        """Which rectangles fill each parameter of ``wanted``, for ``fill``."""
+        held = {position: self._blocks(position) for position in self._positions}
+        by_parameter: dict[str, list[Copy]] = defaultdict(list)
+        for copy in plan_regather(ShardSpec.of(held), ShardSpec.of({_READER: wanted}), rank=_READER).receives:
+            by_parameter[copy.destination_parameter].append(copy)
+        return by_parameter
+
+    def _blocks(self, position: int) -> list[Block]:
+        if self._adaptation:
+            return adapter_blocks(self._architecture, self._adaptation, self._layout, position)
+        return megatron_blocks(self._architecture, self._layout, position, self._implementation)
+
+    def whole_blocks(self) -> list[Block]:
+        """What ``tensors`` gives."""
+        if self._adaptation:
+            return whole_adapter_blocks(self._architecture, self._adaptation)
+        return whole_blocks(self._architecture)
+
+    def fill(self, whole: Tensor, copies: Sequence[Copy], kind: str) -> None:
+        """Writes the rectangles of ``copies`` into the reader's parameter; ``kind``: "weights" or a moment's name."""
+        for copy in copies:
+            source = self._parameter(copy.source, copy.source_parameter, kind)
+            extent = [stop - start for start, stop in copy.region]
+            ends = [at + size for at, size in zip(copy.source_offset, extent, strict=True)]
+            if len(ends) != source.dim() or any(end > size for end, size in zip(ends, source.shape, strict=True)):
+                shape = f"shape {tuple(source.shape)}, which its layout does not have"
+                raise CheckpointError(f"the checkpoint's {self._role}/{kind}/{copy.source_parameter} has {shape}")
+            target = tuple(slice(at, at + size) for at, size in zip(copy.destination_offset, extent, strict=True))
+            window = tuple(slice(at, at + size) for at, size in zip(copy.source_offset, extent, strict=True))
+            whole[target] = source[window]
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every Hugging Face tensor whole, with its name, one at a time; of adapters, every A and B."""
+        blocks = self.whole_blocks()
+        copies = self.copies(blocks)
+        for block in blocks:
+            whole = torch.empty([stop for _, stop in block.region])
+            self.fill(whole, copies[block.parameter], "weights")
+            yield block.tensor, whole.to(dtype)
+
+    def _read(self, position: int, name: str, kind: str) -> Tensor:
+        """A parameter of the writer's layout, joined from the ranges of its data-parallel ranks."""
+        of_layer, of_experts = self._places[position]
+        peers = self._peers[of_experts if is_expert(name) else of_layer]
+        tensor = f"{self._role}/{kind}/{name}"
+        pieces = [(piece, self._files[peer]) for peer in peers if (piece := self._piece(self._files[peer], name))]
+        pieces.sort(key=lambda pair: (pair[0].start, pair[0].stop))
+        ends = [0, *(piece.stop for piece, _ in pieces)]
+        size = math.prod(pieces[0][0].shape) if pieces else 0
+        # Nothing is allocated before it is known that the files have as much.
+        if (
+            not pieces
+            or [piece.start for piece, _ in pieces] != ends[:-1]
+            or ends[-1] != size
+            or any(piece.shape != pieces[0][0].shape for piece, _ in pieces)
+            or any(file.shape(tensor) != (piece.stop - piece.start,) for piece, file in pieces)
+        ):
+            count = f"not just the {size} elements" if pieces else "nothing"
+            raise CheckpointError(f"the checkpoint holds {count} of {self._role}'s {kind} of {shown(name)}")
+        whole = torch.zeros(pieces[0][0].shape)
+        for piece, file in pieces:
+            value = file.tensor(tensor)
+            if value.dtype != torch.float32:
+                raise CheckpointError(f"the checkpoint holds {tensor} as {value.dtype}, and float32 is written")
+            whole.view(-1)[piece.start : piece.stop] = value
+        return whole
+
+    def _piece(self, file: TensorFile, name: str) -> _Piece | None:
+        """Which range of a parameter a file has, if it has one."""
+        try:
+            of_role = file.about["pieces"][self._role]
+            return _Piece.model_validate(of_role[name]) if name in of_role else None
+        except (KeyError, TypeError, ValidationError) as error:
+            raise CheckpointError(f"{file.path}: its description of {shown(name)} is damaged") from error

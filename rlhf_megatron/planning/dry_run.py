@@ -1,0 +1,252 @@
+"""The text of ``--dry-run``: what a recipe would do on a world of any size. Needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rlhf_megatron.planning.feasibility import check_architecture
+from rlhf_megatron.planning.memory import (
+    TIGHT,
+    Estimate,
+    StageMemory,
+    all_logits,
+    estimate,
+    keeps_logits,
+    micro_batch_tokens,
+    role_shape,
+)
+from rlhf_megatron.planning.model_shape import ModelShape, planning_config, shape_of
+from rlhf_megatron.recipe.load import resolved_yaml
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
+from rlhf_megatron.recipe.unsupported import unsupported
+from rlhf_megatron.recipe.world_checks import (
+    check_world,
+    is_made,
+    layout_of,
+    role_ranks,
+    roles_of,
+    stage_layers,
+)
+from rlhf_megatron.redaction import redact
+
+_LARGE_LOGITS_GB = 0.5  # from where on making them once is worth a key
+
+
+def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None, times: Sequence[str] = ()) -> str:
+    """The plan of ``recipe`` on ``world_size`` GPUs as plain text: recipe, layouts, batch, memory, what cannot be done.
+
+    ``regather_summary`` is one line about the bytes of a regathering, ``times`` are some about the time of a step, from
+    a caller that can reckon them. Raises RecipeError where a layout does not fit the world or the model, or where there
+    is no config.json to plan with.
+    """
+    config = planning_config(recipe)
+    check_world(recipe, world_size)
+    check_architecture(recipe, config)
+    shape = shape_of(config)
+    memory = estimate(recipe, shape, world_size)
+    sections = [
+        ("Recipe", resolved_yaml(recipe, redact).rstrip().splitlines()),
+        ("Model", [_model_line(recipe, shape), *_adapter_lines(recipe, shape)]),
+        ("Layouts", list(_layout_lines(recipe, shape, world_size))),
+        ("One step", list(_batch_lines(recipe, world_size, memory))),
+        ("Regathering", [regather_summary] if regather_summary else []),
+        ("Time of one step (estimate, without reward functions)", times),
+        ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", list(_memory_lines(recipe, memory, shape))),
+        ("Not in this version", unsupported(recipe) or ["nothing that the recipe asks for"]),
+    ]
+    blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
+    return f"Plan of {recipe.name} on {world_size} GPUs\n\n" + "\n\n".join(blocks) + "\n"
+
+
+def _model_line(recipe: Recipe, shape: ModelShape) -> str:
+    experts = ""
+    if shape.experts:
+        active = f"{shape.active_parameters / 1e9:.2f}B"
+        experts = f", {shape.experts} experts of which {shape.experts_per_token} work on a token ({active} parameters)"
+    return (
+        f"{shape.parameters:,} parameters ({shape.parameters / 1e9:.2f}B) in {recipe.model.dtype}: "
+        f"{shape.layers} layers of {shape.hidden}, {shape.heads} heads, {shape.key_value_heads} key-value heads, "
+        f"vocabulary {shape.vocabulary}{experts}"
+    )
+
+
+def _adapter_lines(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    lora = recipe.actor.lora
+    if lora is not None:
+        learns = shape.layers * shape.adapter_parameters(lora)
+        yield (
+            f"{learns:,} parameters of adapters learn, {learns / shape.parameters:.2%} of these: rank {lora.rank} on "
+            f"{', '.join(lora.modules)}"
+        )
+
+
+def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterator[str]:
+    for name, section in roles_of(recipe).items():
+        if not is_made(recipe, name):
+            why = "algorithm.kl_coef is 0" if recipe.loop == "rl" else f"loop {recipe.loop} needs none"
+            yield f"{name}: not made, since {why}"
+            continue
+        own = role_shape(recipe, name, section, shape)
+        ranks = role_ranks(recipe, name, world_size)
+        yield from _role_lines(name, section, layout_of(recipe, section), own, len(ranks))
+    if recipe.reference_is_base:
+        yield "reference: the actor without its adapters"
+    if recipe.loop == "rl" and recipe.rollout is not None:
+        tensor = recipe.rollout.layout.tensor
+        ranks = role_ranks(recipe, "rollout", world_size)
+        whole = ", experts whole" if recipe.rollout.layout.expert_parallel else ""
+        given = "" if recipe.rollout.ranks == "all" else f"{recipe.rollout.ranks} (counted from 0 below)"
+        groups, replicas = _groups(tensor, 1, len(ranks)), _count(len(ranks) // tensor, "replica")
+        yield f"rollout: {replicas} of tensor {tensor}{whole}, on ranks {given or groups}"
+        if given:
+            yield f"  replicas: {groups}"
+        if recipe.rollout.steps_ahead:
+            yield "  each batch is generated while the one before is learnt from"
+
+
+def _role_lines(name: str, section: RoleSection, layout: LayoutSection, shape: ModelShape, world: int) -> Iterator[str]:
+    data = world // layout.model_gpus
+    degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": data}
+    shown = " x ".join(f"{key} {value}" for key, value in degrees.items() if value > 1 or key in ("tensor", "data"))
+    cut = section.sequence_parallel or shape.experts
+    extras = ", sequence parallel" if cut and layout.tensor > 1 else ""
+    where = _span(0, world) if section.ranks == "all" else f"{section.ranks} (counted from 0 below)"
+    yield f"{name}: {shown} on ranks {where}{extras}"
+    # Ranks are numbered tensor first, then context, data, pipeline, which is the order of topology.Layout.
+    if layout.tensor > 1:
+        yield f"  tensor groups: {_groups(layout.tensor, 1, world)}"
+    if layout.context > 1:
+        yield f"  context groups: {_groups(layout.tensor * layout.context, layout.tensor, world)}"
+    if shape.experts:
+        held, parts = shape.experts // layout.expert, layout.expert_gpus // layout.expert
+        yield f"  experts: {held} on each GPU" + ("" if parts == 1 else f", 1/{parts} of each")
+    if layout.expert > 1:
+        yield f"  expert groups: {_groups(layout.expert_gpus, layout.expert_gpus // layout.expert, world)}"
+    stage_size = world // layout.pipeline
+    if layout.pipeline > 1:
+        counts, chunks = stage_layers(layout, shape.layers), layout.virtual_pipeline or 1
+        for stage, count in enumerate(counts):
+            ranks = _span(stage * stage_size, (stage + 1) * stage_size)
+            # The stages take chunks in turns.
+            starts = [(chunk * shape.layers + sum(counts[:stage])) // chunks for chunk in range(chunks)]
+            layers = ", ".join(_span(start, start + count // chunks) for start in starts)
+            yield f"  stage {stage}: layers {layers} on ranks {ranks}"
+    if data > 1:
+        yield f"  data groups: {_groups(stage_size, layout.tensor * layout.context, world)}"
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+
+
+def _groups(size: int, stride: int, world: int) -> str:
+    """The groups of ranks ``stride`` apart within blocks of ``size``: the first ones and the last."""
+    total = world // size * stride
+    indices = list(range(total)) if total <= 4 else [0, 1, total - 1]
+    listed = []
+    for index in indices:
+        block = index // stride * size
+        members = [str(rank) for rank in range(block + index % stride, block + size, stride)]
+        if stride == 1:
+            listed.append(_span(block, block + size))
+        else:
+            listed.append(",".join(members if len(members) <= 4 else [*members[:2], "..", members[-1]]))
+    if total > 4:
+        listed.insert(2, "...")
+    return "; ".join(listed) + (f" ({total} groups)" if total > 4 else "")
+
+
+def _batch_lines(recipe: Recipe, world_size: int, memory: Estimate) -> Iterator[str]:
+    batch = recipe.batch
+    data = len(role_ranks(recipe, "actor", world_size)) // recipe.actor.layout.model_gpus
+    rows = batch.prompts_per_step * batch.responses_per_prompt
+    updates = batch.updates_per_step
+    if recipe.loop == "rl":
+        yield f"{batch.prompts_per_step} prompts x {batch.responses_per_prompt} responses = {rows} rows"
+        if memory.rollout is not None:
+            replicas = memory.rollout.replicas
+            yield f"rollout: {_mean(rows, replicas)} rows for each of {_count(replicas, 'replica')}"
+    else:
+        yield f"{rows} rows" if recipe.rows_per_response == 1 else f"{rows} pairs"
+    per_update = batch.minibatch_prompts or batch.prompts_per_step
+    per_update *= batch.responses_per_prompt * recipe.rows_per_response
+    yield (
+        f"update: {_count(updates, 'optimizer step')} of {per_update} rows, {_mean(per_update, data)} per "
+        f"data-parallel rank, in micro-batches of up to {micro_batch_tokens(recipe, recipe.actor):,} tokens"
+    )
+
+
+def _mean(total: int, parts: int) -> str:
+    return str(total // parts) if total % parts == 0 else f"about {total / parts:.0f}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _memory_lines(recipe: Recipe, memory: Estimate, shape: ModelShape) -> Iterator[str]:
+    for name, stages in memory.roles.items():
+        yield _role_memory_line(name, stages)
+    rollout = memory.rollout
+    if rollout is not None:
+        shared = f" (of which {rollout.shared:.1f} in the actor's memory)" if rollout.shared else ""
+        yield (
+            f"rollout: weights {rollout.weights:.1f}{shared} + KV cache {rollout.cache:.1f}: "
+            f"{rollout.cache_tokens:,} tokens, or {rollout.longest_sequences:,} sequences of full length at a time per "
+            "replica"
+        )
+        if recipe.why_weights_are_copied:
+            yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
+    limit = recipe.cluster.gpu_memory_gb
+    for phase, needed in memory.phases.items():
+        verdict = f"does NOT fit: {_advice(recipe, phase, shape)}" if needed > limit else "fits"
+        if verdict == "fits" and needed > TIGHT * limit:
+            verdict = "fits barely"
+        yield f"phase {phase}: {needed:.1f} of {limit:g}, {verdict}"
+    if rollout is not None and not rollout.longest_sequences:
+        yield "the KV cache does NOT hold one sequence of full length: raise rollout.gpu_memory_utilization"
+    if keeps_logits(recipe, recipe.actor, shape) or role_shape(recipe, "actor", recipe.actor, shape).scalar_head:
+        return
+    logits = all_logits(recipe, recipe.actor, shape)
+    if logits > _LARGE_LOGITS_GB and memory.phases["update"] + logits < TIGHT * limit:
+        enough = math.ceil(10 * logits) / 10
+        yield f"an update makes its logits twice; once with actor.kept_logits_gb={enough:g}, for which there is memory"
+
+
+def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
+    role = max(stages, key=lambda stage: stage.peak)
+    where = f", stage {role.stage}" if len(stages) > 1 else ""
+    parts: Sequence[tuple[str, float]] = (
+        ("weights", role.weights),
+        *([("adapters and weights without them", role.adapters)] if role.adapters else []),
+        ("gradients", role.gradients),
+        ("optimizer", role.optimizer),
+        ("activations", role.activations),
+        ("logits", role.logits),
+    )
+    if not role.gradients:
+        parts = (("weights", role.weights), ("forward pass", role.logprobs))
+    shown = " + ".join(f"{part} {size:.1f}" for part, size in parts)
+    away = role.held - role.resident
+    offloaded = f", of which {away:.1f} leave between phases" if away else ""
+    streamed = f"; {role.streamed:.1f} of its optimizer in host memory, {role.passing:.1f} at a time on the GPU"
+    base = f"; {role.base_on_host:.1f} of weights without adapters in host memory"
+    return (
+        f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}{offloaded}"
+        f"{streamed if role.streamed else ''}{base if role.base_on_host else ''}"
+    )
+
+
+def _advice(recipe: Recipe, phase: str, shape: ModelShape) -> str:
+    if phase == "generate":
+        return (
+            "lower rollout.gpu_memory_utilization, set offload of the roles, or raise actor.layout.tensor or pipeline"
+        )
+    if phase == "logprobs":
+        return "lower logprob_tokens_per_gpu of each role"
+    first = "set actor.kept_logits_gb to 0, " if keeps_logits(recipe, recipe.actor, shape) else ""
+    if recipe.actor.recompute.granularity != "full":
+        return f"{first}lower actor.tokens_per_gpu, or set actor.recompute.granularity to full"
+    return f"{first}lower actor.tokens_per_gpu, or raise actor.layout.tensor or pipeline"

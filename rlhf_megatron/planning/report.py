@@ -1,0 +1,78 @@
+"""The plan of a run for ``--dry-run``: the recipe's own text, and the bytes that its regathering moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.planning.dry_run import dry_run
+from rlhf_megatron.planning.feasibility import checked_architecture
+from rlhf_megatron.planning.model_shape import planning_config, planning_folder
+from rlhf_megatron.planning.step_time import expected_time
+from rlhf_megatron.recipe import Recipe, role_ranks
+from rlhf_megatron.regather.plan import RankPlan, plan_regather
+from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
+from rlhf_megatron.topology.role_layout import make_layout
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_GB = 2**30
+
+
+def plan_text(recipe: Recipe, world_size: int) -> str:
+    """All that is known of a run on ``world_size`` GPUs before it starts; raises RecipeError where it cannot run."""
+    config = planning_config(recipe)
+    architecture = checked_architecture(recipe, planning_folder(recipe))
+    plan = dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
+    if recipe.loop != "rl" or recipe.rollout is None:
+        return plan
+    summary = regather_summary(recipe, architecture, world_size)
+    return dry_run(recipe, world_size, summary, time_lines(recipe, config, world_size))
+
+
+def time_lines(recipe: Recipe, config: dict[str, Any], world_size: int) -> list[str]:
+    """How long each phase of a step takes and how fast that is, or what is lacking to say so."""
+    if recipe.cluster.gpu is None:
+        return ["set cluster.gpu, such as cluster.gpu=H100"]
+    found = expected_time(recipe, config, world_size)
+    if found is None:
+        return ["there are no figures to reckon models with experts by, nor float32"]
+    phases = " beside ".join(
+        " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in team.items()) for team in found.teams
+    )
+    tokens = f"prompts of {found.prompt:,.0f} tokens and responses of {found.response:,.0f} on average"
+    return [
+        f"{tokens}, {recipe.cluster.gpu}",
+        f"{phases} = {_seconds(found.seconds)} s, {found.speed(world_size):,.0f} tokens/s per GPU",
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
+def regather_summary(recipe: Recipe, architecture: Architecture, world_size: int) -> str:
+    """One line on what the ranks of the first rollout replica lack and give, with whom, and how long that takes."""
+    assert recipe.rollout is not None
+    ranks = role_ranks(recipe, "actor", world_size)
+    sources = trainer_shards(architecture, make_layout(recipe.actor.layout, len(ranks)), ranks)
+    rollout = recipe.rollout.layout
+    generating = role_ranks(recipe, "rollout", world_size)
+    wanted = rollout_shards(architecture, rollout.tensor, generating, rollout.expert_parallel)
+    element_bytes = _BYTES[recipe.rollout.dtype or recipe.model.dtype]
+
+    def plans_of(some: Iterable[int]) -> list[RankPlan]:
+        return [plan_regather(sources, wanted, rank, recipe.cluster.gpus_per_node) for rank in some]
+
+    plans = plans_of(generating[: rollout.tensor])
+    givers = {copy.source for plan in plans for copy in plan.receives}.difference(generating)
+    received = max(plan.bytes_received(element_bytes) for plan in plans)
+    sent = max(plan.bytes_sent(element_bytes) for plan in [*plans, *plans_of(sorted(givers))])
+    kept = max(plan.bytes_kept(element_bytes) for plan in plans)
+    peers = max(len({copy.source for copy in plan.receives}) for plan in plans)
+    text = (
+        f"{received / _GB:.2f} of {kept / _GB:.2f} GB of rollout weights per GPU come from {peers} other GPUs, and "
+        f"{sent / _GB:.2f} GB go to others, at most"
+    )
+    link = recipe.cluster.link_gb_per_sec
+    return f"{text}; {max(received, sent) / 1e9 / link:.2f} s at {link:g} GB/s" if link else text

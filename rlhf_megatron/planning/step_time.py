@@ -1,0 +1,250 @@
+"""How long a step of reinforcement learning may take, before any GPU has run it: arithmetic alone.
+
+What GPUs can do is from the vendor's data sheets, how much of it is reached from whole steps of 0.5B to 32B on H200s
+(docs/results.md), which the estimate meets within a sixth. Reward functions are not in it, nor what a slow link costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean
+from typing import Any
+
+from rlhf_megatron.models.architecture import Architecture, parse_architecture
+from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
+from rlhf_megatron.monitor.columns import GENERATING
+from rlhf_megatron.planning.memory import GB, RolloutMemory, estimate, keeps_logits, recomputed_layers, role_shape
+from rlhf_megatron.planning.model_shape import role_config, shape_of
+from rlhf_megatron.recipe import Recipe, RoleSection, role_ranks
+from rlhf_megatron.recipe.world_checks import layout_of, roles_of, stage_layers
+from rlhf_megatron.topology.role_layout import make_layout
+
+# Bytes per second of a GPU's memory, from the vendor's data sheets.
+_MEMORY_BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H800": 3.35e12, "H200": 4.8e12, "B200": 8.0e12}
+_SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
+
+# Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
+_BEST_SHARE, _COLUMNS_FOR_HALF = 0.67, 420.0
+_SUMMED_BYTES_PER_SECOND = 275e9  # what a rank has from the others in an all-reduce of many tokens, over NVLink
+_HOST_BYTES_PER_SECOND = 40e9  # of weights that come from page-locked memory
+_STREAMED_BYTES_PER_SECOND = 15e9  # each way, with several GPUs of a host at it
+# Generation: what of the memory's bandwidth reading weights and cache comes to, and what each token takes besides.
+_OF_WEIGHTS, _OF_CACHE, _SECONDS_PER_TOKEN = 0.95, 0.8, 1.9e-3
+_OF_PEAK_IN_ROLLOUT = 0.6
+# An all-reduce of few tokens: to begin with, and for the bytes that each has from the others.
+_ALL_REDUCE_SECONDS, _ALL_REDUCE_BYTES_PER_SECOND = 5e-6, 150e9
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedTime:
+    """Seconds of each phase, all tokens of the step, how long a prompt and the mean response are taken to be, and
+    whether ranks of their own generate while others learn."""
+
+    phases: dict[str, float]
+    tokens: float
+    prompt: float
+    response: float
+    ahead: bool
+
+    @property
+    def teams(self) -> list[dict[str, float]]:
+        """The phases of ranks that work at the same time."""
+        if not self.ahead:
+            return [self.phases]
+        generating = {name: seconds for name, seconds in self.phases.items() if name in GENERATING}
+        return [generating, {name: seconds for name, seconds in self.phases.items() if name not in GENERATING}]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return max(sum(phases.values()) for phases in self.teams)
+
+    def speed(self, gpus: int) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds / gpus
+
+
+def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> ExpectedTime | None:
+    """The time of a step on ``world`` GPUs of the kind ``cluster.gpu``; None where there is nothing to reckon it by.
+
+    ``config``: the model's config.json. Prompts are taken to be half as long as they may be, or as long in a benchmark
+    that draws lengths; responses half as long, with a lognormal spread.
+    """
+    architectures = _architectures(recipe, config)
+    if not _has_figures(recipe, architectures):
+        return None
+    memory, gpu = estimate(recipe, shape_of(config), world), recipe.cluster.gpu
+    assert gpu is not None and memory.rollout is not None
+    peak, bandwidth = peak_flops(gpu), _MEMORY_BANDWIDTH[gpu]
+    assert peak is not None
+    rows = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
+    prompt, responses = lengths(recipe, rows)
+    whole = [prompt + response for response in responses]
+    phases = {"generate": _generate(recipe, architectures["actor"], memory.rollout, responses, prompt, peak, bandwidth)}
+    passes: dict[str, dict[str, float]] = {"score": {}, "logprobs": {}, "update": {}}
+    placed = {name: role_ranks(recipe, name, world) for name in memory.roles}
+    for name, ranks in placed.items():
+        model, section = architectures[name], roles_of(recipe)[name]
+        speed = len(ranks) * peak * _share_of_peak(model, layout_of(recipe, section).tensor, peak)
+        if name != "actor" or recipe.old_logprobs == "recompute":
+            phase = "score" if name == "reward_model" else "logprobs"
+            passes[phase][name] = forward_flops(model, whole, sum(responses)) / speed
+        if getattr(section, "optimizer", None) is not None:
+            streamed = fmean(stage.streamed for stage in memory.roles[name]) * GB
+            base_passes = fmean(stage.base_on_host for stage in memory.roles[name]) * GB / _HOST_BYTES_PER_SECOND
+            twice = not keeps_logits(recipe, section, shape_of(config))
+            passes["update"][name] = (
+                _update(recipe, section, model, whole, sum(responses), len(ranks), speed, streamed, twice)
+                + base_passes * recipe.batch.updates_per_step
+            )
+    if recipe.reference_is_base:
+        ranks = placed["actor"]
+        speed = len(ranks) * peak * _share_of_peak(architectures["actor"], recipe.actor.layout.tensor, peak)
+        # With old logprobs the same ranks do one after the other.
+        passes["logprobs"]["actor"] = passes["logprobs"].get("actor", 0.0) + (
+            forward_flops(architectures["actor"], whole, sum(responses)) / speed
+            + 2 * fmean(stage.base_on_host for stage in memory.roles["actor"]) * GB / _HOST_BYTES_PER_SECOND
+        )
+    for phase, of_roles in passes.items():
+        phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))
+    taken = {phase: seconds for phase, seconds in phases.items() if seconds}
+    return ExpectedTime(taken, float(sum(whole)), prompt, fmean(responses), recipe.rollout_is_ahead)
+
+
+def has_figures(recipe: Recipe, config: dict[str, Any]) -> bool:
+    """Whether ``expected_time`` can say anything: of dense models in reinforcement learning, not in float32."""
+    return _has_figures(recipe, _architectures(recipe, config))
+
+
+def _has_figures(recipe: Recipe, architectures: dict[str, Architecture]) -> bool:
+    dense = not any(model.experts for model in architectures.values())
+    return recipe.loop == "rl" and recipe.cluster.gpu is not None and recipe.model.dtype != "float32" and dense
+
+
+def _architectures(recipe: Recipe, config: dict[str, Any]) -> dict[str, Architecture]:
+    """Of each role, with its head."""
+    shape = shape_of(config)
+    return {
+        name: parse_architecture(role_config(recipe, section, config), recipe.model.path).with_head(
+            "scalar" if role_shape(recipe, name, section, shape).scalar_head else "language"
+        )
+        for name, section in roles_of(recipe).items()
+    }
+
+
+def lengths(recipe: Recipe, rows: int) -> tuple[float, list[float]]:
+    """(tokens of a prompt, of each response): evenly spaced quantiles of the distribution, cut at the longest."""
+    assert recipe.rollout is not None
+    drawn, longest = recipe.rollout.drawn_lengths, recipe.rollout.max_response_length
+    mean, sigma = (drawn.mean, drawn.sigma) if drawn else (longest / 2, _SIGMA)
+    spread = NormalDist(math.log(mean) - sigma**2 / 2, sigma) if sigma else None
+    quantiles = ((row + 0.5) / rows for row in range(rows))
+    prompt = recipe.data.max_prompt_length / (1 if drawn else 2)
+    return prompt, [min(longest, math.exp(spread.inv_cdf(q)) if spread else mean) for q in quantiles]
+
+
+def layers_and_head(recipe: Recipe, config: dict[str, Any]) -> tuple[int, float]:
+    """The actor's decoder layers, and how many of them have as much to compute in a step as its head has."""
+    prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt)
+    model, twice = _architectures(recipe, config)["actor"], not keeps_logits(recipe, recipe.actor, shape_of(config))
+    return model.layers, _head_in_layers(model, [prompt + response for response in responses], sum(responses), twice)
+
+
+def stage_work(layers: Sequence[int], head: float) -> list[float]:
+    """What each pipeline stage computes, in layers: the last one has the ``head`` besides."""
+    return [*layers[:-1], layers[-1] + head]
+
+
+def _head_in_layers(model: Architecture, whole: Sequence[float], outputs: float, twice: bool) -> float:
+    """For ``outputs`` of the tokens of these rows; ``twice``: an update makes the logits once more."""
+    body = forward_flops(model, whole, 0)
+    return (4 / 3 if twice else 1) * (forward_flops(model, whole, outputs) - body) / (body / model.layers)
+
+
+def _weights(model: Architecture) -> float:
+    """Those that one token is multiplied with: all but the embedding."""
+    return forward_flops(model, [1], 1) / 2
+
+
+def _share_of_peak(model: Architecture, tensor: int, peak: float) -> float:
+    """What training comes to, with the waiting for ``tensor`` ranks' sums: two of hidden states in a layer each way."""
+    columns = model.hidden / tensor
+    share = _BEST_SHARE * columns / (columns + _COLUMNS_FOR_HALF)
+    computing = 2.0 * _weights(model) / tensor / (peak * share)
+    received = 8.0 * model.layers * model.hidden * (tensor - 1) / tensor
+    return share * computing / (computing + received / _SUMMED_BYTES_PER_SECOND)
+
+
+def _update(
+    recipe: Recipe,
+    section: RoleSection,
+    model: Architecture,
+    whole: list[float],
+    outputs: float,
+    gpus: int,
+    speed: float,
+    streamed: float,
+    twice: bool,
+) -> float:
+    """Forward and backward passes with what is recomputed (``twice``: logits too), at the slowest stage's pace and with
+    the bubble, and what the optimizer streams: ``streamed`` bytes on each GPU in each step of its own."""
+    batch = recipe.batch
+    forward = forward_flops(model, whole, outputs)
+    logits = forward - forward_flops(model, whole, 0) if twice else 0.0
+    once = training_flops(model, whole, outputs, frozen=getattr(section, "lora", None) is not None) + logits
+    given = layout_of(recipe, section)
+    stages = stage_layers(given, model.layers)
+    work = stage_work(stages, _head_in_layers(model, whole, outputs, twice))
+    slowest = max(
+        (once + forward * recomputed_layers(section, given, layers) / layers) * part
+        for layers, part in zip(stages, work, strict=True)
+    )
+    seconds = slowest / fmean(work) / speed
+    layout = make_layout(given, gpus)
+    micro_batches = sum(whole) / batch.minibatches_per_step / layout.data / (section.tokens_per_gpu * layout.context)
+    seconds *= 1 + (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline
+    streaming = batch.minibatches_per_step * streamed / _STREAMED_BYTES_PER_SECOND
+    return (seconds + streaming) * batch.epochs_per_step
+
+
+def _generate(
+    recipe: Recipe,
+    model: Architecture,
+    rollout: RolloutMemory,
+    responses: list[float],
+    prompt: float,
+    peak: float,
+    bandwidth: float,
+) -> float:
+    """The slowest thing of each token for all sequences at a time, from the first to the end of the longest."""
+    assert recipe.rollout is not None
+    tensor = recipe.rollout.layout.tensor
+    own = responses[:: rollout.replicas]
+    mean = fmean(own)
+    in_cache = prompt + fmean(length * length for length in own) / (2 * mean)  # of a sequence, at a moment in between
+    most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / in_cache)))
+
+    def seconds_of_token(sequences: float, cached: float) -> float:
+        reading = 2.0 * _weights(model) / tensor / (bandwidth * _OF_WEIGHTS)
+        computing = 2.0 * _weights(model) * sequences / tensor / (peak * _OF_PEAK_IN_ROLLOUT)
+        of_cache = 4.0 * model.layers * model.key_value_heads * model.head_dim / tensor * cached
+        received = 2.0 * sequences * model.hidden * (tensor - 1)
+        reducing = _ALL_REDUCE_SECONDS + received / _ALL_REDUCE_BYTES_PER_SECOND if tensor > 1 else 0.0
+        return (
+            max(reading, computing)
+            + of_cache / (bandwidth * _OF_CACHE)
+            + 2 * model.layers * reducing
+            + _SECONDS_PER_TOKEN
+        )
+
+    # While others wait, as many as fit; then the last ones, of which the short ones end first.
+    last = sorted(own[:: -(-len(own) // most)])
+    waiting = mean * (len(own) - len(last)) / most
+    seconds, before = waiting * seconds_of_token(most, most * in_cache), 0.0
+    for index, length in enumerate(last):
+        left = len(last) - index
+        seconds += (length - before) * seconds_of_token(left, left * (prompt + (length + before) / 2))
+        before = length
+    return seconds

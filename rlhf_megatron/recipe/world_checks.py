@@ -1,0 +1,132 @@
+"""Where a recipe's roles lie on a world of some size, and whether its layouts fit there. Needs no model."""
+
+from __future__ import annotations
+
+from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.recipe.placement import ranks_of
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
+from rlhf_megatron.recipe.rollout import RolloutLayoutSection
+
+
+def roles_of(recipe: Recipe) -> dict[str, RoleSection]:
+    """The roles that the recipe has sections for, by name."""
+    named = {name: getattr(recipe, name) for name in ("actor", "reference", "critic", "reward_model")}
+    return {name: section for name, section in named.items() if section is not None}
+
+
+def is_made(recipe: Recipe, name: str) -> bool:
+    """Whether the run makes the role of this name, which has a section."""
+    if name == "reference":
+        return recipe.loop == "rl" and recipe.algorithm.kl_coef != 0.0
+    return name == "actor" or recipe.loop == "rl"
+
+
+def roles_made(recipe: Recipe) -> dict[str, RoleSection]:
+    """Those of ``roles_of`` that the run makes."""
+    return {name: section for name, section in roles_of(recipe).items() if is_made(recipe, name)}
+
+
+def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
+    """The role's own layout, or the actor's."""
+    return section.layout or recipe.actor.layout
+
+
+def role_ranks(recipe: Recipe, name: str, world_size: int) -> list[int]:
+    """The rising global ranks of the role of this name, or of "rollout"; raises RecipeError where it names others."""
+    section = recipe.rollout if name == "rollout" else roles_of(recipe)[name]
+    assert section is not None
+    return ranks_of(f"{name}.ranks", section.ranks, world_size, recipe.cluster.gpus_per_node)
+
+
+def stage_layers(layout: LayoutSection, layers: int) -> list[int]:
+    """How many of ``layers`` decoder layers each pipeline stage holds, from the first to the last.
+
+    Raises RecipeError where the layers between the given edge stages do not divide evenly.
+    """
+    edge = {0: layout.first_stage_layers, layout.pipeline - 1: layout.last_stage_layers}
+    given = {stage: count for stage, count in edge.items() if count is not None}
+    left, stages = layers - sum(given.values()), layout.pipeline - len(given)
+    # Every stage has a layer: an empty one would only pass activations on.
+    if (stages and (left % stages or left < stages)) or (not stages and left):
+        besides = f" with first {layout.first_stage_layers} and last {layout.last_stage_layers} given" if given else ""
+        raise RecipeError(
+            f"layout.pipeline={layout.pipeline}: {layers} layers do not divide over {layout.pipeline} stages{besides}; "
+            "set first_stage_layers and last_stage_layers so that the stages between are equal"
+        )
+    counts = [given.get(stage, left // stages if stages else 0) for stage in range(layout.pipeline)]
+    if layout.virtual_pipeline and any(count % layout.virtual_pipeline for count in counts):
+        raise RecipeError(
+            f"layout.virtual_pipeline={layout.virtual_pipeline} does not divide the layers of every pipeline stage, "
+            f"{', '.join(map(str, counts))}; use a divisor"
+        )
+    return counts
+
+
+def check_world(recipe: Recipe, world_size: int) -> None:
+    """Raises RecipeError where a layout does not fit on ``world_size`` GPUs."""
+    for name, section in roles_of(recipe).items():
+        layout = layout_of(recipe, section)
+        parts = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": layout.data}
+        ranks = len(role_ranks(recipe, name, world_size))
+        _check_fill(f"{name}.layout", parts, ranks)
+        stage = ranks // layout.pipeline
+        if stage % layout.expert_gpus:
+            raise RecipeError(
+                f"{name}.layout: expert {layout.expert} x expert_tensor {layout.expert_gpus // layout.expert} does not "
+                f"divide the {stage} GPUs of a pipeline stage; change one"
+            )
+    if recipe.loop == "rl" and recipe.rollout is not None:
+        rollout: RolloutLayoutSection = recipe.rollout.layout
+        generating = role_ranks(recipe, "rollout", world_size)
+        _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, len(generating))
+        _check_teams(recipe, world_size, set(generating))
+
+
+def learners_of(recipe: Recipe, world_size: int) -> list[int]:
+    """The rising ranks of the roles that learn, or that learning asks: all but the reward model."""
+    roles = [name for name in roles_made(recipe) if name != "reward_model"]
+    return sorted(set().union(*(role_ranks(recipe, name, world_size) for name in roles)))
+
+
+def _check_teams(recipe: Recipe, world_size: int, generating: set[int]) -> None:
+    """No GPU without work; and where rollout is ahead of learning, none that would have to do both at a time."""
+    assert recipe.rollout is not None
+    made = roles_made(recipe)
+    placed = {name: set(role_ranks(recipe, name, world_size)) for name in made}
+    idle = set(range(world_size)).difference(generating, *placed.values())
+    if idle:
+        raise RecipeError(
+            f"rollout.ranks={recipe.rollout.ranks}: rank {min(idle)} has neither a role nor rollout; give it one, or "
+            "run on fewer GPUs"
+        )
+    if not recipe.rollout.steps_ahead:
+        return
+    for name, ranks in placed.items():
+        if name == "reward_model" and not ranks <= generating:
+            raise RecipeError(
+                f"{name}.ranks={made[name].ranks}: with rollout.steps_ahead=1 it judges while others "
+                f"learn; name ranks of rollout.ranks={recipe.rollout.ranks}"
+            )
+        if name != "reward_model" and ranks & generating:
+            raise RecipeError(
+                f"{name}.ranks={made[name].ranks} has rank {min(ranks & generating)}, which generates "
+                f"ahead (rollout.steps_ahead=1, rollout.ranks={recipe.rollout.ranks}); give each GPU to one of them"
+            )
+
+
+def _check_fill(where: str, parts: dict[str, int | None], world_size: int) -> None:
+    """The given degrees must fill the world, or divide it where ``data`` is left to be what remains."""
+    product = 1
+    for degree in parts.values():
+        product *= degree or 1
+    shown = [f"{name} {degree}" for name, degree in parts.items() if degree not in (None, 1) or name == "tensor"]
+    degrees = " x ".join(shown) + (f" = {product}" if len(shown) > 1 else "")
+    if parts["data"] is None and world_size % product:
+        raise RecipeError(
+            f"{where}: {degrees} does not divide {world_size} GPUs; change a degree, or run on a multiple of {product}"
+        )
+    if parts["data"] is not None and product != world_size:
+        raise RecipeError(
+            f"{where}: {degrees} is not {world_size} GPUs; change a degree, or leave data out so that it fills them"
+        )

@@ -1,0 +1,58 @@
+"""The two ends of a regathering as ``plan`` wants them: the trainer's shards and the rollout's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.lora import Adaptation, adapter_blocks, adapter_layout
+from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks, rollout_blocks
+from rlhf_megatron.regather.plan import Shard, ShardSpec
+from rlhf_megatron.topology.layout import Layout
+
+
+def trainer_shards(
+    architecture: Architecture, layout: Layout, ranks: Sequence[int], implementation: Implementation = "local"
+) -> ShardSpec:
+    """What a Megatron role holds whose positions are the global ``ranks``; data-parallel ranks are one shard."""
+    shard_of: dict[int, Shard] = {}
+    position_of: dict[Shard, int] = {}
+    for position, rank in enumerate(ranks):
+        place, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
+        shard = (place.pipeline, place.tensor, of_experts.tensor, of_experts.expert)
+        position_of.setdefault(shard, position)
+        shard_of[rank] = shard
+    return ShardSpec(shard_of, lambda shard: megatron_blocks(architecture, layout, position_of[shard], implementation))
+
+
+def adapter_shards(
+    architecture: Architecture, adaptation: Adaptation, layout: Layout, ranks: Sequence[int]
+) -> ShardSpec:
+    """What a Megatron role in ``layout`` holds of its adapters; the ranks of a pipeline stage are one shard."""
+    flat = adapter_layout(layout)
+    stage = flat.size // flat.pipeline
+    return ShardSpec(
+        {rank: position // stage for position, rank in enumerate(ranks)},
+        lambda shard: adapter_blocks(architecture, adaptation, flat, shard * stage),
+    )
+
+
+def rollout_shards(
+    architecture: Architecture, tensor: int, ranks: Sequence[int], expert_parallel: bool = False
+) -> ShardSpec:
+    """What vLLM's replicas want, of ``tensor`` neighbours in ``ranks`` each; the shard is the place in the replica."""
+    return ShardSpec(
+        {rank: place % tensor for place, rank in enumerate(ranks)},
+        lambda shard: rollout_blocks(architecture, tensor, shard, expert_parallel),
+        lambda shard, layers: rollout_blocks(architecture, tensor, shard, expert_parallel, layers),
+    )
+
+
+def parameter_shapes(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that ``blocks`` fill, without what pads a vocabulary."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for block in blocks:
+        ends = [begin + stop - start for begin, (start, stop) in zip(block.offset, block.region, strict=True)]
+        known = shapes.get(block.parameter, (0,) * len(ends))
+        shapes[block.parameter] = tuple(map(max, known, ends))
+    return shapes

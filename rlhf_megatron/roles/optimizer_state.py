@@ -1,0 +1,96 @@
+"""What this rank's optimizer owns of a role: ranges of the full-precision weights and of both moments.
+
+Megatron's distributed optimizer gives each data-parallel rank a range of each parameter, flattened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from rlhf_megatron.roles.role import Role
+from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedRange:
+    """This rank's range of one parameter: elements start to stop of the flattened local parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    weights: Tensor  # [stop - start] float32
+    state: dict[str, Any]  # the optimizer's: the moments of the same shape, and torch's step counter
+    counters: dict[str, Any]  # where the optimizer counts its steps as "step"
+
+
+def owned_ranges(role: Role) -> Iterator[OwnedRange]:
+    """The ranges that this rank's optimizer owns."""
+    names = {parameter: name for name, parameter in role.learning.named_parameters()}
+    for optimizer in getattr(role.optimizer, "chained_optimizers", [role.optimizer]):
+        inner = optimizer.optimizer
+        for parameter, main, group, (start, stop) in _masters(optimizer):
+            state = inner.state[main]
+            # torch counts the steps of each parameter, Transformer Engine those of a group.
+            counters = state if isinstance(inner, torch.optim.Adam) else group
+            weights = role.master_weights(main)
+            yield OwnedRange(names[parameter], tuple(parameter.shape), start, stop, weights, state, counters)
+
+
+def nonfinite_state(role: Role, optimizer: bool) -> str:
+    """What of a role's weights is not finite, and on which ranks; with ``optimizer`` also of its master weights and
+    moments, which come to the device for that.
+
+    Empty where all is. The same on the role's ranks, which it is collective over.
+    """
+    tensors = dict(role.parameters())
+    if optimizer:
+        for owned in owned_ranges(role):
+            for kind, value in {"master weights": owned.weights, **moments_of(owned)}.items():
+                tensors[f"{kind} of {owned.name.replace('/', '.')}"] = value
+    return describe_nonfinite(nonfinite(tensors.items()), role.groups.intra_dist_opt)
+
+
+def is_distributed(role: Role) -> bool:
+    """Return whether data-parallel ranks share the optimizer's state; otherwise each has all of it."""
+    chained = getattr(role.optimizer, "chained_optimizers", [role.optimizer])
+    return all(isinstance(optimizer, DistributedOptimizer) for optimizer in chained)
+
+
+def moments_of(owned: OwnedRange) -> dict[str, Tensor]:
+    """Return both moments of a range by their names in the optimizer; none before the first step."""
+    return {kind: owned.state[kind] for kind in MOMENTS if kind in owned.state}
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[Any, Tensor, dict[str, Any], tuple[int, int]]]:
+    """(model's parameter, the optimizer's own flat or whole copy, its group, range) for Megatron's optimizers."""
+    inner = optimizer.optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (index, order) in optimizer.model_param_group_index_map.items():
+            span = optimizer._get_model_param_range_map(parameter)["param"]
+            group = inner.param_groups[index]
+            yield parameter, group["params"][order], group, (span.start, span.end)
+        return
+    # Every data-parallel rank has all of it; bfloat16 parameters have a float32 copy.
+    for group in inner.param_groups:
+        for main in group["params"]:
+            yield _model_parameter(optimizer, main), main, group, (0, main.numel())
+
+
+def _model_parameter(optimizer: Any, main: Tensor) -> Any:
+    pairs = zip(
+        getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []), strict=True
+    )
+    for models, mains in pairs:
+        for model, copy in zip(models, mains, strict=True):
+            if copy is main:
+                return model
+    return main

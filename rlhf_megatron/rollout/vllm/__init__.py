@@ -1,0 +1,1 @@
+"""The rollout engine that is vLLM in the trainer's process."""
