@@ -48,7 +48,7 @@ ALLOWED_READS = {
     "rlhf_megatron/preflight/machine.py": "/sys",
     "rlhf_megatron/runtime/processes.py": "/proc",
     "rlhf_megatron/runtime/watchdog.py": "one line that a rank has just written",
-    "rlhf_megatron/topology/clocks.py": "/proc",
+    "rlhf_megatron/runtime/clocks.py": "/proc",
     "rlhf_megatron/untrusted.py": "the bounded readers themselves",
 }
 

@@ -59,7 +59,7 @@ def test_requirements_are_pinned_and_unique() -> None:
 
 
 def test_monitor_imports_neither_torch_nor_the_engines() -> None:
-    rooms = ("console", "environment", "metrics", "plots", "run_folder", "trackers")
+    rooms = ("console", "environment_report", "metrics", "plots", "run_folder", "trackers")
     imports = "; ".join(f"import rlhf_megatron.monitor.{room}" for room in rooms)
     check = "import sys; print([name for name in ('torch', 'megatron', 'vllm') if name in sys.modules])"
     found = run_python("-P", "-c", f"{imports}; {check}")
