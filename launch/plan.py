@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.planning.layout_search import Candidate, find_layouts, nearest_layout
-from rlhf_megatron.recipe import load_recipe, role_ranks
+from rlhf_megatron.recipe import load_rl, role_ranks
 from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpus
 
 
@@ -31,7 +31,7 @@ def main() -> int:
     number_of_gpus("--world", str(arguments.world))
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise UserError(f"--price={arguments.price}: must be 0 or more")
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_rl(arguments.recipe, arguments.overrides)
     found = find_layouts(recipe, arguments.world)
     nearest = "" if found else nearest_layout(recipe, arguments.world)
     if not found:
@@ -66,7 +66,7 @@ def table(candidates: Sequence[Candidate], world: int, steps: int, price: float 
             f"TP{actor.layout.tensor} PP{actor.layout.pipeline} DP{gpus // actor.layout.model_gpus}",
             actor.recompute.granularity,
             f"{actor.offload.streamed_optimizer:.0%}",
-            f"TP{each.recipe.rollout.layout.tensor}" if each.recipe.rollout else "",
+            f"TP{each.recipe.rollout.layout.tensor}",
         )
     return found
 

@@ -15,7 +15,7 @@ import jinja2
 
 from rlhf_megatron.monitor.environment_report import redact_argument
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, UserError, check_world, load_recipe, unsupported
+from rlhf_megatron.recipe import Recipe, UserError, check_world, load_recipe
 from rlhf_megatron.recipe.slurm import SlurmSection
 from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpus
 from rlhf_megatron.untrusted import read_text, reason_of, shown
@@ -119,9 +119,6 @@ def _check_no_secret(overrides: Sequence[str], where: str) -> None:
 
 def _task(path: str, overrides: list[str], recipe: Recipe, where: str) -> Task:
     _check_no_secret(overrides, where)
-    impossible = unsupported(recipe)
-    if impossible:
-        raise UserError(f"{where}: this version cannot do what the recipe asks for: " + "; ".join(impossible))
     gpus = number_of_gpus("slurm.nodes x cluster.gpus_per_node", str(recipe.slurm.nodes * recipe.cluster.gpus_per_node))
     check_world(recipe, gpus)
     return Task(str(RunFolder(recipe.run_root, recipe.name).path), [path, *overrides])

@@ -6,8 +6,7 @@ import functools
 import os
 import sys
 
-from rlhf_megatron.errors import UserError
-from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
+from rlhf_megatron.recipe import AnyRecipe, load_recipe
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.runtime.command import (
     INPUT_STATUS,
@@ -48,7 +47,6 @@ def main() -> int:
 
         print(plan_text(recipe, planned_world(arguments.world)))
         return 0
-    refuse_unsupported(recipe)
     if "RANK" in os.environ:
         end_with_parent()
     stop_signals.listen()
@@ -65,14 +63,7 @@ def planned_world(asked: int | None) -> int:
     return number_of_gpus(where, text)
 
 
-def refuse_unsupported(recipe: Recipe) -> None:
-    """Raises UserError with one line for each key that asks for what cannot be done."""
-    lines = unsupported(recipe)
-    if lines:
-        raise UserError("this version cannot do what the recipe asks for:\n  " + "\n  ".join(lines))
-
-
-def train(recipe: Recipe, resume: str, check_first: bool) -> int:
+def train(recipe: AnyRecipe, resume: str, check_first: bool) -> int:
     """Runs the recipe's loop on this rank; returns the exit status."""
     from rlhf_megatron.loops.run import run
 

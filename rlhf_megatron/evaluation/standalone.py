@@ -38,7 +38,7 @@ from rlhf_megatron.models.architecture import ModelError, read_architecture, rea
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.hf_files import check_types
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, RecipeError
+from rlhf_megatron.recipe import RecipeError, RolloutRecipe
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.rewards.rules import answer_of
 from rlhf_megatron.rewards.score import Score, Scorer
@@ -57,7 +57,7 @@ NO_STEP = -1
 _LONGEST_MINUTES = 24 * 60.0
 
 
-def evaluate(recipe: Recipe) -> None:
+def evaluate(recipe: RolloutRecipe) -> None:
     """Evaluates ``recipe.model.path`` on the validation files and reports; every process of torchrun calls it.
 
     Raises UserError for input that is not right.
@@ -72,7 +72,6 @@ def evaluate(recipe: Recipe) -> None:
     tokenizer = recipe_tokenizer(recipe)
     validation = open_validation(recipe.data, tokenizer, max_prompts=recipe.evaluation.max_prompts)
     prompts = validation.prompts
-    assert recipe.rollout is not None, "checked above"
     leads = rank % recipe.rollout.layout.tensor == 0  # its replica: the others generate the same and score nothing
     turns = recipe.rollout.multi_turn
     with contextlib.ExitStack() as stack:
@@ -111,10 +110,8 @@ def check_weights(path: str, parameters: Mapping[str, Tensor]) -> None:
         )
 
 
-def check(recipe: Recipe, world: int) -> None:
+def check(recipe: RolloutRecipe, world: int) -> None:
     """Raises RecipeError where there is nothing to evaluate, or the replicas do not fill ``world`` ranks."""
-    if recipe.rollout is None:
-        raise RecipeError("rollout: an evaluation needs this section, at least rollout.max_response_length")
     if not recipe.data.evaluates:
         raise RecipeError("data.validation_files: an evaluation needs some; name parquet files")
     if recipe.model.random_weights:
@@ -134,7 +131,7 @@ def check(recipe: Recipe, world: int) -> None:
 
 
 def answer(
-    recipe: Recipe,
+    recipe: RolloutRecipe,
     prompts: Sequence[Prompt],
     engine: VllmEngine,
     scorer: Scorer | None,
@@ -143,7 +140,6 @@ def answer(
     progress: Progress,
 ) -> pa.Table:
     """This replica's share of the questions, answered and scored on the rank that has a scorer; elsewhere no rows."""
-    assert recipe.rollout is not None
     settings, tensor, seed = recipe.evaluation, recipe.rollout.layout.tensor, recipe.seed
     replica, replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor
     count = settings.samples_per_prompt
@@ -187,7 +183,7 @@ def sample_table(
     scores: Sequence[Score],
     part_names: Sequence[str],
     tokenizer: Tokenizer,
-    recipe: Recipe,
+    recipe: RolloutRecipe,
 ) -> pa.Table:
     """One row for each response, with what it is worth; ``prompts`` and ``scores`` have those of each, and
     ``part_names`` the names of the scores' parts, if there are several.
@@ -247,7 +243,7 @@ def metrics_of(samples: pa.Table, seed: int) -> Metrics:
     return evaluation_metrics(answered, seed)
 
 
-def report(recipe: Recipe, samples: pa.Table, seconds: float, dropped: int) -> None:
+def report(recipe: RolloutRecipe, samples: pa.Table, seconds: float, dropped: int) -> None:
     """Prints the results and writes them, and all samples, into the run's folder."""
     metrics = metrics_of(samples, recipe.seed)
     questions = {source: 0 for source in metrics}

@@ -94,7 +94,6 @@ class Collector:
         With over-sampling more are started, those that wait the first, and what is left of them waits again.
         """
         recipe, rollouts = self._session.recipe, self._rollouts
-        assert recipe.rollout is not None
         responses = recipe.batch.responses_per_prompt
         started = math.ceil(round(prompts * recipe.rollout.oversample, 6))  # 1.1 times 10 are 11
         groups, self._waiting = self._waiting[:started], self._waiting[started:]

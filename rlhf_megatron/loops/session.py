@@ -86,8 +86,7 @@ class Session:
                 recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
             )
         self.train, self.validation = data.train, data.validation
-        learning_steps = recipe.steps - (recipe.critic.warmup_steps if recipe.critic else 0)
-        updates = learning_steps * recipe.batch.updates_per_step
+        updates = recipe.learning_steps * recipe.batch.updates_per_step
         head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
         self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, updates, head)
         self._exports = Exports(recipe, self.run, self.actor, self.device)
@@ -139,10 +138,10 @@ class Session:
         starts from a language model.
         """
         recipe = self.recipe
-        path = getattr(section, "path", None) or recipe.model.path
+        path = section.weights_folder or recipe.model.path
         architecture = (self.architecture if path == recipe.model.path else read_architecture(path)).with_head(head)
         ranks = role_ranks(recipe, name, self.world)
-        lora = getattr(section, "lora", None)
+        lora = section.adapters
         with self.phase(name), contextlib.ExitStack() as opened:
             start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
             weights: WeightSource = RandomWeights(architecture, recipe.seed, torch.device(self.device))
@@ -157,7 +156,7 @@ class Session:
                 section,
                 dtype=recipe.model.dtype,
                 seed=recipe.seed,
-                temperature=recipe.rollout.temperature if recipe.rollout else 1.0,
+                temperature=recipe.temperature,
                 optimizer=optimizer,
                 training_steps=updates,
                 deterministic=recipe.deterministic,
@@ -317,7 +316,7 @@ class Session:
 
     def _training_speed(self, learnt: RolloutBatch) -> dict[str, float]:
         """How fast the actor's GPUs went through ``learnt``, and what share of their peak that is where it is known."""
-        seconds, epochs = self.seconds("update"), self.recipe.batch.epochs_per_step
+        seconds, epochs = self.seconds("update"), self.recipe.batch.passes
         if not seconds:
             return {}
         gpu_seconds = seconds * len(self.actor.ranks) / epochs

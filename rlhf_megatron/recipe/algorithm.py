@@ -166,6 +166,14 @@ class CovarianceSection(Section):
         return self
 
 
+class TokenAggregationSection(Section):
+    """The objective of supervised fine-tuning: next-token loss."""
+
+    loss_aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
+    """How token losses become one number, always over the whole step: token_mean, or the mean over responses of each
+    one's mean or sum."""
+
+
 class AlgorithmSection(Section):
     """The objective of reinforcement learning, and the aggregation of token losses."""
 
