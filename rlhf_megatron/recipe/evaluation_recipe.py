@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import model_validator
+from collections.abc import Mapping
+from typing import ClassVar
 
 from rlhf_megatron.recipe.rl import RolloutRecipe
 
@@ -12,9 +11,6 @@ from rlhf_megatron.recipe.rl import RolloutRecipe
 class EvaluationRecipe(RolloutRecipe):
     """A recipe of any loop with a rollout."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _responses_are_generated(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("rollout") is None:
-            raise ValueError("rollout: an evaluation needs this section, at least rollout.max_response_length")
-        return values
+    needed: ClassVar[Mapping[str, str]] = {
+        "rollout": "an evaluation needs this section, at least rollout.max_response_length"
+    }

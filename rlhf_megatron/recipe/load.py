@@ -97,7 +97,8 @@ def _wrong_loop(values: dict[str, Any]) -> str:
 
 
 def _validated(values: dict[str, Any], kind: type[AnyKind], where: str, problems: Sequence[str] = ()) -> AnyKind:
-    found = [*problems, *itertools.islice(_problems(values, kind, ""), _MOST_COMPLAINTS + 1)]
+    missing = [f"{key}: {text}" for key, text in kind.needed.items() if values.get(key) is None]
+    found = [*problems, *missing, *itertools.islice(_problems(values, kind, ""), _MOST_COMPLAINTS + 1)]
     if found:
         raise RecipeError(_complaints(where, found[: _MOST_COMPLAINTS + 1]))
     try:
@@ -131,7 +132,9 @@ def _without_unread(
 
 
 def _is_default(value: Any, field: FieldInfo) -> bool:
-    """Whether a plain value is what an absent key means."""
+    """Whether a plain value is what an absent key means; null is, of a section that rl cannot do without."""
+    if value is None:
+        return field.default is None or field.is_required()
     if isinstance(field.default, BaseModel) and isinstance(value, dict):
         try:
             return bool(type(field.default).model_validate(value) == field.default)

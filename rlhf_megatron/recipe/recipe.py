@@ -87,6 +87,8 @@ class Recipe(Section):
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()
     """Metrics that evaluations of this loop log, where the recipe alone decides which."""
+    needed: ClassVar[Mapping[str, str]] = {}
+    """Sections that this loop cannot do without, and what is said where one is missing."""
 
     @field_validator("name")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -49,12 +49,7 @@ class RLRecipe(RolloutRecipe):
     algorithm: AlgorithmSection = AlgorithmSection()
     """The objective."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _responses_are_generated(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("rollout") is None:
-            raise ValueError("rollout: loop rl needs this section; see recipes/tiny_grpo.yaml")
-        return values
+    needed: ClassVar[Mapping[str, str]] = {"rollout": "loop rl needs this section; see recipes/tiny_grpo.yaml"}
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RLRecipe:

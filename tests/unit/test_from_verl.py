@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from from_verl import main
 
-from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.recipe.world_checks import check_world
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -46,15 +46,15 @@ MEGATRON = [
 ]
 
 
-def translated(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Recipe, str, str]:
+def translated(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[RLRecipe, str, str]:
     """The recipe of a command, and what the tool printed to stdout and to stderr."""
     output = tmp_path / "recipe.yaml"
     assert main(["--output", str(output), *arguments]) == 0
     printed = capsys.readouterr()
-    return load_recipe(output), printed.out, printed.err
+    return load_rl(output), printed.out, printed.err
 
 
-def at(recipe: Recipe, path: str) -> Any:
+def at(recipe: RLRecipe, path: str) -> Any:
     value: Any = recipe
     for key in path.split("."):
         value = getattr(value, key)
