@@ -303,7 +303,7 @@ def test_what_a_state_does_not_belong_to_is_refused(tokenizer: Tokenizer, tmp_pa
         stream = open_stream(tokenizer, DataSection.model_validate(values | changes), seed)
         with pytest.raises(DataError) as caught:
             stream.load(state)
-        assert str(caught.value).startswith(f"resume: the checkpoint was saved with {told}")
+        assert str(caught.value).startswith(f"the checkpoint was saved with {told}")
         assert "\n" not in str(caught.value)
     (tmp_path / "elsewhere").mkdir()
     moved = write(tmp_path / "elsewhere" / "a.parquet", 10)
