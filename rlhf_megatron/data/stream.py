@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from rlhf_megatron.data.order import Order, Shares, WindowOrder, curriculum_order
@@ -138,8 +138,10 @@ class PromptStream:
             CheckpointError: it is damaged.
         """
         try:
-            checked = _POSITION.validate_python(state)
-        except ValidationError as error:
+            checked = _POSITION.validate_python(state, strict=True)
+            if sum(checked["positions"]) < checked["drawn"] + checked["left_out"]:
+                raise ValueError("more prompts than rows")
+        except ValueError as error:  # and pydantic's
             raise CheckpointError("the saved position in the data is damaged; go on from another checkpoint") from error
         order = state.get("order")
         for name, now in self._description.items():

@@ -68,9 +68,9 @@ class RoleState(_Strict):
     adapters: _Adapters | None = None
     base: Any = None
     rows_of_attention: str | None = None
-    steps_taken: int = Field(ge=0)
+    steps_taken: int = Field(ge=0, le=2**53)
     loss_scale: tuple[_Scale, Annotated[int, Field(ge=0)]] | None = Field(None, strict=False)
-    optimizer_steps: int = Field(ge=0)
+    optimizer_steps: int = Field(ge=0, le=2**53)
 
 
 def checked_state(state: Mapping[str, Any]) -> RoleState:

@@ -20,7 +20,8 @@ from rlhf_megatron.roles.role import Role
 from rlhf_megatron.roles.saved import ROWS_OF_ATTENTION, SavedRole
 from rlhf_megatron.runtime.checkpoint import TensorFile
 from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite
-from rlhf_megatron.runtime.manifest import ForeignCheckpoint
+from rlhf_megatron.runtime.manifest import CheckpointError, ForeignCheckpoint
+from rlhf_megatron.untrusted import shown
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -124,6 +125,8 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
                 moment = torch.zeros_like(whole)
                 if steps:
                     saved.fill(moment, copies, kind)
+                    if kind == "exp_avg_sq" and bool((moment < 0).any()):  # its root would not be finite
+                        raise CheckpointError(f"the checkpoint's {role.name}/{kind}/{shown(name)} is below 0")
                 part.state[kind] = moment.reshape(-1)[part.start : part.stop].to(part.weights.device).clone()
             if steps or "step" in part.counters:
                 # A tensor of its own for each parameter: torch adds to it in place.

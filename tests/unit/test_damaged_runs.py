@@ -347,6 +347,25 @@ def test_damaged_lines_are_told_once_and_survived(run: Path, name: str, change: 
     assert all(line["launch"] == ORIGIN.torchrun for line in RecoveryLog(run, ORIGIN).lines())
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "recovery.jsonl", "metrics.csv"])
+def test_a_log_that_no_run_has_written_is_moved_aside_unread(run: Path, name: str) -> None:
+    with (run / name).open("r+b") as file:
+        file.truncate(100 << 30)  # a hole, which takes no room
+    if name == "metrics.jsonl":
+        assert report.main([str(run)]) == 2
+    restarted = restart(run)
+    stem, suffix = name.split(".")
+    assert restarted.step == 2 and f"it is {stem}.damaged-1.{suffix} now and begun anew" in restarted.told
+    assert restart(run).step == 3
+
+
+def test_a_metrics_file_that_cannot_be_written_is_a_line(run: Path) -> None:
+    (run / "metrics.csv").unlink()
+    (run / "metrics.csv").symlink_to("/proc/self/mem")  # a regular file, by its kind
+    with pytest.raises(UserError, match="what the tracker csv writes cannot be written"):
+        restart(run)
+
+
 @pytest.mark.parametrize(
     "line",
     ['{"step": "x"}', '{"step": null}', '{"step": 1e999}', '{"step": -5}', '{"step": true}', '{"step": 2.5}', "{}",

@@ -24,6 +24,7 @@ from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
+from rlhf_megatron.runtime.manifest import CheckpointError
 from tiny_tokenizer import write_bpe_tokenizer
 
 ORDER_OF_SEED_1 = [9, 2, 4, 7, 5, 0, 8, 6, 3, 1]
@@ -288,6 +289,23 @@ def test_a_curriculum_over_more_than_the_memory_needs_sorted_files(
         DataError, match=r"by level lie in 4 MB of row groups, over data\.shuffle_window_mb=1; raise it"
     ):
         opened("mixed")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"drawn": True}, {"drawn": -1}, {"drawn": 2**60}, {"drawn": 7}, {"left_out": "0"}, {"left_out": 2**53},
+        {"positions": []}, {"positions": [0, 0]}, {"positions": 5}, {"positions": [None]}, {"positions": [1.5]},
+    ],
+)  # fmt: skip
+def test_a_position_that_is_none_is_refused(tokenizer: Tokenizer, tmp_path: Path, damage: dict[str, Any]) -> None:
+    values = {"train_files": [write(tmp_path / "a.parquet", 10)], "max_prompt_length": 40}
+    stream = open_stream(tokenizer, DataSection.model_validate(values))
+    stream.next(3)
+    state = stream.state()
+    with pytest.raises(CheckpointError, match="the saved position "):
+        stream.load(state | damage)
+    assert stream.state() == state
 
 
 def test_what_a_state_does_not_belong_to_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
