@@ -30,8 +30,8 @@ from rlhf_megatron.rollout.environment import has_gpu
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 
 STEPS = 4
-# What each of ten lives does before its last step; all of them together come not far beyond step 13.
-STEPS_BEFORE_KILLS, STEPS_OF_KILLED = [0, 0, 0, 0, 0, 0, 0, 0, 1, 2], 16
+# What each of ten lives does before its last step; all of them together come not far beyond step 16.
+STEPS_BEFORE_KILLS, STEPS_OF_KILLED = [0, 0, 0, 0, 0, 0, 1, 1, 2, 2], 20
 RECIPE: dict[str, Any] = {
     "name": "whole",
     "loop": "rl",
