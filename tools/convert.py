@@ -19,13 +19,13 @@ import argparse
 import contextlib
 import importlib
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.command import ArgumentParser, command
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
@@ -229,10 +229,10 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
     if output.exists():
         raise UserError(f"--output: {output} exists already; remove it or choose another folder")
     source = GgufFile(source_path)
-    from safetensors.torch import save_file
     from transformers import GenerationConfig
 
     from rlhf_megatron.models.architecture import parse_architecture
+    from rlhf_megatron.runtime.checkpoint import write_safetensors
 
     try:
         config = build_config(source, dtype)
@@ -245,18 +245,13 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
             f"{source_path}: its fields are not those of a Llama with its tokenizer ({reason_of(error)})"
         ) from error
     weights = convert_tensors(source, config)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(partial)
-    # safetensors makes its files readable by their owner only, whatever the umask says.
-    shutil.copymode(partial / "config.json", partial / "model.safetensors")
-    tokenizer.save_pretrained(partial)
-    GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    ).save_pretrained(partial)
-    partial.rename(output)
+    with whole_folder(output) as partial:
+        write_safetensors(partial / "model.safetensors", weights, {"format": "pt"})
+        config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        ).save_pretrained(partial)
     return {
         "output": str(output),
         "parameters": sum(weight.numel() for weight in weights.values()),
@@ -350,10 +345,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Convert as the command line asks; return the exit status (2 for bad input)."""
     options = parse_arguments(arguments)
-    if options.command == "gguf-to-hf":
-        written = gguf_to_hf(options.input, options.output, options.dtype)
-    else:
-        written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, options.model)
+    try:
+        if options.command == "gguf-to-hf":
+            written = gguf_to_hf(options.input, options.output, options.dtype)
+        else:
+            written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, options.model)
+    except OSError as error:
+        raise UserError(
+            f"--output: {options.output} cannot be written ({reason_of(error)}); make room, or choose another"
+        ) from error
     print(json.dumps(written))
     return 0
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from rlhf_megatron.data.order import Order, Shares, WindowOrder, curriculum_order
 from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
+from rlhf_megatron.runtime.manifest import CheckpointError
 from rlhf_megatron.untrusted import shown
 
 # Prompts that are read ahead: so many batches, or as many prompts as are enough while a window is decoded.
@@ -134,24 +135,25 @@ class PromptStream:
 
         Raises:
             DataError: the state belongs to another order: other files, seed, or settings of the data section.
+            CheckpointError: it is damaged.
         """
         try:
-            checked = _POSITION.validate_python(state)
-        except ValidationError as error:
-            raise DataError(
-                "resume: the saved position in the data is damaged; go on from another checkpoint"
-            ) from error
+            checked = _POSITION.validate_python(state, strict=True)
+            if sum(checked["positions"]) < checked["drawn"] + checked["left_out"]:
+                raise ValueError("more prompts than rows")
+        except ValueError as error:  # and pydantic's
+            raise CheckpointError("the saved position in the data is damaged; go on from another checkpoint") from error
         order = state.get("order")
         for name, now in self._description.items():
             saved = order.get(name) if isinstance(order, dict) else None
             if saved != now:
                 values = "" if name == "data files" else f": {shown(saved)} instead of {now}"
                 raise DataError(
-                    f"resume: the checkpoint was saved with other {name}{values}; restore what it was saved with, or "
+                    f"the checkpoint was saved with other {name}{values}; restore what it was saved with, or "
                     "start a new run"
                 )
         if len(checked["positions"]) != len(self._datasets):
-            raise DataError(f"resume: the checkpoint was saved with {len(checked['positions'])} parts of the data")
+            raise CheckpointError(f"the saved position is one in {len(checked['positions'])} parts of the data")
         self._drawn, self._left_out = checked["drawn"], checked["left_out"]
         self._positions = tuple(checked["positions"])
         self._restart()

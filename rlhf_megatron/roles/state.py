@@ -20,7 +20,8 @@ from rlhf_megatron.roles.role import Role
 from rlhf_megatron.roles.saved import ROWS_OF_ATTENTION, SavedRole
 from rlhf_megatron.runtime.checkpoint import TensorFile
 from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite
-from rlhf_megatron.runtime.manifest import CheckpointError
+from rlhf_megatron.runtime.manifest import CheckpointError, ForeignCheckpoint
+from rlhf_megatron.untrusted import shown
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -97,13 +98,13 @@ def nonfinite_state(role: Role, optimizer: bool) -> str:
 def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
     """Fills weights, moments and counters of this rank from the files of the role's ranks that wrote the checkpoint.
 
-    Of a role with adapters these are the adapters', and its weights follow.
+    Of a role with adapters these are the adapters'; its weights follow with ``Role.merge_adapters``.
     Raises CheckpointError where they do not hold all of the model, or another one.
     """
     adaptation = role.adapters.adaptation if role.adapters else None
     saved = SavedRole(role.name, role.architecture, state, files, adaptation)
     if role.adapters and state.get("base") != role.adapters.base:
-        raise CheckpointError(
+        raise ForeignCheckpoint(
             f"the checkpoint's adapters of {role.name} belong to other weights than those of model.path; name the "
             "folder that the run began with, give --resume none, or the run another name"
         )
@@ -120,14 +121,16 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
                 continue
             part = owned[name]
             part.weights.copy_(whole.reshape(-1)[part.start : part.stop])
-            if steps:
-                for kind in _MOMENTS:
-                    moment = torch.zeros_like(whole)
+            for kind in _MOMENTS if steps else _moments(part):  # those of a checkpoint that was passed over are gone
+                moment = torch.zeros_like(whole)
+                if steps:
                     saved.fill(moment, copies, kind)
-                    part.state[kind] = moment.reshape(-1)[part.start : part.stop].to(part.weights.device).clone()
+                    if kind == "exp_avg_sq" and bool((moment < 0).any()):  # its root would not be finite
+                        raise CheckpointError(f"the checkpoint's {role.name}/{kind}/{shown(name)} is below 0")
+                part.state[kind] = moment.reshape(-1)[part.start : part.stop].to(part.weights.device).clone()
+            if steps or "step" in part.counters:
                 # A tensor of its own for each parameter: torch adds to it in place.
                 part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps
-    role.merge_adapters()
     role.steps_taken = int(state["steps_taken"])
     if role.loss_scale and state.get("loss_scale"):
         role.loss_scale.load(state["loss_scale"])

@@ -32,6 +32,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used, with the file and the reason."""
 
 
+class ForeignCheckpoint(CheckpointError):
+    """A sound checkpoint of another model or another kind of run, as the older ones beside it will be."""
+
+
 @dataclasses.dataclass(frozen=True)
 class WrittenFile:
     """One finished file of a checkpoint."""

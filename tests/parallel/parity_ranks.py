@@ -124,6 +124,7 @@ def _hand_over(before: Role, after: Role, folder: Path) -> str:
         paths = [partial_folder(folder) / f"rank-{position}.safetensors" for position in range(before.layout.size)]
         files = [stack.enter_context(TensorFile(path)) for path in paths]
         restore_role(after, state, files)
+        after.merge_adapters()
         del state["rows_of_attention"]
         try:
             restore_role(after, state, files)
