@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlhf_megatron.rewards import cgroup, processes
+from rlhf_megatron.untrusted import reason_of
 
 # Ends of this process that are none of the worker's.
 OUT_OF_MEMORY, TOO_MANY_PROCESSES = 250, 251
@@ -70,8 +71,13 @@ def main(rank: int, address_space_bytes: int, memory_bytes: int, budget: int) ->
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     relay = threading.Thread(target=pass_on, args=(printed, budget), daemon=True)
     relay.start()
-    status = watch(worker, rank, memory_bytes)
-    processes.end_descendants(supervisor)
+    try:
+        status = watch(worker, rank, memory_bytes)
+        processes.end_descendants(supervisor)
+    except (OSError, MemoryError) as error:  # its limits are within reach of a function of the same user
+        with contextlib.suppress(OSError):
+            os.write(2, f"supervisor of reward worker {worker}: {reason_of(error)}\n".encode())
+        os._exit(1)  # the rank ends the group
     if group:
         cgroup.end(group)
     relay.join(1.0)
@@ -117,8 +123,8 @@ def _ended(worker: int) -> int | None:
     found = None
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
-            if child[0] == worker:
-                found = child[1]
+            if child[0] == worker:  # one that has itself traced stops, for ever, where others end
+                found = int(signal.SIGKILL) if os.WIFSTOPPED(child[1]) else child[1]
     return found
 
 
