@@ -78,7 +78,7 @@ class Pipe:
 
 
 class Surroundings:
-    """Names of Python and of what answers, and the loaded modules: one call may take them from those that come after."""
+    """Names of Python and of what answers, and the loaded modules, which one call may take from those after it."""
 
     def __init__(self) -> None:
         """Remember them as they are when a function has been loaded."""

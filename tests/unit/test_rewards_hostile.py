@@ -24,7 +24,8 @@ from rlhf_megatron.rollout.engine import RolloutError
 
 SIGNATURE = "compute_score(data_source, solution_str, ground_truth, extra_info):"
 HEAD = """
-import asyncio, builtins, ctypes, decimal, fractions, gc, json, math, os, pickle, resource, signal, subprocess, sys, threading, time
+import asyncio, builtins, ctypes, decimal, fractions, gc, json, math, os, pickle
+import resource, signal, subprocess, sys, threading, time
 
 def pipes():
     names = [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")]
