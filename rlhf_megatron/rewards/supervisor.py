@@ -23,8 +23,9 @@ from rlhf_megatron.untrusted import reason_of
 # Ends of this process that are none of the worker's.
 OUT_OF_MEMORY, TOO_MANY_PROCESSES = 250, 251
 MOST_PROCESSES = 512
-# Between two looks at rank and memory; on a machine with many processes looking is at most this part of the time.
-SECONDS_BETWEEN_LOOKS = 0.2
+# Between two looks at rank and memory; on a machine with many processes looking is at most this part of the time, but
+# where that would leave a function alone for long.
+SECONDS_BETWEEN_LOOKS, MOST_SECONDS_BETWEEN_LOOKS = 0.2, 2.0
 _PART_OF_LOOKING = 0.02
 # The kernel, where memory runs out, ends processes with high numbers first: this one, and not the rank.
 _FIRST_TO_GO = "500"
@@ -110,12 +111,12 @@ def watch(worker: int, rank: int, memory_bytes: int) -> int:
             return status
         if os.getppid() != rank:
             return 0
-        begun = time.monotonic()
+        begun = time.thread_time()  # of this thread alone: a busy machine makes no look longer
         reason = _excess(memory_bytes) if memory_bytes else 0
         if reason:
             return reason << 8
-        pause = max(SECONDS_BETWEEN_LOOKS, (time.monotonic() - begun) / _PART_OF_LOOKING)
-        signal.sigtimedwait({signal.SIGCHLD}, pause)
+        pause = max(SECONDS_BETWEEN_LOOKS, (time.thread_time() - begun) / _PART_OF_LOOKING)
+        signal.sigtimedwait({signal.SIGCHLD}, min(pause, MOST_SECONDS_BETWEEN_LOOKS))
 
 
 def _ended(worker: int) -> int | None:
