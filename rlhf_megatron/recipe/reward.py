@@ -39,6 +39,7 @@ class RewardServiceSection(Section):
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("url must begin with http:// or https:// and a host")
+        _ = parts.port  # raises ValueError for one that is no number up to 65535
         if parts.username is not None or parts.password is not None:
             raise ValueError("url must hold no user or password; put the header's value into an environment variable")
         if any(is_secret_parameter(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
