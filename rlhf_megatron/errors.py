@@ -11,6 +11,7 @@ class UserError(ValueError):
     def __str__(self) -> str:
         """Return the line without secrets, which a recipe's value or a server's answer may bring into it."""
         return hide_secrets(super().__str__())
+
     is_transient = False
     """Whether another attempt with the same input may do, as where a service was away; see `is_transient`."""
 
