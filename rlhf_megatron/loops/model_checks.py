@@ -6,18 +6,22 @@ from pathlib import Path
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
-from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.models.architecture import Architecture, read_architecture, read_config
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.recipe.checks import roles_of
 from rlhf_megatron.recipe.model_shape import role_folder
+from rlhf_megatron.rollout.model_config import check_generates
 
 
 def checked_architecture(recipe: Recipe, folder: str | Path) -> Architecture:
     """Return what the config in ``folder``, the model's, describes.
 
-    Raises ModelError where it, or that in a role's own folder which is here, is damaged or not supported.
+    Raises ModelError where it, or that in a role's own folder which is here, is damaged or not supported; RolloutError
+    where it generates nothing and the recipe wants it to.
     """
     architecture = read_architecture(folder)
+    if recipe.loop == "rl":
+        check_generates(Path(folder) / "config.json", read_config(folder))
     for section in roles_of(recipe).values():
         own = role_folder(recipe, section)
         if own is not None:
