@@ -94,7 +94,7 @@ def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | N
             try:
                 of_run = load_recipe(path, all_overrides)
             except RecipeError as error:
-                raise RecipeError(f"{shown(where)}: {error}") from error
+                raise RecipeError(f"{error} ({shown(where)})") from error
             _check_same_job(recipe, of_run, where)
             tasks.append(_task(path, all_overrides, of_run, where))
     if not tasks:

@@ -52,6 +52,13 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help tells what there is")
 
 
+def path_argument(text: str) -> Path:
+    """Returns a path of a command line; raises argparse.ArgumentTypeError for an empty one, which is this folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; name a file or folder")
+    return Path(text)
+
+
 def command(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
     """Makes a function that returns an exit status the main function of a command.
 

@@ -57,10 +57,8 @@ class AlertSection(Section):
     """More alerts than that are counted instead of sent; the next one says how many. A stop is always sent."""
 
     @model_validator(mode="after")
-    def _somebody_can_be_told(self) -> AlertSection:
+    def _variable_has_a_name(self) -> AlertSection:
         check_variable("webhook_environment", self.webhook_environment)
-        if self.command and not self.command[0].strip():
-            raise ValueError("command: its first text is the program, and empty; name one, or leave command out")
         return self
 
 

@@ -27,9 +27,9 @@ _MOST_FILES = 64
 _MOST_COMPLAINTS = 8
 _LONGEST_KEY = 100  # beyond it, no key that is meant is looked for
 # All other texts of a recipe are names, paths and addresses, which have one line and something in it.
-_FREE_TEXT = frozenset(["system_prompt", "pattern", "command"])
+_FREE_TEXT = frozenset(["system_prompt", "pattern"])
 _MOST_CHARACTERS = 4096  # of a path in Linux
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # tabs and line breaks are odd, and can be seen
 _OF_A_SHELL = re.compile(r"~/|\$\{|\$\w+/")
 
 
