@@ -80,6 +80,8 @@ def check(options: argparse.Namespace) -> int:
     """Print what is found out about some files; return 1 if they are not fit for training. Raises UserError."""
     if options.max_prompt_length is not None and options.tokenizer is None:
         raise DataError("--max-prompt-length: needs --tokenizer to count tokens")
+    if options.sample < 1:
+        raise DataError(f"--sample: {options.sample} rows try no reward; give 1 or more")
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     reward = RewardSection(function=options.reward_function)
     findings = check_files(
