@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhf_megatron.errors import DataError, UserError
-from rlhf_megatron.loops.command import ArgumentParser, command
+from rlhf_megatron.loops.command import ArgumentParser, command, path_argument
 from rlhf_megatron.models.gguf import GgufFile
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.untrusted import read_text, reason_of, shown
@@ -332,7 +332,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     saved.add_argument("--role", default="actor", help="actor or critic (default %(default)s)")
     saved.add_argument("--model", type=Path, help="folder with config and tokenizer (default: the run's model.path)")
     for each in (command, saved):
-        each.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
+        each.add_argument("--output", type=path_argument, required=True, help="folder to write; must not exist")
         each.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default %(default)s)")
     return parser.parse_args(arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -116,6 +117,11 @@ class Recipe(Section):
                 "data.validation_files or data.validation_fraction, or leave it out"
             )
         self._check_keep_best()
+        self._check_recorded_steps()
+        if self.loop != "sft" and self.data.response_column is not None:
+            raise ValueError(
+                f"data.response_column={self.data.response_column}: loop {self.loop} does not read it; leave it out"
+            )
         if self.loop == "rl" and self.data.max_response_length is not None:
             raise ValueError(
                 f"data.max_response_length={self.data.max_response_length}: rl learns no given responses; set "
@@ -206,8 +212,16 @@ class Recipe(Section):
             )
 
     def _check_keep_best(self) -> None:
-        """Refuses a metric that no evaluation of this recipe has; what those of rewards have is known at run time."""
-        best = self.checkpoint.keep_best
+        """Refuses a metric that no evaluation of this recipe has, and no step to compare; what evaluations of rewards
+        have is known at run time."""
+        best, save, evaluate = self.checkpoint.keep_best, self.checkpoint.save_interval, self.evaluation.interval
+        # The last step is saved in any case.
+        both = evaluate and (self.steps % evaluate == 0 or math.lcm(save, evaluate) <= self.steps)
+        if best is not None and not (self.evaluation.at_end or both):
+            raise ValueError(
+                f"checkpoint.keep_best: no step of {self.steps} is both saved (checkpoint.save_interval={save}) and "
+                f"evaluated (evaluation.interval={evaluate}, at_end=false); change one"
+            )
         if best is None or (self.loop == "rl" and self.reward.rule != "none"):
             return
         names = {
@@ -220,6 +234,51 @@ class Recipe(Section):
             raise ValueError(
                 f"checkpoint.keep_best.metric={best.metric}: evaluations of this recipe have {', '.join(names)}; name "
                 "one of them, and mode: min for a loss"
+            )
+
+    def _check_recorded_steps(self) -> None:
+        monitor = self.monitor
+        steps = {"profile": monitor.profile.steps, "timeline": [] if monitor.timeline.every else monitor.timeline.steps}
+        for key, chosen in steps.items():
+            if chosen and min(chosen) > self.steps:
+                raise ValueError(f"monitor.{key}.steps={chosen}: the run has {self.steps} steps; name some of them")
+
+    def _check_filter_groups(self) -> None:
+        """Refuses dynamic sampling that could never have the groups of a step together."""
+        settings, group, wanted = (
+            self.algorithm.filter_groups,
+            self.batch.responses_per_prompt,
+            self.batch.prompts_per_step,
+        )
+        if not settings.enable:
+            return
+        if group < 2:
+            raise ValueError(
+                f"algorithm.filter_groups: rewards of a group differ only where batch.responses_per_prompt={group} is "
+                "at least 2; raise it, or set enable to false"
+            )
+        drawn = (settings.prompts_per_round or wanted) * settings.max_num_gen_batches
+        if settings.max_num_gen_batches and drawn < wanted:
+            raise ValueError(
+                f"algorithm.filter_groups: max_num_gen_batches={settings.max_num_gen_batches} x prompts_per_round="
+                f"{settings.prompts_per_round} is below batch.prompts_per_step={wanted}; raise one"
+            )
+
+    def _check_rewards(self) -> None:
+        """Refuses rewards that would be the same for every response."""
+        assert self.rollout is not None
+        longest = self.rollout.max_response_length
+        for source in (self.reward, *self.reward.parts):
+            if source.length_low >= longest:
+                raise ValueError(
+                    f"reward.length_low={source.length_low}: no response would be paid, since "
+                    f"rollout.max_response_length={longest}; lower it"
+                )
+        if self.reward.rule == "none" and self.reward_model is None:
+            raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")
+        if self.reward.rule == "none" and self.reward_model is not None and not self.reward_model.weight:
+            raise ValueError(
+                "reward_model.weight=0: each reward would be 0, as reward.rule=none has no other; change one"
             )
 
     def _check_supervised(self) -> None:
@@ -272,8 +331,18 @@ class Recipe(Section):
             raise ValueError(
                 "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
             )
-        if self.reward.rule == "none" and self.reward_model is None:
-            raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")
+        self._check_rewards()
+        self._check_filter_groups()
+        longest_row, most = (
+            self.data.max_prompt_length + self.rollout.max_response_length,
+            self.rollout.max_num_batched_tokens,
+        )
+        if most is not None and most < longest_row and not self.rollout.enable_chunked_prefill:
+            raise ValueError(
+                f"rollout.max_num_batched_tokens={most} is below the {longest_row} tokens of a whole sequence "
+                "(data.max_prompt_length + rollout.max_response_length), which enable_chunked_prefill=false asks for; "
+                "raise it, or leave it out"
+            )
         buffer, longest = algorithm.overlong_buffer, self.rollout.max_response_length
         if buffer.enable and not 0 < buffer.len <= longest:
             raise ValueError(
