@@ -7,12 +7,22 @@ Torch, Megatron and vLLM take ten seconds to import, on each rank of each launch
 them is there at once, and is otherwise what it would be: a process with an identifier, an environment (in /proc too), a
 working folder, files and a session of its own, that runs the script as `__main__`, takes signals and ends by itself.
 torchrun is run in the same way, by its own code: only how it starts a rank is replaced.
+
+The environment in /proc: the kernel shows the memory that a process was started with, which a fork has from the
+nursery, and of which `os.environ` is a copy. Others go by it: `rlhf_megatron.runtime` finds a rank's torchrun, and the
+ranks that have ended, by TORCHELASTIC_RUN_ID and LOCAL_RANK, and tests find a rank to kill by RANK. So the nursery is
+started with a long variable, ROOM, and a fork writes its own environment over that memory, through /proc/self/mem,
+where a wrong address is an OSError. What a process shows:
+
+    tr '\\0' '\\n' < /proc/PID/environ
+
+Where a test fails, start its command with `warm=False` (tests/end_to_end/commands.py): an ordinary process, ten seconds
+slower. If it then passes, the nursery is to blame.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import gc
 import importlib
@@ -227,13 +237,17 @@ def take_over_torchrun() -> list[Any] | None:
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """Makes it this process's, also where the kernel shows it to others: in the memory that ROOM has made large."""
+    """Makes it this process's, also where the kernel shows it to others: in the memory that ROOM has made large.
+
+    What is longer than that memory is cut off there, and only there: a process started without ROOM has little.
+    """
     os.environ.clear()
     os.environ.update(environment)  # copies: nothing points into the old memory any more
     shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     start, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, shown, min(len(shown), end - start))
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(shown[: end - start].ljust(end - start, b"\0"))
 
 
 def end_with(action: Callable[[], None]) -> None:
