@@ -39,7 +39,7 @@ def main() -> int:
         help="go on from the run's newest sound checkpoint if it has one (auto), start anew, or from a given one",
     )
     parser.add_argument("--preflight", action="store_true", help="check machines, files and rewards before training")
-    parser.add_argument("--world", type=int, help="with --dry-run: the number of GPUs to plan for")
+    parser.add_argument("--world", help="with --dry-run: the number of GPUs to plan for")
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
@@ -57,9 +57,9 @@ def main() -> int:
     return record(on_this_rank)(functools.partial(train, recipe, arguments.resume, arguments.preflight)) or 0
 
 
-def planned_world(asked: int | None) -> int:
+def planned_world(asked: str | None) -> int:
     """The GPUs to plan for: those of ``--world``, or torchrun's; raises UserError where that is no number above 0."""
-    where, text = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) if asked is None else ("--world", str(asked))
+    where, text = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) if asked is None else ("--world", asked)
     return number_of_gpus(where, text)
 
 

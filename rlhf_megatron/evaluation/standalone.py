@@ -36,8 +36,9 @@ from rlhf_megatron.generation.prompt_groups import Group
 from rlhf_megatron.generation.scoring import GroupScoring
 from rlhf_megatron.models.architecture import ModelError, read_architecture, read_config
 from rlhf_megatron.models.families import FAMILIES
-from rlhf_megatron.models.hf_files import check_types
+from rlhf_megatron.models.hf_files import CheckpointFiles, check_types
 from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.planning.feasibility import check_tokens
 from rlhf_megatron.recipe import RecipeError, RolloutRecipe
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.rewards.rules import answer_of
@@ -63,13 +64,15 @@ def evaluate(recipe: RolloutRecipe) -> None:
     Raises UserError for input that is not right.
     """
     check(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    if str(read_config(recipe.model.path).get("model_type")) in FAMILIES:  # vLLM knows more, which can be evaluated
-        read_architecture(recipe.model.path)
+    known = str(read_config(recipe.model.path).get("model_type")) in FAMILIES  # vLLM has more, which can be evaluated
+    architecture = read_architecture(recipe.model.path) if known else None
     join_world(_LONGEST_MINUTES)
     rank = dist.get_rank()
     if rank == 0:
         RunFolder(recipe.run_root, recipe.name).prepare(resume=True)  # answers that cannot be kept need not be found
     tokenizer = recipe_tokenizer(recipe)
+    if architecture is not None:
+        check_tokens(tokenizer, architecture, recipe.model.path)
     validation = open_validation(recipe.data, tokenizer, max_prompts=recipe.evaluation.max_prompts)
     prompts = validation.prompts
     leads = rank % recipe.rollout.layout.tensor == 0  # its replica: the others generate the same and score nothing
@@ -81,7 +84,11 @@ def evaluate(recipe: RolloutRecipe) -> None:
             stack.callback(function.close)
         if scorer:
             scorer.check_sources(dict.fromkeys(prompt.data_source for prompt in prompts))
-        check_types(recipe.model.path)
+        if architecture is None:
+            check_types(recipe.model.path)
+        else:
+            with CheckpointFiles(recipe.model.path, architecture):
+                pass  # told before the engine takes memory
         engine = VllmEngine(
             recipe.model.path, recipe.rollout, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed, "auto"
         )

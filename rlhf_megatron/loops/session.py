@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.exports import Exports
-from rlhf_megatron.checkpoint.manager import Checkpoints, Part, TeamOwnedState, choose_checkpoint
+from rlhf_megatron.checkpoint.manager import Checkpoints, Part, TeamOwnedState, sound_checkpoints
 from rlhf_megatron.checkpoint.storage import forget_best, step_of
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import Responses
@@ -58,7 +58,7 @@ class Session:
     def __init__(
         self, recipe: Recipe, resume: str = "auto", skips: Mapping[int, Mapping[str, Any]] | None = None
     ) -> None:
-        """Builds what all loops need; ``resume`` as in ``choose_checkpoint``, ``skips`` as in ``Adaptation``.
+        """Builds what all loops need; ``resume`` as in ``sound_checkpoints``, ``skips`` as in ``Adaptation``.
 
         Raises UserError for input that the recipe names and that is not right.
         """
@@ -90,8 +90,9 @@ class Session:
         head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
         self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, updates, head)
         self._exports = Exports(recipe, self.run, self.actor, self.device)
-        found_out: list[str] = []
-        self._resume_from = choose_checkpoint(self.run.checkpoints, resume, found_out.append)
+        self._found_out: list[str] = []  # said as soon as there is a report
+        self._to_resume_from = sound_checkpoints(self.run.checkpoints, resume, self._tell)
+        self._resume_from = next(self._to_resume_from, None)
         self.first_step = 1 if self._resume_from is None else step_of(self._resume_from) + 1
         if self.first_step > recipe.steps + 1:
             raise UserError(
@@ -99,7 +100,7 @@ class Session:
                 "the run another name, or start from --resume none or an older checkpoint"
             )
         self.report = Report(self.run, recipe, self.first_step) if self.rank == 0 else None
-        for line in (*found_out, *data.notes):
+        for line in (*self._found_out, *data.notes):
             self.say(line)
         if self._gpus.problem:
             self.say(f"warning: the use of GPUs is not logged: {self._gpus.problem}")
@@ -117,8 +118,9 @@ class Session:
         checkpoints = Checkpoints(self.run.checkpoints, self.recipe.checkpoint, roles, parts, self.say)
         if self._resume_from is not None:
             with self.phase("resume"):
-                checkpoints.restore(self._resume_from)
-            self.say(f"going on from {self._resume_from}, after step {self.first_step - 1}")
+                restored = checkpoints.restore_one_of(self._to_resume_from, self._resume_from)
+            self.first_step = step_of(restored) + 1
+            self.say(f"going on from {restored}, after step {self.first_step - 1}")
         elif self.rank == 0:
             forget_best(self.run.checkpoints)
         self._saved = lambda: checkpoints.saved
@@ -352,6 +354,10 @@ class Session:
         """One line for the person who watches."""
         if self.report:
             self.report.console.message(text)
+
+    def _tell(self, text: str) -> None:
+        """Says it, or has it said as soon as there is a report."""
+        self.say(text) if self.report else self._found_out.append(text)
 
     def export(self, step: int) -> str | None:
         """Writes the actor as a Hugging Face folder; why that failed, where it did. Collective."""

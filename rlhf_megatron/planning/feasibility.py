@@ -7,11 +7,12 @@ from typing import Any
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError, RecipeError
-from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.models.architecture import Architecture, read_architecture, read_config
 from rlhf_megatron.planning.model_shape import experts_of, role_config, role_folder, size
 from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
 from rlhf_megatron.recipe.world_checks import layout_of, stage_layers
+from rlhf_megatron.rollout.vllm.model_config import check_generates
 
 _EXPERT_COLUMNS = "columns of an expert (moe_intermediate_size)"
 
@@ -19,9 +20,12 @@ _EXPERT_COLUMNS = "columns of an expert (moe_intermediate_size)"
 def checked_architecture(recipe: Recipe, folder: str | Path) -> Architecture:
     """Return what the config in ``folder``, the model's, describes.
 
-    Raises ModelError where it, or that in a role's own folder which is here, is damaged or not supported.
+    Raises ModelError where it, or that in a role's own folder which is here, is damaged or not supported; RolloutError
+    where it generates nothing and the recipe wants it to.
     """
     architecture = read_architecture(folder)
+    if isinstance(recipe, RLRecipe):
+        check_generates(Path(folder) / "config.json", read_config(folder))
     for section in recipe.roles.values():
         own = role_folder(recipe, section)
         if own is not None:

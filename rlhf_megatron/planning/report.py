@@ -21,8 +21,8 @@ _GB = 2**30
 
 def plan_text(recipe: Recipe, world_size: int) -> str:
     """All that is known of a run on ``world_size`` GPUs before it starts; raises RecipeError where it cannot run."""
+    architecture = checked_architecture(recipe, planning_folder(recipe))  # told in the words of a run
     config = planning_config(recipe)
-    architecture = checked_architecture(recipe, planning_folder(recipe))
     plan = dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
     if not isinstance(recipe, RLRecipe):
         return plan

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.section import Section
 
+MOST_ROWS = 2**24  # of a step; each is on every rank for a moment
+
 
 class BatchSection(Section):
     """Sizes of one step, over all GPUs together."""
@@ -54,6 +56,12 @@ class GroupedBatchSection(BatchSection):
         if self.minibatch_prompts is not None and self.prompts_per_step % self.minibatch_prompts:
             raise ValueError(
                 f"minibatch_prompts={self.minibatch_prompts} must divide prompts_per_step={self.prompts_per_step}"
+            )
+        rows = self.prompts_per_step * self.responses_per_prompt
+        if rows > MOST_ROWS:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} x responses_per_prompt={self.responses_per_prompt} = "
+                f"{rows:,} rows; at most {MOST_ROWS:,} are a step"
             )
         return self
 

@@ -36,6 +36,7 @@ _MOST_CHARACTERS = 4096  # of a path in Linux
 _GENERATING = ("rollout", "reward")  # the sections that an evaluation reads beside those of all loops
 AnyKind = TypeVar("AnyKind", bound=Recipe)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # tabs and line breaks are odd, and can be seen
+_OF_A_SHELL = re.compile(r"~/|\$\{|\$\w+/")
 
 
 AnyRecipe = RLRecipe | SFTRecipe | RewardModelingRecipe
@@ -290,6 +291,8 @@ def _problem_of_text(text: str) -> str | None:
         return "is empty; give a value, or leave the key out"
     if len(text) > _MOST_CHARACTERS:
         return f"has {len(text):,} characters; at most {_MOST_CHARACTERS:,} can be a name or a path"
+    if _OF_A_SHELL.match(text):
+        return f"{shown(text, 80)}: only a shell knows what {text.partition('/')[0]} is; write out the whole path"
     found = _CONTROL.search(text)
     return f"has the control character {found[0]!r}; take it out; it is {shown(repr(text), 80)}" if found else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -109,6 +110,8 @@ class Recipe(Section):
                 "data.validation_files or data.validation_fraction, or leave it out"
             )
         self._check_keep_best()
+        self._check_compared_steps()
+        self._check_recorded_steps()
         return self
 
     def _check_keep_best(self) -> None:
@@ -123,6 +126,31 @@ class Recipe(Section):
             f"checkpoint.keep_best.metric={self.checkpoint.keep_best.metric}: evaluations of this recipe have "
             f"{', '.join(known)}; name one of them, and mode: min for a loss"
         )
+
+    def _check_no_response_column(self) -> None:
+        """Refuse data that only supervised fine-tuning reads."""
+        if self.data.response_column is not None:
+            raise ValueError(
+                f"data.response_column={self.data.response_column}: loop {self.loop} does not read it; leave it out"
+            )
+
+    def _check_compared_steps(self) -> None:
+        """Refuse keep_best where it would compare nothing."""
+        best, save, evaluate = self.checkpoint.keep_best, self.checkpoint.save_interval, self.evaluation.interval
+        # The last step is saved in any case.
+        both = evaluate and (self.steps % evaluate == 0 or math.lcm(save, evaluate) <= self.steps)
+        if best is not None and not (self.evaluation.at_end or both):
+            raise ValueError(
+                f"checkpoint.keep_best: no step of {self.steps} is both saved (checkpoint.save_interval={save}) and "
+                f"evaluated (evaluation.interval={evaluate}, at_end=false); change one"
+            )
+
+    def _check_recorded_steps(self) -> None:
+        monitor = self.monitor
+        steps = {"profile": monitor.profile.steps, "timeline": [] if monitor.timeline.every else monitor.timeline.steps}
+        for key, chosen in steps.items():
+            if chosen and min(chosen) > self.steps:
+                raise ValueError(f"monitor.{key}.steps={chosen}: the run has {self.steps} steps; name some of them")
 
     @property
     def roles(self) -> Mapping[str, RoleSection]:

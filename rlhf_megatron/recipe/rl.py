@@ -53,6 +53,7 @@ class RLRecipe(RolloutRecipe):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RLRecipe:
+        self._check_no_response_column()
         if self.data.max_response_length is not None:
             raise ValueError(
                 f"data.max_response_length={self.data.max_response_length}: rl learns no given responses; set "
@@ -144,6 +145,43 @@ class RLRecipe(RolloutRecipe):
             return f"rollout.dtype is {self.rollout.dtype} and model.dtype {self.model.dtype}"
         return None
 
+    def _check_rewards(self) -> None:
+        """Refuses rewards that would be the same for every response."""
+        longest = self.rollout.max_response_length
+        for source in (self.reward, *self.reward.parts):
+            if source.length_low >= longest:
+                raise ValueError(
+                    f"reward.length_low={source.length_low}: no response would be paid, since "
+                    f"rollout.max_response_length={longest}; lower it"
+                )
+        if self.reward.rule == "none" and self.reward_model is None:
+            raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")
+        if self.reward.rule == "none" and self.reward_model is not None and not self.reward_model.weight:
+            raise ValueError(
+                "reward_model.weight=0: each reward would be 0, as reward.rule=none has no other; change one"
+            )
+
+    def _check_filter_groups(self) -> None:
+        """Refuses dynamic sampling that could never have the groups of a step together."""
+        settings, group, wanted = (
+            self.algorithm.filter_groups,
+            self.batch.responses_per_prompt,
+            self.batch.prompts_per_step,
+        )
+        if not settings.enable:
+            return
+        if group < 2:
+            raise ValueError(
+                f"algorithm.filter_groups: rewards of a group differ only where batch.responses_per_prompt={group} is "
+                "at least 2; raise it, or set enable to false"
+            )
+        drawn = (settings.prompts_per_round or wanted) * settings.max_num_gen_batches
+        if settings.max_num_gen_batches and drawn < wanted:
+            raise ValueError(
+                f"algorithm.filter_groups: max_num_gen_batches={settings.max_num_gen_batches} x prompts_per_round="
+                f"{settings.prompts_per_round} is below batch.prompts_per_step={wanted}; raise one"
+            )
+
     def _check_rl(self) -> None:
         algorithm, group = self.algorithm, self.batch.responses_per_prompt
         if self.deterministic and self.rollout.scheduling != "static":
@@ -186,8 +224,18 @@ class RLRecipe(RolloutRecipe):
             raise ValueError(
                 "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
             )
-        if self.reward.rule == "none" and self.reward_model is None:
-            raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")
+        self._check_rewards()
+        self._check_filter_groups()
+        longest_row, most = (
+            self.data.max_prompt_length + self.rollout.max_response_length,
+            self.rollout.max_num_batched_tokens,
+        )
+        if most is not None and most < longest_row and not self.rollout.enable_chunked_prefill:
+            raise ValueError(
+                f"rollout.max_num_batched_tokens={most} is below the {longest_row} tokens of a whole sequence "
+                "(data.max_prompt_length + rollout.max_response_length), which enable_chunked_prefill=false asks for; "
+                "raise it, or leave it out"
+            )
         buffer, longest = algorithm.overlong_buffer, self.rollout.max_response_length
         if buffer.enable and not 0 < buffer.len <= longest:
             raise ValueError(

@@ -120,6 +120,15 @@ class OptimizerSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_remain(self) -> OptimizerSection:
+        if self.learning_rate * self.weight_decay >= 1:
+            raise ValueError(
+                f"weight_decay={self.weight_decay:g} x learning_rate={self.learning_rate:g} takes all of each weight "
+                "away in a step; lower one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedule_falls(self) -> OptimizerSection:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}")

@@ -31,6 +31,7 @@ class RewardModelingRecipe(Recipe):
 
     @model_validator(mode="after")
     def _head_learns(self) -> RewardModelingRecipe:
+        self._check_no_response_column()
         if self.actor.lora is not None:
             raise ValueError("actor.lora: a reward model's head has to learn too, and adapters have none; leave it out")
         return self

@@ -65,7 +65,12 @@ def check_world(recipe: Recipe, world_size: int) -> None:
         rollout = recipe.rollout.layout
         generating = rollout_ranks(recipe, world_size)
         _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, len(generating))
-        _check_teams(recipe, world_size, set(generating))
+        if len(generating) < world_size or recipe.rollout.steps_ahead:
+            _check_teams(recipe, world_size, set(generating))
+    profile = recipe.monitor.profile
+    missing = next((rank for rank in profile.ranks if profile.steps and rank >= world_size), None)
+    if missing is not None:
+        raise RecipeError(f"monitor.profile.ranks: there is no rank {missing} of {world_size}")
 
 
 def learners_of(recipe: Recipe, world_size: int) -> list[int]:
