@@ -85,7 +85,7 @@ def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
     "name, overrides, message",
     [
         ("qwen7b_grpo", [], "cluster.gpu: say what the GPUs are, such as cluster.gpu=H100"),
-        ("qwen3_30b_a3b_grpo", GPUS, "only steps of reinforcement learning of dense models are reckoned"),
+        ("qwen3_30b_a3b_grpo", GPUS, "only steps of dense models are reckoned"),
     ],
 )
 def test_what_cannot_be_reckoned_is_refused(name: str, overrides: list[str], message: str) -> None:
