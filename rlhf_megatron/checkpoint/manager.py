@@ -1,4 +1,4 @@
-"""When a run saves and where it goes on: the ranks' agreement about the files of checkpoint/storage.py.
+"""How a run saves and where it resumes: the ranks' agreement about the files of checkpoint/storage.py.
 
 Saving takes a copy on the host and returns; a thread of each rank writes it while training goes on. At the end of a
 later step, when every rank's file is on disk, the checkpoint becomes visible. A run that is killed in between has the
@@ -58,7 +58,7 @@ from rlhf_megatron.topology.exchange import from_rank
 from rlhf_megatron.topology.team import Team
 from rlhf_megatron.untrusted import reason_of, shown
 
-Tell = Callable[[str], None]
+Say = Callable[[str], None]
 _TIME_IS_UP = 1  # no signal that is noted has this number
 
 
@@ -104,10 +104,10 @@ class _Save:
     folder: Path
     file: Future[WrittenFile]
     state: dict[str, Any]
-    worth: MetricValue | None
+    metric_value: MetricValue | None
 
 
-def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
+def choose_checkpoint(folder: Path, resume: str, say: Say) -> Path | None:
     """The checkpoint to go on from: the newest sound one, a given one, or None; the same on every rank, collective.
 
     ``resume``: "auto" (the newest in ``folder`` that is whole; damaged ones are told and passed over), "none", or the
@@ -119,7 +119,7 @@ def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
     if refusal:
         raise CheckpointError(refusal)
     for line in problems:
-        tell(f"warning: {line}")
+        say(f"warning: {line}")
     if resume == "none" and not saved:
         return None
     resume = "auto" if saved else resume
@@ -128,11 +128,11 @@ def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
         problem, version = _agreed_damage(candidate)
         if problem is None:
             if version < FORMAT:
-                tell(f"{candidate}: is of an earlier version; its manifest has no digest that would show damage")
+                say(f"{candidate}: is of an earlier version; its manifest has no digest that would show damage")
             return candidate
         if resume != "auto":
             raise CheckpointError(f"--resume {shown(candidate)}: {problem}")
-        tell(f"warning: {problem}; this checkpoint is passed over")
+        say(f"warning: {problem}; this checkpoint is passed over")
     if candidates:
         raise CheckpointError(
             f"{folder}: none of {len(candidates)} checkpoints can be used; give --resume none to start anew"
@@ -149,11 +149,11 @@ class Checkpoints:
         section: CheckpointSection,
         roles: Mapping[str, PlacedRole],
         parts: Mapping[str, Part],
-        tell: Tell,
+        say: Say,
     ) -> None:
-        """``folder`` is the run's checkpoints/; ``tell`` shows a line to the person who watches (on rank 0)."""
+        """``folder`` is the run's checkpoints/; ``say`` shows a line to the person who watches (on rank 0)."""
         self._folder, self._section = folder, section
-        self._roles, self._parts, self._tell = dict(roles), dict(parts), tell
+        self._roles, self._parts, self._say = dict(roles), dict(parts), say
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: _Save | None = None
         self._held: dict[str, torch.Tensor] = {}  # the memory of a save; there is one at a time
@@ -163,7 +163,7 @@ class Checkpoints:
         """The step of the newest checkpoint of this run, the same on every rank."""
         self._limit = _TimeLimit(section.save_before_seconds, job_end(os.environ))
         if section.save_before_seconds and self._limit.end is None:
-            tell("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
+            say("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
 
     def restore(self, checkpoint: Path) -> int:
         """Brings roles and parts to where ``checkpoint`` was saved; returns its step."""
@@ -194,11 +194,10 @@ class Checkpoints:
             self._recovery.append("resume", step, f"from {checkpoint}")
         return step
 
-    def after(self, step: int, last: bool, skipped: bool, worth: float | None) -> None:
-        """Saves after ``step`` if it is due, and publishes what has been written meanwhile.
+    def after(self, step: int, is_due: bool, is_last: bool, metric_value: float | None) -> None:
+        """Saves after ``step`` if that ``is_due`` or the run is to stop, and publishes what has been written meanwhile.
 
-        A step that was ``skipped`` is not saved while others follow: a rollback goes to where steps still succeeded.
-        ``worth``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
+        ``metric_value``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
 
         Raises NotFiniteError on all ranks where there are weights to save, or to end with, that are not finite: the
         checkpoints of before stay as they are.
@@ -206,18 +205,17 @@ class Checkpoints:
         or the job is about to end; not after the last step, which ends the run anyway.
         """
         unwritten = self._pending is not None and not self._pending.file.done()
-        flags = torch.tensor([int(unwritten), 0 if last else self._reason_to_stop()])
+        flags = torch.tensor([int(unwritten), 0 if is_last else self._reason_to_stop()])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         still_writing, reason = flags.tolist()
-        interval = self._section.save_interval
-        due = bool(reason or (interval and (last or (step % interval == 0 and not skipped))))
-        if due or last or not still_writing:
+        is_due = is_due or bool(reason)
+        if is_due or is_last or not still_writing:
             self._publish_pending()  # one at a time
-        if due or last:
-            self._refuse_nonfinite(step, is_saved=due)
-        if due:
-            self._begin(step, worth)
-        if reason or last:
+        if is_due or is_last:
+            self._refuse_nonfinite(step, is_saved=is_due)
+        if is_due:
+            self._begin(step, metric_value)
+        if reason or is_last:
             self._publish_pending()
         if reason:
             why = self._limit.text() if reason == _TIME_IS_UP else f"{signal.Signals(reason).name} came"
@@ -239,7 +237,7 @@ class Checkpoints:
                     f"{name}.optimizer.learning_rate, and the same command goes on from {beginning(self.saved)}"
                 )
 
-    def _begin(self, step: int, worth: float | None) -> None:
+    def _begin(self, step: int, metric_value: float | None) -> None:
         folder = self._folder / f"step-{step}"
         tensors: dict[str, torch.Tensor] = {}
         pieces = {}
@@ -258,10 +256,10 @@ class Checkpoints:
         about = {"pieces": pieces, "random": sorted(random)}
         file = self._writer.submit(write_tensors, folder, file_of_rank(self._rank), tensors, about)
         best = self._section.keep_best
-        value = MetricValue(best.metric, best.mode, worth) if best and worth is not None else None
+        compared = MetricValue(best.metric, best.mode, metric_value) if best and metric_value is not None else None
         faults.at("write", step)
         state = {"step": step, "launch": self._recovery.launch(), "roles": roles, "parts": plain}
-        self._pending = _Save(folder, file, state, value)
+        self._pending = _Save(folder, file, state, compared)
 
     def _publish_pending(self) -> None:
         """Makes the pending checkpoint visible, if there is one, once every rank has written its file."""
@@ -281,12 +279,12 @@ class Checkpoints:
         """Whether it is visible now: one that cannot be written is told, and the one before stays the newest."""
         try:
             if not failures:
-                publish(save.folder, files, save.state, self._section.keep_last_k, save.worth)
+                publish(save.folder, files, save.state, self._section.keep_last_k, save.metric_value)
                 return True
         except OSError as error:
             failures = [str(error)]
         discard(save.folder)
-        self._tell(f"warning: {save.folder.name} was not saved: {'; '.join(failures)}")
+        self._say(f"warning: {save.folder.name} was not saved: {'; '.join(failures)}")
         return False
 
 

@@ -1,4 +1,4 @@
-"""What a step learns from: rounds of generating and scoring until there are enough groups that teach something."""
+"""The batch of a step: rounds of generating and scoring until there are enough groups that teach something."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.rollout_batch import RolloutBatch, concatenate
+from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.generation.generated_groups import GeneratedGroups
 from rlhf_megatron.generation.prompt_groups import Group, groups_from_state, groups_state
-from rlhf_megatron.generation.rolled import Rolled
-from rlhf_megatron.generation.rollout_worker import Rollouts
-from rlhf_megatron.loops.session import Session
+from rlhf_megatron.generation.rollout_worker import RolloutWorker
 from rlhf_megatron.rollout.engine import Sampling
+from rlhf_megatron.runtime.run_context import RunContext
 
 
 class Collected(NamedTuple):
-    """What a step learns from, and the metrics and tokens (prompts and responses) of all that was generated for it."""
+    """A step's batch, and the metrics and tokens (prompts and responses) of all that was generated for it."""
 
     batch: RolloutBatch
     metrics: dict[str, float]
@@ -31,37 +32,37 @@ class Collected(NamedTuple):
 class Collector:
     """Draws prompts, has them answered and scored, and shapes and filters the results as the recipe says."""
 
-    def __init__(self, session: Session, rollouts: Rollouts) -> None:
+    def __init__(self, context: RunContext, worker: RolloutWorker, train: PromptStream) -> None:
         """Holds what waits for the next step: groups that one had too many of, and groups that were given up."""
-        self._session, self._rollouts = session, rollouts
+        self._context, self._worker, self._train = context, worker, train
         self._surplus: RolloutBatch | None = None
         self._waiting: list[Group] = []
 
     def collect(self, step: int) -> Collected:
-        """The step's batch in whole groups; collective over the team that generates.
+        """Returns the step's batch in whole groups; collective over the team that generates.
 
         The batch has ``batch.prompts_per_step`` groups; with dynamic sampling it may have fewer, or none, where
         ``filter_groups.max_num_gen_batches`` is reached. Raises UserError there if the recipe says stop. Rows that
         could not be scored are left out.
         """
-        recipe, before = self._session.recipe, self._session.seconds("generate")
+        recipe, seconds_before = self._context.recipe, self._context.seconds("generate")
         settings, wanted = recipe.algorithm.filter_groups, recipe.batch.prompts_per_step
         kept = [self._surplus] if self._surplus else []
         carried = _groups(kept)
         generated: list[RolloutBatch] = []
-        rolled: list[Rolled] = []
-        greedy: list[Rolled] = []
+        sampled: list[GeneratedGroups] = []
+        greedy: list[GeneratedGroups] = []
         rounds = settings.max_num_gen_batches if settings.enable else 1  # 0: as many as it takes
         while _groups(kept) < wanted and not (rounds and len(generated) == rounds):
             count = settings.prompts_per_round or wanted if settings.enable else wanted
-            batch = self._one_round(step, count, sum(len(each.asked) for each in rolled), rolled, greedy)
+            batch = self._one_round(step, count, sum(len(each.asked) for each in sampled), sampled, greedy)
             generated.append(batch)
             kept.append(self._usable(batch))
         if settings.enable and settings.when_exhausted == "stop" and _groups(kept) < wanted:
             raise UserError(self._exhausted(step, _groups(kept)))
         batch, surplus = _cut(kept, wanted)
         self._surplus = surplus if settings.keep_surplus and surplus.rows else None
-        metrics = self._metrics(generated, rolled + greedy, before) | self._rollouts.scoring_metrics(rolled)
+        metrics = self._metrics(generated, sampled + greedy, seconds_before) | self._worker.scoring_metrics(sampled)
         if settings.enable:
             informative = _groups(kept) - carried
             metrics |= {
@@ -71,44 +72,49 @@ class Collector:
                 "rollout/groups_surplus": float(_groups([surplus])),
                 "rollout/groups": float(_groups([batch])),
             }
-        return Collected(batch, metrics, sum(each.tokens for each in rolled + greedy))
+        metrics |= self._train.metrics()  # where the data stand, which only ranks that draw prompts know
+        return Collected(batch, metrics, sum(each.tokens for each in sampled + greedy))
 
     def state(self) -> dict[str, Any]:
-        """The groups that wait for the next step, for a checkpoint."""
+        """Returns the groups that wait for the next step, for a checkpoint."""
         return {"surplus": batch_state(self._surplus), "waiting": groups_state(self._waiting)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state`` was taken."""
-        session = self._session
-        self._surplus = batch_from_state(session, state["surplus"])
-        responses = session.recipe.batch.responses_per_prompt
-        self._waiting = groups_from_state(state["waiting"], responses, session.train.read)
+        """Resumes where ``state`` was taken."""
+        self._surplus = batch_from_state(self._context, state["surplus"])
+        responses = self._context.recipe.batch.responses_per_prompt
+        self._waiting = groups_from_state(state["waiting"], responses, self._train.read)
 
     def _one_round(
-        self, step: int, prompts: int, first_group: int, rolled: list[Rolled], greedy: list[Rolled]
+        self,
+        step: int,
+        prompts: int,
+        first_group: int,
+        sampled: list[GeneratedGroups],
+        greedy: list[GeneratedGroups],
     ) -> RolloutBatch:
-        """``prompts`` more groups, scored, the same on every rank.
+        """Returns ``prompts`` more groups, scored, the same on every rank.
 
-        ``rolled`` gets what was generated for them, ``greedy`` what ReMax compares it with.
+        ``sampled`` gets what was generated for them, ``greedy`` what ReMax compares it with.
 
         With over-sampling more are started, those that wait the first, and what is left of them waits again.
         """
-        recipe, rollouts = self._session.recipe, self._rollouts
+        recipe, sampling = self._context.recipe, self._worker.sampling
         assert recipe.rollout is not None
         responses = recipe.batch.responses_per_prompt
         started = math.ceil(round(prompts * recipe.rollout.oversample, 6))  # 1.1 times 10 are 11
         groups, self._waiting = self._waiting[:started], self._waiting[started:]
         if len(groups) < started:
-            groups += [Group(prompt) for prompt in self._session.train.next(started - len(groups))]
+            groups += [Group(prompt) for prompt in self._train.next(started - len(groups))]
         wanted = prompts if started > prompts else None
-        batch = self._answers(groups, responses, rollouts.sampling, step, rolled, first_group * responses, wanted)
-        self._waiting += rolled[-1].left
+        batch = self._answers(groups, responses, sampling, step, sampled, first_group * responses, wanted)
+        self._waiting += sampled[-1].left
         if recipe.algorithm.advantage == "remax":
-            sampling = dataclasses.replace(rollouts.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-            answered, place = batch.group_id.unique(return_inverse=True)
+            sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+            answered, group_of_row = batch.group_id.unique(return_inverse=True)
             asked = [Group(groups[index].prompt) for index in answered.tolist()]
             baselines = self._answers(asked, 1, sampling, step, greedy).rewards
-            batch = batch.with_fields(baseline_rewards=baselines[place])
+            batch = batch.with_fields(baseline_rewards=baselines[group_of_row])
         return batch
 
     def _answers(
@@ -117,19 +123,19 @@ class Collector:
         responses: int,
         sampling: Sampling,
         step: int,
-        rolled: list[Rolled],
+        calls: list[GeneratedGroups],
         first_row: int = 0,
         wanted: int | None = None,
     ) -> RolloutBatch:
-        """``responses`` to each prompt with their rewards, less the overlong penalty."""
-        session, rollouts = self._session, self._rollouts
-        with session.phase("generate"):
-            rolled.append(rollouts.generate(groups, responses, sampling, step, first_row, wanted))
-        with session.phase("score"):
-            batch = rollouts.gather(rolled[-1])
-        buffer = session.recipe.algorithm.overlong_buffer
-        if buffer.enable and session.recipe.rollout:
-            limit = session.recipe.rollout.max_response_length
+        """Returns ``responses`` to each prompt, scored, less the overlong penalty; ``calls`` gets one more."""
+        context, recipe = self._context, self._context.recipe
+        with context.phase("generate"):
+            calls.append(self._worker.generate(groups, responses, sampling, step, first_row, wanted))
+        with context.phase("score"):
+            batch = self._worker.gather(calls[-1])
+        buffer = recipe.algorithm.overlong_buffer
+        if buffer.enable and recipe.rollout:
+            limit = recipe.rollout.max_response_length
             penalty = overlong_penalty(batch.completion_lengths, limit, buffer.len, buffer.penalty_factor)
             batch = batch.with_fields(scores=batch.rewards, rewards=batch.rewards + penalty)
         return batch
@@ -140,39 +146,41 @@ class Collector:
         if batch.baseline_rewards is not None:
             known &= batch.baseline_rewards.isfinite()
         batch = _rows(batch, known)
-        settings = self._session.recipe.algorithm.filter_groups
+        settings = self._context.recipe.algorithm.filter_groups
         if not settings.enable:
             return batch
         values = batch.rewards if settings.metric == "reward" or batch.scores is None else batch.scores
         return _rows(batch, informative_rows(values, batch.group_id))
 
     def _exhausted(self, step: int, groups: int) -> str:
-        recipe = self._session.recipe
+        recipe = self._context.recipe
         return (
             f"step {step}: {groups} of {recipe.batch.prompts_per_step} groups teach something after "
             f"algorithm.filter_groups.max_num_gen_batches={recipe.algorithm.filter_groups.max_num_gen_batches} rounds; "
             "raise it, set when_exhausted: train, or choose data that is neither too easy nor too hard"
         )
 
-    def _metrics(self, generated: list[RolloutBatch], rolled: list[Rolled], before: float) -> dict[str, float]:
+    def _metrics(
+        self, generated: list[RolloutBatch], calls: list[GeneratedGroups], seconds_before: float
+    ) -> dict[str, float]:
         """What all generated trajectories look like, also those that are not trained on.
 
-        ``before``: seconds that this step had generated for another.
+        ``seconds_before``: for which this step had generated for another.
         """
         if not generated:
             return {}
-        batch, session = _joined(generated), self._session
+        batch, context = _joined(generated), self._context
         lengths = batch.response_lengths.double()
-        replicas = self._rollouts.generation_metrics(rolled)
-        sampled = replicas["rollout/sampled_tokens"]
+        replicas = self._worker.generation_metrics(calls)
+        tokens = replicas["rollout/sampled_tokens"]
         metrics = replicas | {
             "rollout/groups_waiting": float(len(self._waiting)),
-            "rollout/throughput_tokens_per_sec": sampled / max(session.seconds("generate") - before, 1e-9),
+            "rollout/throughput_tokens_per_sec": tokens / max(context.seconds("generate") - seconds_before, 1e-9),
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/response_length_max": float(lengths.max()),
             "rollout/truncated_fraction": float(batch.truncated.double().mean()),
             "rollout/weight_version": float(batch.weight_version.double().mean()),
-            "reward/latency_ms": session.seconds("score") * 1000.0,
+            "reward/latency_ms": context.seconds("score") * 1000.0,
         }
         scored = _rows(batch, batch.rewards.isfinite())
         if not scored.rows:
@@ -190,20 +198,20 @@ class Collector:
 
 
 def batch_state(batch: RolloutBatch | None) -> dict[str, Any]:
-    """A batch for a checkpoint: its tensors by field; {} for none."""
+    """Returns a batch for a checkpoint: its tensors by field; {} for none."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} if batch else {}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def batch_from_state(session: Session, state: dict[str, Any]) -> RolloutBatch | None:
-    """The batch of a ``batch_state``; None for none, and where its rewards are not what the recipe asks for now."""
-    batch, settings = RolloutBatch(**state) if state else None, session.recipe.algorithm
+def batch_from_state(context: RunContext, state: dict[str, Any]) -> RolloutBatch | None:
+    """Returns the batch of a ``batch_state``; None for none, and where its rewards are not what the recipe asks for."""
+    batch, settings = RolloutBatch(**state) if state else None, context.recipe.algorithm
     if batch is None:
         return None
-    found = (batch.scores is not None, batch.baseline_rewards is not None)
-    if found == (settings.overlong_buffer.enable, settings.advantage == "remax"):
+    saved = (batch.scores is not None, batch.baseline_rewards is not None)
+    if saved == (settings.overlong_buffer.enable, settings.advantage == "remax"):
         return batch
-    session.say(
+    context.say(
         f"{batch.groups} groups of the step before are dropped: their rewards are of another "
         "algorithm.overlong_buffer or algorithm.advantage"
     )

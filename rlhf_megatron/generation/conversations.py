@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.generation.prompt_groups import Group
-from rlhf_megatron.recipe import MultiTurnSection
+from rlhf_megatron.recipe import MultiTurnSection, Recipe
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.judges import unloadable
@@ -81,6 +81,12 @@ class TurnFunction:
     def close(self) -> None:
         """Ends its processes."""
         self._pool.close()
+
+
+def make_turn_function(recipe: Recipe, leads: bool) -> TurnFunction | None:
+    """Loads the user's function on a rank that ``leads`` a replica, where responses have several turns."""
+    section = recipe.rollout.multi_turn if recipe.rollout else None
+    return TurnFunction(section) if section and leads else None
 
 
 def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:

@@ -1,4 +1,4 @@
-"""What a replica has generated: its groups are packed as they finish, and brought together with those of the others."""
+"""The groups that a replica has generated: packed as they finish, and brought together with those of the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_megatron.rollout.engine import Completion, GenerationRecord
 from rlhf_megatron.topology.exchange import gather_batches
 
 
-class Packing:
+class GroupPacker:
     """Packs groups in a thread while others are generated."""
 
     def __init__(self, executor: Executor, groups: Sequence[Group]) -> None:
@@ -33,7 +33,7 @@ class Packing:
         self._packed[index] = self._executor.submit(_pack, self._groups[index].prompt, index, list(rows))
 
     def batch(self, groups: Sequence[int]) -> RolloutBatch:
-        """The rows of ``groups``, of those that were begun here, in their order; without rewards."""
+        """Returns the rows of ``groups``, of those that were begun here, in their order; without rewards."""
         parts = [self._packed[index].result() for index in groups if index in self._packed]
         return concatenate(parts) if parts else batch_from_rows([], [], [])
 
@@ -51,8 +51,8 @@ def _pack(prompt: Prompt, index: int, rows: Sequence[Completion]) -> RolloutBatc
     )
 
 
-class Rolled:
-    """What one replica generated, before it is brought together with the others.
+class GeneratedGroups:
+    """The groups of one call of ``generate``: this replica's responses, and what brings all replicas' together.
 
     Attributes:
         asked: the prompts of all replicas.
@@ -70,7 +70,7 @@ class Rolled:
         chosen: Sequence[int],
         left: Sequence[Group],
         scoring: GroupScoring,
-        packing: Packing,
+        packer: GroupPacker,
         record: GenerationRecord,
         conversations: Conversations | None = None,
     ) -> None:
@@ -80,20 +80,20 @@ class Rolled:
         own = sorted(set(scoring.submitted()).intersection(chosen))
         self.completions = [completion for index in own for completion in scoring.rows_of(index)]
         self.prompts = [self.asked[index] for index in own for _ in scoring.rows_of(index)]
-        self._own, self._scoring, self._packing = own, scoring, packing
+        self._own, self._scoring, self._packer = own, scoring, packer
         self._scores: list[Score] | None = None
         self.tokens = 0
 
     def scores(self) -> list[Score]:
-        """What each completion is worth; waits for the last one, the first time."""
+        """Returns the score of each completion; waits for the last one, the first time."""
         if self._scores is None:
-            found = self._scoring.results(self._own)
-            self._scores = [found[completion.row_id] for completion in self.completions]
+            by_row = self._scoring.results(self._own)
+            self._scores = [by_row[completion.row_id] for completion in self.completions]
         return self._scores
 
-    def add(self, of_rows: Tensor, row_id: Tensor, weight: float) -> None:
+    def add_reward_part(self, values: Tensor, row_id: Tensor, weight: float) -> None:
         """Counts one more part of the reward, [R] over the rows of all replicas, whose ids are ``row_id`` [R]."""
-        parts = dict(zip(row_id.tolist(), of_rows.tolist(), strict=True))
+        parts = dict(zip(row_id.tolist(), values.tolist(), strict=True))
         self._scores = [
             dataclasses.replace(score, value=score.value + weight * part, parts=(*score.parts, part))
             for score, completion in zip(self.scores(), self.completions, strict=True)
@@ -101,8 +101,8 @@ class Rolled:
         ]
 
     def gather(self, team: dist.ProcessGroup | None = None) -> RolloutBatch:
-        """All replicas' rows as one batch on every rank of ``team``, in the order of their ids; collective over it."""
+        """Returns all replicas' rows on every rank of ``team``, in the order of their ids; collective over it."""
         rewards = torch.tensor([score.value for score in self.scores()], dtype=torch.float32)
-        batch = gather_batches(self._packing.batch(self._own).with_fields(rewards=rewards), team)
+        batch = gather_batches(self._packer.batch(self._own).with_fields(rewards=rewards), team)
         self.tokens = len(batch.tokens)
         return batch
