@@ -29,5 +29,5 @@ class BestMetric:
         return self._values.get(step)
 
     def missing(self, step: int) -> str | None:
-        """Returns the pattern that no metric of an evaluated ``step`` has fitted; None where one has, or there is none."""
+        """Returns the pattern that no metric of an evaluated ``step`` has fitted; None where one has."""
         return self._section.metric if self._section and step not in self._values else None

@@ -28,7 +28,7 @@ _PAUSES = (5, 10, 20, 40, 75, 150, 300, 300, 300, 600)
 
 
 def beginning(saved: int | None) -> str:
-    """Where a run begins that has saved such a step."""
+    """Returns where a run resumes whose newest checkpoint is of step ``saved``."""
     return "the beginning" if saved is None else f"step {saved}"
 
 
@@ -58,7 +58,7 @@ class Exports:
                 raise UserError(f"{folder}: cannot be cleared up ({reason_of(error)}); move it away") from error
 
     def write_between(self, step: int) -> None:
-        """Writes the actor after a step that others follow; where that fails the run is told, and goes on.
+        """Writes the actor after a step that others follow; where that fails there is a warning, and the run goes on.
 
         Raises NotFiniteError on all ranks where the actor is not finite: no later step would make it so again.
         """

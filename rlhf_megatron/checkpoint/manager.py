@@ -1,4 +1,4 @@
-"""How a run saves and where it resumes: the ranks' agreement about the files of checkpoint/storage.py.
+"""Saving a run and resuming it: the ranks' agreement about the files of checkpoint/storage.py.
 
 Saving takes a copy on the host and returns; a thread of each rank writes it while training goes on. At the end of a
 later step, when every rank's file is on disk, the checkpoint becomes visible. A run that is killed in between has the
@@ -63,13 +63,13 @@ _TIME_IS_UP = 1  # no signal that is noted has this number
 
 
 class Part(Protocol):
-    """What else a run remembers, the same on every rank: a tree of dicts with JSON values and tensors."""
+    """A part of a run's state beside its roles, the same on every rank: dicts with JSON values and tensors."""
 
     def state(self) -> dict[str, Any]:
         """Everything that ``load`` needs."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state`` was taken."""
+        """Resumes where ``state`` was taken."""
 
 
 class TeamOwnedState:
@@ -90,7 +90,7 @@ class TeamOwnedState:
 
 
 class RunStopped(Exception):
-    """The run is to end now, after ``step``, on every rank; when it is started again it goes on from step ``saved``."""
+    """The run is to end now, after ``step``, on every rank; started again it resumes from step ``saved``."""
 
     def __init__(self, step: int, why: str, saved: int | None) -> None:
         super().__init__(f"stopped after step {step}: {why}")
@@ -108,10 +108,12 @@ class _Save:
 
 
 def choose_checkpoint(folder: Path, resume: str, say: Say) -> Path | None:
-    """The checkpoint to go on from: the newest sound one, a given one, or None; the same on every rank, collective.
+    """Returns the checkpoint to resume from, the same on all ranks: the newest sound one, the given one, or None.
 
-    ``resume``: "auto" (the newest in ``folder`` that is whole; damaged ones are told and passed over), "none", or the
-    path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
+    Collective.
+
+    ``resume``: "auto" (the newest in ``folder`` that is whole; damaged ones are reported and passed over), "none", or a
+    path. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
     Raises CheckpointError where the given one is damaged, or all are.
     """
     problems: list[str] = []
@@ -224,7 +226,7 @@ class Checkpoints:
             raise RunStopped(step, why, self.saved)
 
     def _reason_to_stop(self) -> int:
-        """Why this rank would stop now: the number of a signal, _TIME_IS_UP, or 0."""
+        """The reason to stop now, of this rank: the number of a signal, _TIME_IS_UP, or 0."""
         return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
 
     def _refuse_nonfinite(self, step: int, is_saved: bool) -> None:
@@ -243,11 +245,11 @@ class Checkpoints:
         pieces = {}
         for name, role in self._roles.items():
             if role.local:
-                of_role, pieces[name] = role_tensors(role.local, self._held)
-                tensors |= of_role
-        plain, of_parts = split_tensors({name: part.state() for name, part in self._parts.items()}, "parts")
+                role_part, pieces[name] = role_tensors(role.local, self._held)
+                tensors |= role_part
+        plain, part_tensors = split_tensors({name: part.state() for name, part in self._parts.items()}, "parts")
         if self._rank == 0:
-            tensors |= of_parts
+            tensors |= part_tensors
         random = random_state()
         tensors |= {f"random/{name}": value for name, value in random.items()}
         roles = {
@@ -276,7 +278,7 @@ class Checkpoints:
             self.saved = step_of(save.folder)
 
     def _publish(self, save: _Save, files: list[WrittenFile], failures: list[str]) -> bool:
-        """Whether it is visible now: one that cannot be written is told, and the one before stays the newest."""
+        """Whether it is visible now: one that cannot be written is reported, and the one before stays the newest."""
         try:
             if not failures:
                 publish(save.folder, files, save.state, self._section.keep_last_k, save.metric_value)
@@ -304,7 +306,7 @@ class _TimeLimit:
         return self.end is not None and time.time() + self._longest_step > self.end - self._save_before_seconds
 
     def text(self) -> str:
-        """Why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""
+        """Returns why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""
         return f"the next step would end less than {self._save_before_seconds:g} s before the job does"
 
 

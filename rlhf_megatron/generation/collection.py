@@ -163,7 +163,7 @@ class Collector:
     def _metrics(
         self, generated: list[RolloutBatch], calls: list[GeneratedGroups], seconds_before: float
     ) -> dict[str, float]:
-        """What all generated trajectories look like, also those that are not trained on.
+        """Metrics of all generated trajectories, also of those that are not trained on.
 
         ``seconds_before``: for which this step had generated for another.
         """

@@ -32,7 +32,7 @@ _CHARACTERS_PER_TOKEN = 64
 
 @dataclasses.dataclass
 class TurnCounts:
-    """What became of the questions to the function, of one replica."""
+    """Outcomes of one replica's questions to the function."""
 
     answers: int = 0
     ended: int = 0  # by the function
@@ -66,7 +66,7 @@ class TurnFunction:
         return self._pool.submit(self._job() | given)
 
     def messages_of(self, outcome: Outcome) -> list[Message] | None:
-        """What it has said; None where it has failed. Raises RolloutError where it has never done anything else."""
+        """Returns what it has said; None where it failed. Raises RolloutError where it has never done anything else."""
         if outcome.state == worker.DONE:
             self._returned += 1
             return list(outcome.messages)
@@ -90,12 +90,12 @@ def make_turn_function(recipe: Recipe, leads: bool) -> TurnFunction | None:
 
 
 def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:
-    """What a response is judged by: the text of the model's last turn."""
+    """Returns the text of the model's last turn, by which a response is judged."""
     return turns_of_model(completion, tokenizer)[-1]
 
 
 def turns_of_model(completion: Completion, tokenizer: Tokenizer) -> list[str]:
-    """The text of each of the model's turns."""
+    """Returns the text of each of the model's turns."""
     if completion.sampled is None:
         return [tokenizer.decode(completion.token_ids)]
     marked = zip(completion.sampled, completion.token_ids, strict=True)
@@ -166,7 +166,7 @@ class Conversations:
         own = [{"role": "assistant", "content": text} for text in turns_of_model(completion, self._tokenizer)]
         # Nobody has answered the last one yet, or nobody will.
         answers = [*self._answers[completion.row_id][: len(own) - 1], []]
-        return [message for turn, of_turn in zip(own, answers, strict=True) for message in (turn, *of_turn)]
+        return [message for turn, replies in zip(own, answers, strict=True) for message in (turn, *replies)]
 
     def _cut(self, text: str) -> str:
         tokens, most = self._tokenizer.encode(text), self._section.max_answer_tokens

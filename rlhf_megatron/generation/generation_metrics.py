@@ -1,4 +1,4 @@
-"""What replicas did while they generated, as metrics of all of them."""
+"""Metrics of generation over all replicas: tokens, requests given up and resumed, and how evenly they worked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica of the rollout engine a rank is part of."""
+"""The replicas of the rollout engine, and a rank's part in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_megatron.recipe import Recipe, role_ranks
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """One rank's place in the rollout.
+    """One rank's part in the rollout.
 
     Attributes:
         ranks: of all replicas.

@@ -31,7 +31,7 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _State(TypedDict):
-    """What a checkpoint has of the rollout."""
+    """The rollout's part of a checkpoint."""
 
     version: _Count
     lengths: list[_Count]
@@ -121,7 +121,7 @@ class RolloutWorker:
     def _requests(
         self, groups: Sequence[Group], responses_per_prompt: int, sampling: Sampling, step: int, first_row: int
     ) -> list[Request]:
-        """What is asked of the engines for ``groups``, each row with a seed, and perhaps a length, of its own."""
+        """The requests for ``groups``, each row with a seed, and perhaps a length, of its own."""
         seed, drawn_lengths = self._context.recipe.seed, self._section.drawn_lengths
         requests = requests_for(
             groups, responses_per_prompt, sampling.max_tokens, lambda row: request_seed(seed, step, first_row + row)
@@ -158,7 +158,7 @@ class RolloutWorker:
         return completions, engine.record
 
     def _conversations(self, groups: Sequence[Group], responses_per_prompt: int) -> Conversations | None:
-        """Who speaks between turns, where responses have several."""
+        """The turns of these groups, where responses have several."""
         section, repeatable = self._section.multi_turn, self._context.recipe.rollout_repeats
         if section is None:
             return None

@@ -58,7 +58,7 @@ class WeightSync:
         self.regather = self._make_regather(plan)
 
     def _make_regather(self, plan: RankPlan) -> Regather:
-        """What carries out ``plan``, by the way that the machine and the recipe allow; collective over the world."""
+        """The transfer of ``plan``, by the way that the machine and the recipe allow; collective over the world."""
         context, recipe, section = self._context, self._context.recipe, self._context.recipe.rollout
         assert section is not None
         source_dtype = getattr(torch, recipe.model.dtype)

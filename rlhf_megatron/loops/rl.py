@@ -155,9 +155,9 @@ def with_outputs(
 
 
 def agreement(batch: RolloutBatch, actor: TokenOutputs) -> dict[str, float]:
-    """How far the actor disagrees with the rollout about its own samples, and how undecided it is.
+    """Measures how far the actor disagrees with the rollout about its own samples, and how undecided it is.
 
-    Every rank has all tokens of the step, and one thread of a CPU takes 0.1 s for a million: a GPU reckons if there is
+    Every rank has all tokens of the step, and one thread of a CPU takes 0.1 s for a million: a GPU does it if there is
     one.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -188,11 +188,11 @@ def update_actor(
         batch, metrics = with_correction(batch, settings.rollout_correction)
     outputs = torch.empty(2, len(batch.tokens)) if own else None
 
-    def learn(minibatch: RolloutBatch) -> dict[str, float]:
+    def take_step(minibatch: RolloutBatch) -> dict[str, float]:
         fields = objective_fields(minibatch, settings, constant)
         return actor.update(minibatch, fields, objective, outputs=outputs)
 
-    actor_metrics, outputs = actor.in_team((in_minibatches(context, batch, learn), outputs))
+    actor_metrics, outputs = actor.in_team((in_minibatches(context, batch, take_step), outputs))
     metrics |= {f"train/{name}": value for name, value in actor_metrics.items()}
     if outputs is not None:
         old = TokenOutputs(*outputs)
@@ -211,19 +211,19 @@ def update_critic(context: RunContext, critic: PlacedRole, batch: RolloutBatch) 
     assert section is not None and batch.values is not None and batch.returns is not None
     objective = functools.partial(value_objective, clip=section.value_clip)
 
-    def learn(minibatch: RolloutBatch) -> dict[str, float]:
+    def take_step(minibatch: RolloutBatch) -> dict[str, float]:
         weights = token_weights(minibatch.response_mask, minibatch.cu_seqlens, "token_mean")
         return critic.update(minibatch, minibatch.fields(weights), objective)
 
-    metrics = {f"critic/{name}": value for name, value in in_minibatches(context, batch, learn).items()}
+    metrics = {f"critic/{name}": value for name, value in in_minibatches(context, batch, take_step).items()}
     values, returns = batch.values[batch.response_mask], batch.returns[batch.response_mask]
     return metrics | {"critic/explained_variance": explained_variance(values, returns)}
 
 
 def in_minibatches(
-    context: RunContext, batch: RolloutBatch, learn: Callable[[RolloutBatch], dict[str, float]]
+    context: RunContext, batch: RolloutBatch, take_step: Callable[[RolloutBatch], dict[str, float]]
 ) -> dict[str, float]:
-    """Calls ``learn`` on each minibatch of whole groups, epoch after epoch; returns the means of its metrics."""
+    """Calls ``take_step`` on each minibatch of whole groups, epoch after epoch; returns the means of its metrics."""
     sizes = context.recipe.batch
     size = sizes.minibatch_prompts or sizes.prompts_per_step
     by_name = defaultdict(list)
@@ -231,14 +231,14 @@ def in_minibatches(
         for first in range(0, batch.groups, size):
             chosen = (batch.group_id >= first) & (batch.group_id < first + size)
             with context.span("minibatch"):
-                metrics = learn(batch.select(chosen.nonzero().squeeze(1).tolist()))
+                metrics = take_step(batch.select(chosen.nonzero().squeeze(1).tolist()))
             for name, value in metrics.items():
                 by_name[name].append(value)
     return {name: fmean(values) for name, values in by_name.items()}
 
 
 def evaluate(run: TrainingRun, worker: RolloutWorker, history: History, step: int) -> None:
-    """Logs what the answers to held-out prompts are worth, per data source and over all replicas; collective."""
+    """Logs the metrics of held-out prompts by data source, answered by all replicas; nothing where there are none."""
     if run.data.validation is None:
         return
     metrics = held_out_metrics(run.context, worker, run.data.validation, run.tokenizer, step)

@@ -72,7 +72,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
 
 
 def _stopped(recovery: RecoveryLog) -> int | None:
-    """How to end where torchrun has started the ranks again after the run has stopped; collective."""
+    """The exit status where torchrun has started the ranks again after the run has stopped; collective."""
     import torch.distributed as dist
 
     line = from_rank(recovery.has_stopped() if dist.get_rank() == 0 else None)
@@ -130,7 +130,7 @@ def _begin(recipe: Recipe, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dic
 
 
 def _kind(error: Exception) -> dict[str, Any]:
-    """What the next attempt is to know of a fault beside its text."""
+    """Details of a fault for the next attempt, beside its text."""
     if isinstance(error, TooManySkippedSteps):
         return error.details
     return {"kind": "out_of_memory"} if is_out_of_memory(error) else {}

@@ -1,4 +1,4 @@
-"""When a run evaluates, exports and saves, by its recipe. Pure functions."""
+"""The schedule of a run: which steps it evaluates, exports and saves, by its recipe. Pure functions."""
 
 from __future__ import annotations
 

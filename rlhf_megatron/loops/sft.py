@@ -50,7 +50,7 @@ def run_sft(run: TrainingRun) -> LoopResult:
 def negative_log_likelihood(
     logprobs: Tensor, entropy: Tensor, fields: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The objective: minus the weighted logprob of the tokens to be learnt."""
+    """The objective: minus the weighted logprob of the response tokens."""
     count = torch.full_like(logprobs, 1.0).sum()
     return -(logprobs * fields["weights"]).sum(), {"entropy": (entropy.sum(), count)}
 

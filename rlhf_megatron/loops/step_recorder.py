@@ -80,7 +80,7 @@ class StepRecorder:
     def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RolloutBatch) -> None:
         """Logs a step with its phase times, ``tokens`` (of all ranks, prompt and response) and memory.
 
-        ``trained_on``: what the actor has learnt from in the phase ``update``, if there was one.
+        ``trained_on``: the batch of the phase ``update``, if there was one.
         Raises TooManySkippedSteps on all ranks where retry.max_skipped_steps is reached.
         """
         context = self._context
@@ -156,7 +156,7 @@ class StepRecorder:
         return measured
 
     def _data_position(self) -> dict[str, Any]:
-        """Where the data stand, without the description of their order."""
+        """The position in the data, without the description of their order."""
         state = TeamOwnedState(self._train, self._context.generators).state()
         return {name: value for name, value in state.items() if name != "order"}
 

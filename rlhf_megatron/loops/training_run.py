@@ -40,7 +40,7 @@ class LoopResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """What a loop starts from, on one rank.
+    """One rank's part of a run that is set up: what a loop works with.
 
     Attributes:
         context: of the run, for whatever works in it.

@@ -36,7 +36,7 @@ class Phases:
     """The clock of one rank and the most memory that it has held since the last look, from its process's start on."""
 
     def __init__(self) -> None:
-        """What came before is the phase ``launch``: Python, imports, joining the other ranks."""
+        """Counts all before as the phase ``launch``: Python, imports, joining the other ranks."""
         now = time.perf_counter()
         self.began = now - (time.time() - psutil.Process().create_time())
         self.records = True  # whether the timeline will be asked for
@@ -68,7 +68,7 @@ class Phases:
             yield
 
     def seconds(self, phase: str) -> float:
-        """How long a phase has taken since ``begin``."""
+        """Returns how long a phase has taken since ``begin``."""
         return self._seconds.get(phase, 0.0)
 
     def add_missing(self, times: Mapping[str, float]) -> None:
@@ -123,10 +123,10 @@ class Phases:
         """
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            of_torch = torch.cuda.memory_stats()
-            besides = total - free - of_torch["reserved_bytes.all.current"]
-            held = (besides + of_torch["allocated_bytes.all.current"]) / GB
-            peak = (besides + of_torch["allocated_bytes.all.peak"]) / GB
+            torch_stats = torch.cuda.memory_stats()
+            besides = total - free - torch_stats["reserved_bytes.all.current"]
+            held = (besides + torch_stats["allocated_bytes.all.current"]) / GB
+            peak = (besides + torch_stats["allocated_bytes.all.peak"]) / GB
             torch.cuda.reset_peak_memory_stats()
         else:
             held = peak = psutil.Process().memory_info().rss / GB

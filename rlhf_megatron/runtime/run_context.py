@@ -1,4 +1,4 @@
-"""What a run is to whatever works in it: who this rank is, and how its work is timed, shown and kept alive."""
+"""The run as all rooms see it: its recipe, this rank, and how its work is timed, shown and kept alive."""
 
 from __future__ import annotations
 
