@@ -7,7 +7,6 @@ model's, marked as not sampled (``rollout.pulling``).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from typing import Any
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
-from rlhf_megatron.generation.prompt_groups import Group
+from rlhf_megatron.generation.prompt_groups import Group, turns_of_model
 from rlhf_megatron.recipe import MultiTurnSection, Recipe
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Message, Outcome
@@ -87,20 +86,6 @@ def make_turn_function(recipe: Recipe, leads: bool) -> TurnFunction | None:
     """Loads the user's function on a rank that ``leads`` a replica, where responses have several turns."""
     section = recipe.rollout.multi_turn if recipe.rollout else None
     return TurnFunction(section) if section and leads else None
-
-
-def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:
-    """Returns the text of the model's last turn, by which a response is judged."""
-    return turns_of_model(completion, tokenizer)[-1]
-
-
-def turns_of_model(completion: Completion, tokenizer: Tokenizer) -> list[str]:
-    """Returns the text of each of the model's turns."""
-    if completion.sampled is None:
-        return [tokenizer.decode(completion.token_ids)]
-    marked = zip(completion.sampled, completion.token_ids, strict=True)
-    turns = [[token for _, token in run] for own, run in itertools.groupby(marked, lambda pair: pair[0]) if own]
-    return [tokenizer.decode(turn) for turn in turns]
 
 
 class Conversations:

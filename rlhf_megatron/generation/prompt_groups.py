@@ -1,5 +1,5 @@
 """Groups on their way: prompts with the responses that there are so far, what is asked of an engine for them, what is
-left of them when a generation ends early, and how a checkpoint keeps that.
+left of them when a generation ends early, the text of what there is, and how a checkpoint keeps it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rollout.engine import Completion, Request
 from rlhf_megatron.topology.exchange import gather_objects
 
@@ -50,6 +51,20 @@ def requests_for(
                 begun = None  # of a recipe that allowed more
             requests.append(Request(row, group.prompt.token_ids, seed_of(row), index, begun))
     return requests
+
+
+def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:
+    """Returns the text of the model's last turn, by which a response is judged."""
+    return turns_of_model(completion, tokenizer)[-1]
+
+
+def turns_of_model(completion: Completion, tokenizer: Tokenizer) -> list[str]:
+    """Returns the text of each of the model's turns."""
+    if completion.sampled is None:
+        return [tokenizer.decode(completion.token_ids)]
+    marked = zip(completion.sampled, completion.token_ids, strict=True)
+    turns = [[token for _, token in run] for own, run in itertools.groupby(marked, lambda pair: pair[0]) if own]
+    return [tokenizer.decode(turn) for turn in turns]
 
 
 def groups_left(

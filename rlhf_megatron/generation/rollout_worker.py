@@ -14,13 +14,13 @@ from typing_extensions import TypedDict
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.generation.conversations import Conversations, TurnFunction
-from rlhf_megatron.generation.generated_groups import GeneratedGroups, GroupPacker
-from rlhf_megatron.generation.generation_metrics import generation_metrics
+from rlhf_megatron.generation.generated_groups import GeneratedGroups, GroupPacker, GroupScoring
+from rlhf_megatron.generation.generation_metrics import generation_metrics, scoring_metrics
 from rlhf_megatron.generation.prompt_groups import Group, groups_left, requests_for
 from rlhf_megatron.generation.replica import Replica
-from rlhf_megatron.generation.reward_scoring import RewardScoring
-from rlhf_megatron.generation.scoring import GroupScoring
 from rlhf_megatron.generation.weight_sync import WeightSync
+from rlhf_megatron.rewards.score import Scorer
+from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, Sampling, request_seed
 from rlhf_megatron.rollout.response_lengths import LATEST
 from rlhf_megatron.rollout.work_queue import WorkQueues
@@ -53,16 +53,18 @@ class RolloutWorker:
         context: RunContext,
         replica: Replica,
         tokenizer: Tokenizer,
-        rewards: RewardScoring,
-        turn_function: TurnFunction | None,
         weight_sync: WeightSync,
+        scorer: Scorer | None,
+        turn_function: TurnFunction | None,
+        reward_model: RewardModel | None,
     ) -> None:
-        """``turn_function`` speaks between turns, on the rank that leads a replica, where responses have several."""
+        """``scorer`` and, where responses have several turns, ``turn_function`` are on the rank that leads a replica;
+        ``reward_model`` is on all that generate, if the recipe has one."""
         section = context.recipe.rollout
         assert section is not None, "the recipe's own check asks for it"
         self._context, self._team, self._replica = context, context.generators, replica
-        self._section, self._tokenizer, self._rewards = section, tokenizer, rewards
-        self._turn_function, self.weight_sync = turn_function, weight_sync
+        self._section, self._tokenizer, self.weight_sync = section, tokenizer, weight_sync
+        self._scorer, self._turn_function, self._reward_model = scorer, turn_function, reward_model
         self._queues = WorkQueues(section.scheduling, replica.index or 0, replica.count)
         self._packing_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._lengths: list[int] = []  # of the latest responses of all replicas
@@ -94,7 +96,7 @@ class RolloutWorker:
         packer = GroupPacker(self._packing_thread, groups)
         conversations = self._conversations(groups, responses_per_prompt)
         scoring = GroupScoring(
-            self._rewards.scorer,
+            self._scorer,
             groups,
             responses_per_prompt,
             self._tokenizer,
@@ -174,15 +176,22 @@ class RolloutWorker:
             return batch_from_rows([], [], [])
         batch = generated.gather(self._team.group)
         self._lengths = [*self._lengths, *batch.completion_lengths.tolist()][-LATEST:]
-        return self._rewards.with_model_scores(generated, batch)
+        section = self._context.recipe.reward_model
+        if self._reward_model is None or section is None:
+            return batch
+        return generated.with_model_scores(batch, self._reward_model, section.weight)
 
     def generation_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
         """Returns what replicas did in these calls; collective over the team."""
-        return generation_metrics(calls, self._replica, self._team, has_turns=self._section.multi_turn is not None)
+        turns = None
+        if self._section.multi_turn:
+            turns = [generated.conversations.counts for generated in calls if generated.conversations]
+        return generation_metrics([generated.record for generated in calls], turns, self._replica, self._team)
 
     def scoring_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
         """Returns what became of the samples of these calls, and the parts of their rewards; collective."""
-        return self._rewards.metrics(calls)
+        scores = [score for generated in calls for score in generated.scores()]
+        return scoring_metrics(scores, self._context.recipe.reward_names, self._team)
 
     def reset_prefix_cache(self) -> None:
         """Empties the engine's cache of prompts, as it is in a run that begins here."""
@@ -201,7 +210,8 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Ends the engine and the reward workers."""
-        self._rewards.close()
+        if self._scorer:
+            self._scorer.close()
         if self._turn_function:
             self._turn_function.close()
         self._packing_thread.shutdown()

@@ -24,11 +24,10 @@ from rlhf_megatron.checkpoint.manager import Part, TeamOwnedState
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.evaluation.held_out import headline_mean, held_out_metrics
 from rlhf_megatron.evaluation.history import History
-from rlhf_megatron.generation.batch_source import BatchSource
-from rlhf_megatron.generation.collection import Collector
+from rlhf_megatron.generation.batch_source import BatchSource, Collector
 from rlhf_megatron.generation.conversations import make_turn_function
+from rlhf_megatron.generation.generated_groups import make_scorer
 from rlhf_megatron.generation.replica import replica_of
-from rlhf_megatron.generation.reward_scoring import RewardScoring, make_scorer
 from rlhf_megatron.generation.rollout_worker import RolloutWorker
 from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
@@ -123,8 +122,7 @@ def make_rollout_worker(run: TrainingRun) -> RolloutWorker:
     judge = recipe.reward_model
     reward_model = run.roles.build_reward_model(judge, run.tokenizer) if judge else None
     weight_sync = WeightSync(context, replica, run.actor, run.architecture)
-    rewards = RewardScoring(recipe, context.generators, scorer, reward_model)
-    return RolloutWorker(context, replica, run.tokenizer, rewards, turn_function, weight_sync)
+    return RolloutWorker(context, replica, run.tokenizer, weight_sync, scorer, turn_function, reward_model)
 
 
 def with_outputs(

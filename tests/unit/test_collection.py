@@ -14,8 +14,7 @@ from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, concatenate
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.generation.batch_source import BatchSource
-from rlhf_megatron.generation.collection import Collector
+from rlhf_megatron.generation.batch_source import BatchSource, Collector
 from rlhf_megatron.generation.prompt_groups import Group
 from rlhf_megatron.recipe import Recipe, RolloutSection
 from rlhf_megatron.rollout.engine import Sampling
