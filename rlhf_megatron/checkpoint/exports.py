@@ -14,7 +14,7 @@ from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weight
 from rlhf_megatron.durable import partial_of, take_name, tidy
 from rlhf_megatron.models.hf_files import companions_of
 from rlhf_megatron.models.lora import Adaptation
-from rlhf_megatron.recipe import UserError
+from rlhf_megatron.recipe import Recipe, UserError
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.run_context import RunContext
@@ -41,7 +41,7 @@ class NotWritten(UserError):
 class Exports:
     """The exports of one run's actor. Every call is collective."""
 
-    def __init__(self, context: RunContext, actor: PlacedRole) -> None:
+    def __init__(self, context: RunContext[Recipe], actor: PlacedRole) -> None:
         """Finds what a folder needs beside the weights: tokenizer, chat template, the model's code.
 
         What an attempt that was killed has left half-written is cleared up. Raises UserError where that fails.

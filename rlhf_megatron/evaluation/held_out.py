@@ -17,18 +17,18 @@ from rlhf_megatron.durable import whole_file
 from rlhf_megatron.evaluation.standalone import NO_STEP, gather_tables, metrics_of, sample_table
 from rlhf_megatron.generation.prompt_groups import Group
 from rlhf_megatron.generation.rollout_worker import RolloutWorker
-from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.recipe import RLRecipe
 from rlhf_megatron.runtime.run_context import RunContext
 
 
-def headline_metric(recipe: Recipe) -> str:
+def headline_metric(recipe: RLRecipe) -> str:
     """Returns which metric of an evaluation is a run's headline: to a reward model alone, no answer is right or
     wrong."""
     return "score" if recipe.reward.rule == "none" else "accuracy"
 
 
 def held_out_metrics(
-    context: RunContext, worker: RolloutWorker, prompts: Sequence[Prompt], tokenizer: Tokenizer, step: int
+    context: RunContext[RLRecipe], worker: RolloutWorker, prompts: Sequence[Prompt], tokenizer: Tokenizer, step: int
 ) -> dict[str, float]:
     """Has all replicas answer the prompts; returns the metrics by data source on rank 0, elsewhere none.
 
@@ -45,7 +45,7 @@ def held_out_metrics(
     return _metrics_by_source(context.recipe, table)
 
 
-def headline_mean(recipe: Recipe, metrics: Mapping[str, float]) -> float:
+def headline_mean(recipe: RLRecipe, metrics: Mapping[str, float]) -> float:
     """Returns the mean of the headline metric over rank 0's data sources, on every rank; collective."""
     values = [value for name, value in metrics.items() if name.endswith(f"/{headline_metric(recipe)}")]
     mean = torch.tensor([fmean(values) if values else 0.0], dtype=torch.float64)
@@ -53,7 +53,9 @@ def headline_mean(recipe: Recipe, metrics: Mapping[str, float]) -> float:
     return float(mean)
 
 
-def _answers(recipe: Recipe, worker: RolloutWorker, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> pa.Table | None:
+def _answers(
+    recipe: RLRecipe, worker: RolloutWorker, prompts: Sequence[Prompt], tokenizer: Tokenizer
+) -> pa.Table | None:
     """The ``sample_table`` of all replicas, on rank 0."""
     settings = recipe.evaluation
     sampling = dataclasses.replace(worker.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=-1)
@@ -68,7 +70,7 @@ def _answers(recipe: Recipe, worker: RolloutWorker, prompts: Sequence[Prompt], t
     )
 
 
-def _metrics_by_source(recipe: Recipe, table: pa.Table) -> dict[str, float]:
+def _metrics_by_source(recipe: RLRecipe, table: pa.Table) -> dict[str, float]:
     headline, metrics = headline_metric(recipe), dict[str, float]()
     for source, named in metrics_of(table, recipe.seed).items():
         mean = named.pop("score" if headline == "score" else f"mean@{recipe.evaluation.samples_per_prompt}")

@@ -11,19 +11,23 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
-from rlhf_megatron.data.rollout_batch import RolloutBatch, concatenate
+from rlhf_megatron.data.rollout_batch import RolloutBatch, checked_batch, concatenate
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.generated_groups import GeneratedGroups
 from rlhf_megatron.generation.prompt_groups import Group, groups_from_state, groups_state
 from rlhf_megatron.generation.rollout_worker import RolloutWorker
 from rlhf_megatron.generation.weight_sync import WeightSync
+from rlhf_megatron.recipe import RLRecipe
 from rlhf_megatron.rollout.engine import Sampling
 from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.topology.exchange import from_rank
+
+_METRICS = TypeAdapter(dict[str, float])
 
 
 class Collected(NamedTuple):
@@ -37,9 +41,14 @@ class Collected(NamedTuple):
 class Collector:
     """Draws prompts, has them answered and scored, and shapes and filters the results as the recipe says."""
 
-    def __init__(self, context: RunContext, worker: RolloutWorker, train: PromptStream) -> None:
-        """Holds what waits for the next step: groups that one had too many of, and groups that were given up."""
-        self._context, self._worker, self._train = context, worker, train
+    def __init__(
+        self, context: RunContext[RLRecipe], worker: RolloutWorker, train: PromptStream, vocabulary: int
+    ) -> None:
+        """Holds what waits for the next step: groups that one had too many of, and groups that were given up.
+
+        ``vocabulary``: how many tokens the actor has, by which a checkpoint's are checked.
+        """
+        self._context, self._worker, self._train, self._vocabulary = context, worker, train, vocabulary
         self._surplus: RolloutBatch | None = None
         self._waiting: list[Group] = []
 
@@ -86,9 +95,24 @@ class Collector:
 
     def load(self, state: dict[str, Any]) -> None:
         """Resumes where ``state`` was taken."""
-        self._surplus = batch_from_state(self._context, state["surplus"])
+        self._surplus = self.restored_batch(state["surplus"])
         responses = self._context.recipe.batch.responses_per_prompt
-        self._waiting = groups_from_state(state["waiting"], responses, self._train.read)
+        self._waiting = groups_from_state(state["waiting"], responses, self._train.read, self._vocabulary)
+
+    def restored_batch(self, state: dict[str, Any]) -> RolloutBatch | None:
+        """Returns the batch of a ``batch_state``; None for none, and where its rewards are not what the recipe asks
+        for now."""
+        if not state:
+            return None
+        batch, settings = checked_batch(state, self._vocabulary), self._context.recipe.algorithm
+        saved = (batch.scores is not None, batch.baseline_rewards is not None)
+        if saved == (settings.overlong_buffer.enable, settings.advantage == "remax"):
+            return batch
+        self._context.say(
+            f"{batch.groups} groups of the step before are dropped: their rewards are of another "
+            "algorithm.overlong_buffer or algorithm.advantage"
+        )
+        return None
 
     def _one_round(
         self,
@@ -105,7 +129,6 @@ class Collector:
         With over-sampling more are started, those that wait the first, and what is left of them waits again.
         """
         recipe, sampling = self._context.recipe, self._worker.sampling
-        assert recipe.rollout is not None
         responses = recipe.batch.responses_per_prompt
         started = math.ceil(round(prompts * recipe.rollout.oversample, 6))  # 1.1 times 10 are 11
         groups, self._waiting = self._waiting[:started], self._waiting[started:]
@@ -139,7 +162,7 @@ class Collector:
         with context.phase("score"):
             batch = self._worker.gather(calls[-1])
         buffer = recipe.algorithm.overlong_buffer
-        if buffer.enable and recipe.rollout:
+        if buffer.enable:
             limit = recipe.rollout.max_response_length
             penalty = overlong_penalty(batch.completion_lengths, limit, buffer.len, buffer.penalty_factor)
             batch = batch.with_fields(scores=batch.rewards, rewards=batch.rewards + penalty)
@@ -205,7 +228,7 @@ class Collector:
 class BatchSource:
     """Hands a step its batch on every rank. ``prepare`` collects the next one where ranks have nothing to learn."""
 
-    def __init__(self, context: RunContext, collector: Collector, weight_sync: WeightSync) -> None:
+    def __init__(self, context: RunContext[RLRecipe], collector: Collector, weight_sync: WeightSync) -> None:
         """Nothing is collected yet."""
         self._context, self._collector, self._weight_sync = context, collector, weight_sync
         self._team = context.generators
@@ -245,13 +268,15 @@ class BatchSource:
         """Resumes where ``state`` was taken."""
         self._collector.load(state)
         ahead = state.get("ahead")
+        self._ahead = None
         if not ahead:
             return
         if not self._context.recipe.rollout_is_ahead:
             self._context.say("the batch that was collected ahead is dropped: rollout.steps_ahead is 0 now")
             return
-        batch = batch_from_state(self._context, ahead["batch"])
-        self._ahead = Collected(batch, ahead["metrics"], ahead["tokens"]) if batch else None
+        batch = self._collector.restored_batch(ahead["batch"])
+        metrics = _METRICS.validate_python(ahead["metrics"])
+        self._ahead = Collected(batch, metrics, int(ahead["tokens"])) if batch else None
 
     def _staleness(self, batch: RolloutBatch) -> dict[str, float]:
         updates = (self._weight_sync.version - batch.weight_version).double()
@@ -262,21 +287,6 @@ def batch_state(batch: RolloutBatch | None) -> dict[str, Any]:
     """Returns a batch for a checkpoint: its tensors by field; {} for none."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} if batch else {}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def batch_from_state(context: RunContext, state: dict[str, Any]) -> RolloutBatch | None:
-    """Returns the batch of a ``batch_state``; None for none, and where its rewards are not what the recipe asks for."""
-    batch, settings = RolloutBatch(**state) if state else None, context.recipe.algorithm
-    if batch is None:
-        return None
-    saved = (batch.scores is not None, batch.baseline_rewards is not None)
-    if saved == (settings.overlong_buffer.enable, settings.advantage == "remax"):
-        return batch
-    context.say(
-        f"{batch.groups} groups of the step before are dropped: their rewards are of another "
-        "algorithm.overlong_buffer or algorithm.advantage"
-    )
-    return None
 
 
 def _rows(batch: RolloutBatch, chosen: Tensor) -> RolloutBatch:

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.generation.prompt_groups import Group, turns_of_model
-from rlhf_megatron.recipe import MultiTurnSection, Recipe
+from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.judges import unloadable
@@ -82,9 +82,9 @@ class TurnFunction:
         self._pool.close()
 
 
-def make_turn_function(recipe: Recipe, leads: bool) -> TurnFunction | None:
+def make_turn_function(recipe: RolloutRecipe, leads: bool) -> TurnFunction | None:
     """Loads the user's function on a rank that ``leads`` a replica, where responses have several turns."""
-    section = recipe.rollout.multi_turn if recipe.rollout else None
+    section = recipe.rollout.multi_turn
     return TurnFunction(section) if section and leads else None
 
 

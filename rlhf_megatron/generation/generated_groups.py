@@ -19,7 +19,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.generation.conversations import Conversations
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
 from rlhf_megatron.generation.replica import Replica
-from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.recipe import RolloutRecipe
 from rlhf_megatron.rewards.score import Pending, Score, ScoreItem, Scorer
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord
@@ -28,7 +28,7 @@ from rlhf_megatron.topology.exchange import gather_batches
 OnGroup = Callable[[int, Sequence[Completion]], None]
 
 
-def make_scorer(recipe: Recipe, replica: Replica, data: Data) -> Scorer | None:
+def make_scorer(recipe: RolloutRecipe, replica: Replica, data: Data) -> Scorer | None:
     """Starts what scores this replica's responses, on the rank that leads it.
 
     Raises RewardError where it has no rule for a source of the data.

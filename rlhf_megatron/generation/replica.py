@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhf_megatron.recipe import Recipe, role_ranks
+from rlhf_megatron.recipe import RolloutRecipe, rollout_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,9 @@ class Replica:
         return group % self.count == self.index
 
 
-def replica_of(recipe: Recipe, rank: int, world_size: int) -> Replica:
+def replica_of(recipe: RolloutRecipe, rank: int, world_size: int) -> Replica:
     """Returns where ``rank`` stands; replicas are as many neighbouring ranks as their layout has."""
-    assert recipe.rollout is not None, "the recipe's own check asks for it"
-    ranks, tensor = role_ranks(recipe, "rollout", world_size), recipe.rollout.layout.tensor
+    ranks, tensor = rollout_ranks(recipe, world_size), recipe.rollout.layout.tensor
     if rank not in ranks:
         return Replica(ranks, len(ranks) // tensor, None, False)
     index, position = divmod(ranks.index(rank), tensor)

@@ -19,6 +19,7 @@ from rlhf_megatron.generation.generation_metrics import generation_metrics, scor
 from rlhf_megatron.generation.prompt_groups import Group, groups_left, requests_for
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.generation.weight_sync import WeightSync
+from rlhf_megatron.recipe import RLRecipe
 from rlhf_megatron.rewards.score import Scorer
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, Sampling, request_seed
@@ -50,7 +51,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        context: RunContext,
+        context: RunContext[RLRecipe],
         replica: Replica,
         tokenizer: Tokenizer,
         weight_sync: WeightSync,
@@ -61,7 +62,6 @@ class RolloutWorker:
         """``scorer`` and, where responses have several turns, ``turn_function`` are on the rank that leads a replica;
         ``reward_model`` is on all that generate, if the recipe has one."""
         section = context.recipe.rollout
-        assert section is not None, "the recipe's own check asks for it"
         self._context, self._team, self._replica = context, context.generators, replica
         self._section, self._tokenizer, self.weight_sync = section, tokenizer, weight_sync
         self._scorer, self._turn_function, self._reward_model = scorer, turn_function, reward_model

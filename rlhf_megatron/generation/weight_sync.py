@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.recipe import role_ranks
-from rlhf_megatron.recipe.world_checks import roles_made
+from rlhf_megatron.recipe import RLRecipe, role_ranks
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
@@ -37,10 +36,11 @@ class WeightSync:
         version: of the weights in the engine, which each ``refresh`` raises by one.
     """
 
-    def __init__(self, context: RunContext, replica: Replica, actor: PlacedRole, architecture: Architecture) -> None:
+    def __init__(
+        self, context: RunContext[RLRecipe], replica: Replica, actor: PlacedRole, architecture: Architecture
+    ) -> None:
         """Builds the engine on the ranks of ``replica``; collective over the world."""
         recipe = context.recipe
-        assert recipe.rollout is not None, "the recipe's own check asks for it"
         self._context, self._actor, self.version = context, actor, 0
         layout = recipe.rollout.layout
         wanted = rollout_shards(architecture, layout.tensor, replica.ranks, layout.expert_parallel)
@@ -52,7 +52,7 @@ class WeightSync:
         if self.engine:
             sharing = f"all are copies, since {why_copied}" if why_copied else None
             context.say(f"rollout weights: {sharing or describe_sharing(plan, parameters, self.engine.parameters())}")
-        roles = [role_ranks(recipe, name, context.world_size) for name in roles_made(recipe)]
+        roles = [role_ranks(recipe, name, context.world_size) for name in recipe.roles_made]
         # Ahead of learning, the reward model judges and the engine generates by turns, without a time for sleep.
         self._sleeps = not recipe.rollout_is_ahead and not set(replica.ranks).isdisjoint(itertools.chain(*roles))
         self.regather = self._make_regather(plan)
@@ -60,7 +60,6 @@ class WeightSync:
     def _make_regather(self, plan: RankPlan) -> Regather:
         """The transfer of ``plan``, by the way that the machine and the recipe allow; collective over the world."""
         context, recipe, section = self._context, self._context.recipe, self._context.recipe.rollout
-        assert section is not None
         source_dtype = getattr(torch, recipe.model.dtype)
         dtype = getattr(torch, section.dtype or recipe.model.dtype)
         # What leaves the GPU comes back elsewhere, and numbers that are to be cast travel better when they have been.
@@ -115,10 +114,9 @@ class WeightSync:
             self._peers.close()
 
 
-def make_engine(context: RunContext, replica: Replica, shared: Mapping[str, Tensor]) -> RolloutEngine | None:
+def make_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mapping[str, Tensor]) -> RolloutEngine | None:
     """Builds this rank's engine, whose ``shared`` parameters are the actor's memory; collective over the world."""
     recipe, section, engine = context.recipe, context.recipe.rollout, None
-    assert section is not None
     with context.phase("engine"):
         with world_of_their_own(replica.ranks):
             if replica.index is not None:

@@ -16,19 +16,21 @@ from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
+from rlhf_megatron.recipe import RewardModelingRecipe
 from rlhf_megatron.roles.outputs import SCORES
 
 
-def run_reward_modeling(run: TrainingRun) -> LoopResult:
+def run_reward_modeling(run: TrainingRun[RewardModelingRecipe]) -> LoopResult:
     """Trains the scores on the recipe's pairs; the headline metric is the held-out accuracy."""
     context, recipe, recorder, history = run.context, run.recipe, run.recorder, History()
     checkpoints = run.start_or_resume({"actor": run.actor}, {"data": run.data.train, "history": history})
-    if run.first_step == 1 and evaluation_is_due(recipe, 0):
+    steps = run.steps_after(checkpoints.saved)
+    if steps.start == 1 and evaluation_is_due(recipe, 0):
         with context.phase("evaluate"):
             evaluate(run, history, 0)
     recorder.end_start()
 
-    for step in run.steps:
+    for step in steps:
         recorder.begin_step(step)
         batch, margins = batch_of_pairs(run.data.train.next(recipe.batch.prompts_per_step))
         fields = {"margins": margins, "weights": torch.full_like(margins, 2.0 / batch.rows)}
@@ -72,7 +74,7 @@ def batch_of_pairs(prompts: Sequence[Prompt]) -> tuple[RolloutBatch, Tensor]:
     return batch_from_rows(conversations, [()] * len(conversations)), margins.repeat_interleave(2)
 
 
-def evaluate(run: TrainingRun, history: History, step: int) -> None:
+def evaluate(run: TrainingRun[RewardModelingRecipe], history: History, step: int) -> None:
     """Logs loss, accuracy and margin on held-out pairs as ``eval/...``; nothing where there are none."""
     if run.data.validation is None:
         return

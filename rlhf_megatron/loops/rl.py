@@ -33,20 +33,20 @@ from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.teams import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
-from rlhf_megatron.recipe import AlgorithmSection, Recipe
+from rlhf_megatron.recipe import AlgorithmSection, RLRecipe
 from rlhf_megatron.roles.outputs import TokenOutputs
 from rlhf_megatron.roles.placed import PlacedRole, side_by_side
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.runtime.run_context import RunContext
 
 
-def run_rl(run: TrainingRun, worker: RolloutWorker | None = None) -> LoopResult:
+def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> LoopResult:
     """Trains the actor by the recipe's algorithm. The rollout's ``worker`` is made here unless it is given."""
     context, recipe, actor, recorder = run.context, run.recipe, run.actor, run.recorder
     reference, critic = make_reference(run), make_critic(run)
     worker = worker or make_rollout_worker(run)
     weight_sync = worker.weight_sync
-    batches = BatchSource(context, Collector(context, worker, run.data.train), weight_sync)
+    batches = BatchSource(context, Collector(context, worker, run.data.train, run.architecture.vocabulary), weight_sync)
     history, kl_controller = History(), KLController(recipe.algorithm)
     run.at_end.callback(worker.close)
     generator_parts: dict[str, Part] = {"data": run.data.train, "rollouts": worker, "collector": batches}
@@ -57,12 +57,13 @@ def run_rl(run: TrainingRun, worker: RolloutWorker | None = None) -> LoopResult:
     )
     with context.phase("regather"):
         weight_sync.refresh()
-    if run.first_step == 1 and evaluation_is_due(recipe, 0):
+    steps = run.steps_after(checkpoints.saved)
+    if steps.start == 1 and evaluation_is_due(recipe, 0):
         with context.phase("evaluate"):
             evaluate(run, worker, history, 0)
     recorder.end_start()
 
-    for step in run.steps:
+    for step in steps:
         skips_data = recorder.begin_step(step)
         batch, metrics, tokens = batches.take(step, skips_data)  # generates and scores, with dynamic sampling in rounds
         with context.phase("sleep"):
@@ -101,19 +102,19 @@ def run_rl(run: TrainingRun, worker: RolloutWorker | None = None) -> LoopResult:
     return LoopResult(history.summary(), checkpoints.saved)
 
 
-def make_reference(run: TrainingRun) -> PlacedRole | None:
+def make_reference(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
     """Builds the reference policy; none where there is no KL term, without which nothing reads it."""
     section = run.recipe.reference
     return run.roles.build("reference", section) if section and run.recipe.algorithm.kl_coef else None
 
 
-def make_critic(run: TrainingRun) -> PlacedRole | None:
+def make_critic(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
     """Builds the critic, if the recipe has one."""
     section, updates = run.recipe.critic, run.recipe.steps * run.recipe.batch.updates_per_step
     return run.roles.build("critic", section, section.optimizer, updates, "scalar") if section else None
 
 
-def make_rollout_worker(run: TrainingRun) -> RolloutWorker:
+def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
     """Builds this rank's part of the rollout, from rewards to engine; collective over the world."""
     context, recipe = run.context, run.recipe
     replica = replica_of(recipe, context.rank, context.world_size)
@@ -126,7 +127,7 @@ def make_rollout_worker(run: TrainingRun) -> RolloutWorker:
 
 
 def with_outputs(
-    batch: RolloutBatch, recipe: Recipe, actor: PlacedRole, reference: PlacedRole | None, critic: PlacedRole | None
+    batch: RolloutBatch, recipe: RLRecipe, actor: PlacedRole, reference: PlacedRole | None, critic: PlacedRole | None
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Adds what the objectives compare with, and measures how far trainer and rollout disagree.
 
@@ -173,11 +174,10 @@ def with_advantages(batch: RolloutBatch, settings: AlgorithmSection, controller:
 
 
 def update_actor(
-    context: RunContext, actor: PlacedRole, batch: RolloutBatch, controller: KLController
+    context: RunContext[RLRecipe], actor: PlacedRole, batch: RolloutBatch, controller: KLController
 ) -> dict[str, float]:
     """Takes all of the actor's optimizer steps on one batch; returns the means of their metrics."""
     recipe, settings = context.recipe, context.recipe.algorithm
-    assert recipe.rollout is not None
     constant = settings.loss_constant or recipe.rollout.max_response_length
     objective = functools.partial(policy_objective, settings=settings, kl_coef=controller.coefficient)
     own = recipe.old_logprobs == "update"  # then there is one minibatch, and what its forward pass says is kept
@@ -202,7 +202,7 @@ def update_actor(
     return metrics
 
 
-def update_critic(context: RunContext, critic: PlacedRole, batch: RolloutBatch) -> dict[str, float]:
+def update_critic(context: RunContext[RLRecipe], critic: PlacedRole, batch: RolloutBatch) -> dict[str, float]:
     """Takes all of the critic's optimizer steps on one batch, in the actor's minibatches; returns the means of their
     metrics."""
     section = context.recipe.critic
@@ -219,7 +219,7 @@ def update_critic(context: RunContext, critic: PlacedRole, batch: RolloutBatch) 
 
 
 def in_minibatches(
-    context: RunContext, batch: RolloutBatch, take_step: Callable[[RolloutBatch], dict[str, float]]
+    context: RunContext[RLRecipe], batch: RolloutBatch, take_step: Callable[[RolloutBatch], dict[str, float]]
 ) -> dict[str, float]:
     """Calls ``take_step`` on each minibatch of whole groups, epoch after epoch; returns the means of its metrics."""
     sizes = context.recipe.batch
@@ -235,7 +235,7 @@ def in_minibatches(
     return {name: fmean(values) for name, values in by_name.items()}
 
 
-def evaluate(run: TrainingRun, worker: RolloutWorker, history: History, step: int) -> None:
+def evaluate(run: TrainingRun[RLRecipe], worker: RolloutWorker, history: History, step: int) -> None:
     """Logs the metrics of held-out prompts by data source, answered by all replicas; nothing where there are none."""
     if run.data.validation is None:
         return

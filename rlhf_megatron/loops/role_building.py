@@ -11,7 +11,7 @@ from rlhf_megatron.models.architecture import Architecture, Head, read_architect
 from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights, WeightSource
 from rlhf_megatron.models.lora import Adaptation, PeftAdapter
 from rlhf_megatron.planning.feasibility import check_tokens
-from rlhf_megatron.recipe import OptimizerSection, RewardModelSection, RoleSection, role_ranks
+from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, role_ranks
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime.run_context import RunContext
@@ -25,7 +25,7 @@ class RoleBuilder:
         built: all roles so far, in their order; what the recipe offloads of them leaves the GPU after every phase.
     """
 
-    def __init__(self, context: RunContext, architecture: Architecture) -> None:
+    def __init__(self, context: RunContext[Recipe], architecture: Architecture) -> None:
         """``architecture`` is that of model.path."""
         self._context, self._architecture = context, architecture
         self.built: list[PlacedRole] = []
@@ -43,11 +43,11 @@ class RoleBuilder:
         A scalar ``head`` is drawn from the recipe's seed where a role that learns starts from a language model.
         """
         context, recipe = self._context, self._context.recipe
-        path = getattr(section, "path", None) or recipe.model.path
+        path = section.weights_folder or recipe.model.path
         architecture = self._architecture if path == recipe.model.path else read_architecture(path)
         architecture = architecture.with_head(head)
         ranks = role_ranks(recipe, name, context.world_size)
-        lora = getattr(section, "lora", None)
+        lora = section.adapters
         with context.phase(name), contextlib.ExitStack() as opened:
             start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
             weights: WeightSource = RandomWeights(architecture, recipe.seed, torch.device(context.device))
@@ -62,7 +62,7 @@ class RoleBuilder:
                 section,
                 dtype=recipe.model.dtype,
                 seed=recipe.seed,
-                temperature=recipe.rollout.temperature if recipe.rollout else 1.0,
+                temperature=recipe.temperature,
                 optimizer=optimizer,
                 training_steps=updates,
                 deterministic=recipe.deterministic,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, UserError, check_world
+from rlhf_megatron.recipe import Recipe, RLRecipe, UserError, check_world
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
 from rlhf_megatron.runtime.claim import Claim
 from rlhf_megatron.runtime.health_rules import HealthStop
@@ -24,6 +24,8 @@ from rlhf_megatron.topology.world import first_to_say, join_world, leave_world, 
 PREFLIGHT_SECONDS = 120.0
 # The exit status of a run that was asked to stop and could not save: nothing is to start it again by itself.
 NOT_SAVED_STATUS = 1
+# The headline metric of evaluations; that of "rl" depends on the reward.
+HEADLINES = {"sft": "loss", "reward_modeling": "accuracy"}
 
 
 def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
@@ -147,16 +149,16 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, data_skips: dict[
     from rlhf_megatron.loops.reward_modeling import run_reward_modeling
     from rlhf_megatron.loops.rl import run_rl
     from rlhf_megatron.loops.sft import run_sft
-    from rlhf_megatron.loops.training_run import set_up
+    from rlhf_megatron.loops.training_run import LoopResult, TrainingRun, set_up
 
-    loop, headline = {
-        "rl": (run_rl, f"held-out {headline_metric(recipe)}"),
-        "sft": (run_sft, "held-out loss"),
-        "reward_modeling": (run_reward_modeling, "held-out accuracy"),
-    }[recipe.loop]
+    loops: dict[str, Callable[[TrainingRun[Any]], LoopResult]] = {
+        "rl": run_rl,
+        "sft": run_sft,
+        "reward_modeling": run_reward_modeling,
+    }
     run = set_up(recipe, resume, data_skips)
     try:
-        result = loop(run)
+        result = loops[recipe.loop](run)
     except RunStopped as stop:
         stop_signals.ignore()
         is_saved = stop.saved == stop.step
@@ -174,7 +176,8 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, data_skips: dict[
     if run.context.rank == 0:
         recovery.append("done", recipe.steps, "all steps are done")
         if result.evaluations:
-            print(f"{headline} {result.evaluations['first']:.2f} -> {result.evaluations['last']:.2f}")
+            headline = headline_metric(recipe) if isinstance(recipe, RLRecipe) else HEADLINES[recipe.loop]
+            print(f"held-out {headline} {result.evaluations['first']:.2f} -> {result.evaluations['last']:.2f}")
         if folder:
             print(f"model: {folder}\nrun:   {run.context.folder.path}")
     return 0

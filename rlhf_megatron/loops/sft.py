@@ -14,18 +14,20 @@ from rlhf_megatron.errors import DataError
 from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
+from rlhf_megatron.recipe import SFTRecipe
 
 
-def run_sft(run: TrainingRun) -> LoopResult:
+def run_sft(run: TrainingRun[SFTRecipe]) -> LoopResult:
     """Trains the actor on the responses of the recipe's data; the headline metric is the held-out loss."""
     context, recipe, recorder, history = run.context, run.recipe, run.recorder, History()
     checkpoints = run.start_or_resume({"actor": run.actor}, {"data": run.data.train, "history": history})
-    if run.first_step == 1 and evaluation_is_due(recipe, 0):
+    steps = run.steps_after(checkpoints.saved)
+    if steps.start == 1 and evaluation_is_due(recipe, 0):
         with context.phase("evaluate"):
             evaluate(run, history, 0)
     recorder.end_start()
 
-    for step in run.steps:
+    for step in steps:
         recorder.begin_step(step)
         batch = batch_of(run.data.train.next(recipe.batch.prompts_per_step))
         weights = token_weights(batch.response_mask, batch.cu_seqlens, recipe.algorithm.loss_aggregation)
@@ -65,7 +67,7 @@ def batch_of(prompts: Sequence[Prompt]) -> RolloutBatch:
     return batch_from_rows([prompt.token_ids for prompt in prompts], responses)
 
 
-def evaluate(run: TrainingRun, history: History, step: int) -> None:
+def evaluate(run: TrainingRun[SFTRecipe], history: History, step: int) -> None:
     """Logs the mean loss per token on held-out rows as ``eval/loss``; nothing where there are none."""
     if run.data.validation is None:
         return

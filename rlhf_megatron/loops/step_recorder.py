@@ -35,7 +35,7 @@ class StepRecorder:
 
     def __init__(
         self,
-        context: RunContext,
+        context: RunContext[Recipe],
         train: PromptStream,
         roles: Sequence[PlacedRole],
         report: Report | None,
@@ -177,7 +177,7 @@ def training_speed(recipe: Recipe, actor: PlacedRole, batch: RolloutBatch, secon
     where the peak is known; nothing where there was no update."""
     if not seconds:
         return {}
-    gpu_seconds = seconds * len(actor.ranks) / recipe.batch.epochs_per_step
+    gpu_seconds = seconds * len(actor.ranks) / recipe.batch.passes
     speed = {"perf/tokens_per_gpu_per_sec_training": len(batch.tokens) / gpu_seconds}
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if peak:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.exports import Exports
-from rlhf_megatron.checkpoint.manager import Checkpoints, Part, choose_checkpoint
+from rlhf_megatron.checkpoint.manager import Checkpoints, Part, sound_checkpoints
 from rlhf_megatron.checkpoint.storage import forget_best, step_of
 from rlhf_megatron.data.opening import Data, open_data
 from rlhf_megatron.data.prompts import Responses
@@ -27,7 +27,9 @@ from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime.clocks import host_identity, measure_clocks
 from rlhf_megatron.runtime.gpu_use import GpuUses
-from rlhf_megatron.runtime.run_context import RunContext
+from rlhf_megatron.runtime.run_context import RecipeT, RunContext
+
+AnyOfRecipes = TypeVar("AnyOfRecipes", bound=Recipe)
 
 
 class LoopResult(NamedTuple):
@@ -39,7 +41,7 @@ class LoopResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingRun:
+class TrainingRun(Generic[RecipeT]):
     """One rank's part of a run that is set up: what a loop works with.
 
     Attributes:
@@ -50,12 +52,12 @@ class TrainingRun:
         actor: the model that learns.
         exports: writes it in Hugging Face's format.
         recorder: of the steps.
-        checkpoint: what the run resumes from; None where it begins.
-        first_step: the first one that is left to do.
+        checkpoint: what the run resumes from, if that can be used; None where it begins.
+        checkpoints: the generator that gave it, of ``sound_checkpoints``; it gives older ones.
         at_end: what is to be closed when the run is over, the latest first.
     """
 
-    context: RunContext
+    context: RunContext[RecipeT]
     architecture: Architecture
     tokenizer: Tokenizer
     data: Data
@@ -64,18 +66,17 @@ class TrainingRun:
     exports: Exports
     recorder: StepRecorder
     checkpoint: Path | None
-    first_step: int
+    checkpoints: Generator[Path, None, None]
     at_end: contextlib.ExitStack
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> RecipeT:
         """The run's."""
         return self.context.recipe
 
-    @property
-    def steps(self) -> range:
-        """The steps that are left."""
-        return range(self.first_step, self.recipe.steps + 1)
+    def steps_after(self, saved: int | None) -> range:
+        """The steps that are left when that of the checkpoint is done; all where there is none."""
+        return range((saved or 0) + 1, self.recipe.steps + 1)
 
     def start_or_resume(self, roles: Mapping[str, PlacedRole], parts: Mapping[str, Part]) -> Checkpoints:
         """Returns what saves the run; where it resumes, roles and parts are as they were saved. Collective."""
@@ -83,8 +84,8 @@ class TrainingRun:
         checkpoints = Checkpoints(folder, self.recipe.checkpoint, roles, parts, context.say)
         if self.checkpoint is not None:
             with context.phase("resume"):
-                checkpoints.restore(self.checkpoint)
-            context.say(f"going on from {self.checkpoint}, after step {self.first_step - 1}")
+                restored = checkpoints.restore_one_of(self.checkpoints, self.checkpoint)
+            context.say(f"going on from {restored}, after step {step_of(restored)}")
         elif context.rank == 0:
             forget_best(folder)
         return checkpoints
@@ -97,14 +98,14 @@ class TrainingRun:
 
 
 def set_up(
-    recipe: Recipe,
+    recipe: AnyOfRecipes,
     resume: str = "auto",
     data_skips: Mapping[int, Mapping[str, Any]] | None = None,
     recorder_class: type[StepRecorder] = StepRecorder,
-) -> TrainingRun:
+) -> TrainingRun[AnyOfRecipes]:
     """Builds what all loops need; collective over the world.
 
-    ``resume`` as in ``choose_checkpoint``, ``data_skips`` as in ``Adaptation.skips``.
+    ``resume`` as in ``sound_checkpoints``, ``data_skips`` as in ``Adaptation.skips``.
     Raises UserError for input that the recipe names and that is not right.
     """
     context, gpus = RunContext(recipe, *make_teams(recipe)), GpuUses()
@@ -118,8 +119,13 @@ def set_up(
     roles = RoleBuilder(context, architecture)
     actor = _build_actor(recipe, roles)
     exports = Exports(context, actor)
-    notes: list[str] = []
-    checkpoint = choose_checkpoint(context.folder.checkpoints, resume, notes.append)
+    notes: list[str] = []  # said as soon as there is a console
+
+    def say(text: str) -> None:
+        context.say(text) if context.console else notes.append(text)
+
+    checkpoints = sound_checkpoints(context.folder.checkpoints, resume, say)
+    checkpoint = next(checkpoints, None)
     first_step = _first_step(recipe, checkpoint)
     report = Report(context.folder, recipe, first_step) if context.rank == 0 else None
     context.console = report.console if report else None
@@ -130,13 +136,12 @@ def set_up(
     recorder = recorder_class(context, data.train, roles.built, report, gpus, clocks, data_skips or {})
     at_end = contextlib.ExitStack()
     return TrainingRun(
-        context, architecture, tokenizer, data, roles, actor, exports, recorder, checkpoint, first_step, at_end
+        context, architecture, tokenizer, data, roles, actor, exports, recorder, checkpoint, checkpoints, at_end
     )
 
 
 def _build_actor(recipe: Recipe, roles: RoleBuilder) -> PlacedRole:
-    warmup_steps = recipe.critic.warmup_steps if recipe.critic else 0
-    updates = (recipe.steps - warmup_steps) * recipe.batch.updates_per_step
+    updates = recipe.learning_steps * recipe.batch.updates_per_step
     head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
     return roles.build("actor", recipe.actor, recipe.actor.optimizer, updates, head)
 

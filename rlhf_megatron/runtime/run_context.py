@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from rlhf_megatron.runtime.phases import Phases
 from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.topology.team import Team
 
+RecipeT = TypeVar("RecipeT", bound=Recipe, covariant=True)
 
-class RunContext:
+
+class RunContext(Generic[RecipeT]):
     """One rank's view of a run. It knows neither models nor data: what works on those is given them beside it.
 
     Attributes:
@@ -33,7 +36,7 @@ class RunContext:
         console: what this rank shows the run on; rank 0 has one from the time on when the run reports.
     """
 
-    def __init__(self, recipe: Recipe, learners: Team, generators: Team) -> None:
+    def __init__(self, recipe: RecipeT, learners: Team, generators: Team) -> None:
         """Starts the clock, at the process's own start. Raises MonitorError where monitor.profile cannot be done."""
         self.recipe = recipe
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

@@ -16,7 +16,7 @@ from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, conc
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.batch_source import BatchSource, Collector
 from rlhf_megatron.generation.prompt_groups import Group
-from rlhf_megatron.recipe import Recipe, RolloutSection
+from rlhf_megatron.recipe import RLRecipe, RolloutSection
 from rlhf_megatron.rollout.engine import Sampling
 from rlhf_megatron.topology.team import Team
 
@@ -99,7 +99,7 @@ class Run:
     """As much of a run's context and data as collecting needs."""
 
     def __init__(self, **algorithm: Any) -> None:
-        self.recipe = Recipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
+        self.recipe = RLRecipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
         self._next = 0
         self.said: list[str] = []
         self.generators = Team((0,))
@@ -134,7 +134,7 @@ EQUAL, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 def collector(rewards: list[tuple[float, float]], **algorithm: Any) -> Any:
     run: Any = Run(**algorithm)
-    return Collector(run, Answers(rewards), run)  # type: ignore[arg-type]
+    return Collector(run, Answers(rewards), run, vocabulary=100)  # type: ignore[arg-type]
 
 
 def filters(**settings: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from rlhf_megatron.checkpoint.best_metric import BestMetric
 from rlhf_megatron.generation.replica import Replica, replica_of
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, save_is_due
-from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.recipe import RLRecipe
 from rlhf_megatron.recipe.operations import KeepBestSection
 
 RECIPE: dict[str, Any] = {
@@ -26,8 +26,8 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def recipe_of(**sections: Any) -> Recipe:
-    return Recipe(**{**RECIPE, **sections})
+def recipe_of(**sections: Any) -> RLRecipe:
+    return RLRecipe(**{**RECIPE, **sections})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf_megatron.compat import megatron
-from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe import load_rl
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.world import join_world, leave_world
 
@@ -48,7 +48,7 @@ def train(recipe: str) -> dict[str, Any]:
             ends.append(now())
             counted.append(tokens)
 
-    run = set_up(load_recipe(recipe), resume="none", recorder_class=TimedRecorder)
+    run = set_up(load_rl(recipe), resume="none", recorder_class=TimedRecorder)
     run_rl(run)
     run.close()
     steps = list(itertools.pairwise(ends))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.compat import megatron
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
-from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe import load_rl
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.exchange import gather_batches
 from rlhf_megatron.topology.world import join_world, leave_world
@@ -23,6 +23,7 @@ from rlhf_megatron.topology.world import join_world, leave_world
 if TYPE_CHECKING:
     from rlhf_megatron.generation.rollout_worker import RolloutWorker
     from rlhf_megatron.loops.training_run import TrainingRun
+    from rlhf_megatron.recipe import RLRecipe
     from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
 
@@ -31,7 +32,7 @@ def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
     from rlhf_megatron.loops.rl import make_rollout_worker, run_rl
     from rlhf_megatron.loops.training_run import set_up
 
-    run = set_up(load_recipe(recipe), resume="none")
+    run = set_up(load_rl(recipe), resume="none")
     worker = make_rollout_worker(run)
     run_rl(run, worker)
     raw = raw_seconds(run, worker, repeats)
@@ -39,10 +40,10 @@ def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
     return raw
 
 
-def raw_seconds(run: TrainingRun, worker: RolloutWorker, repeats: int) -> dict[str, list[float]]:
+def raw_seconds(run: TrainingRun[RLRecipe], worker: RolloutWorker, repeats: int) -> dict[str, list[float]]:
     """Generation, forward passes, and forward and backward passes over the tokens of one step."""
     recipe, role, engine = run.recipe, run.actor.local, cast("VllmEngine | None", worker.weight_sync.engine)
-    assert recipe.rollout is not None and recipe.rollout.drawn_lengths is not None
+    assert recipe.rollout.drawn_lengths is not None
     assert role is not None and engine is not None
     group, tensor = recipe.batch.responses_per_prompt, recipe.rollout.layout.tensor
     replicas, replica = run.context.world_size // tensor, run.context.rank // tensor

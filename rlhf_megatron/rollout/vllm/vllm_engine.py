@@ -24,10 +24,10 @@ from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, RolloutError, Sampling, Turns
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
+from rlhf_megatron.rollout.vllm.model_config import checked_vocabulary, one_line
 from rlhf_megatron.rollout.vllm.pulling import Pull
 from rlhf_megatron.rollout.vllm.random_state import preserved_random_state
 from rlhf_megatron.rollout.work_queue import WorkQueue
-from rlhf_megatron.untrusted import read_json, shown
 
 _CPU_KV_CACHE_GB = 0.0625
 # Only full blocks are shared between requests with the same prefix; vLLM's 128 on CPUs would leave short prompts out.
@@ -36,7 +36,6 @@ _CPU_BLOCK_SIZE = 32
 _LOWEST_TEMPERATURE = 0.01
 # Long responses are progress too, as who watches for hangs should know.
 _STEPS_OF_PROGRESS = 64
-_MOST_LAYERS = 10_000
 # What communicators may still take between looking at the free memory and vLLM's own look.
 _FREE_MEMORY_MARGIN = 0.9
 
@@ -78,7 +77,7 @@ class VllmEngine:
         self._given_back = 0  # bytes
         self._version: int | None = None
         self._max_length = max_prompt_length + section.max_response_length
-        self._vocabulary = _checked_vocabulary(Path(model_path))
+        self._vocabulary = checked_vocabulary(Path(model_path))
         arguments = self._engine_arguments(dtype, seed) | {"load_format": load_format, "use_tqdm_on_load": False}
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserved_random_state())
@@ -297,58 +296,6 @@ class VllmEngine:
         self._core.engine_core.shutdown()
 
 
-def _checked_vocabulary(folder: Path) -> int:
-    """The vocabulary's size, from a config.json that vLLM takes for a generating model and computes as it says."""
-    path = folder / "config.json"
-    try:
-        config = read_json(path, RolloutError)
-    except RolloutError as error:
-        raise RolloutError(f"{error}; model.path must be a folder in Hugging Face format") from error
-    if not isinstance(config, dict):
-        raise RolloutError(
-            f"{shown(path)}: must hold a JSON object; model.path must be a folder in Hugging Face format"
-        )
-    layers = config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > _MOST_LAYERS:
-        raise RolloutError(f"{path}: num_hidden_layers is {shown(layers, 80)}; at most {_MOST_LAYERS} are possible")
-    _read_as_vllm_does(folder, config.get("model_type"))
-    classes = config.get("architectures")
-    if not classes:
-        # Without it vLLM guesses, and takes some families for embedding models.
-        raise RolloutError(f'{path}: "architectures" is missing; add it, for example ["Qwen3ForCausalLM"]')
-    if isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes):
-        raise RolloutError(
-            f"{path}: architectures is {shown(classes)}: a classifier generates nothing; name another model"
-        )
-    vocabulary, heads, hidden = (config.get(key) for key in ("vocab_size", "num_attention_heads", "hidden_size"))
-    if vocabulary is None:
-        raise RolloutError(f"{path}: vocab_size is missing; model.path must be a text model")
-    if type(vocabulary) is not int or vocabulary < 1:
-        raise RolloutError(f"{path}: vocab_size is {shown(repr(vocabulary), 80)}; it must be a whole number above 0")
-    head_dim = config.get("head_dim")
-    if config.get("model_type") == "qwen2" and head_dim is not None and hidden != head_dim * heads:
-        raise RolloutError(
-            f"{path}: head_dim is {head_dim}, and vLLM takes hidden_size / num_attention_heads for qwen2"
-        )
-    return vocabulary
-
-
-def _read_as_vllm_does(folder: Path, kind: object) -> None:
-    """Raises RolloutError where transformers, by which vLLM reads a folder's configs, refuses one."""
-    from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
-
-    try:
-        if kind in CONFIG_MAPPING:  # vLLM has some of its own
-            AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        if os.path.lexists(folder / "generation_config.json"):
-            read_json(folder / "generation_config.json", RolloutError)
-            GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-    except RolloutError:
-        raise
-    except Exception as error:  # of any kind: a field of the file may replace a method of transformers'
-        raise RolloutError(f"rollout: {folder} has configs that transformers refuses: {_one_line(error)}") from error
-
-
 def _gpu_memory_share(section: RolloutSection) -> float:
     """The gpu_memory_utilization to give vLLM, which checks it against what is free at the start.
 
@@ -375,7 +322,7 @@ def _gpu_memory_share(section: RolloutSection) -> float:
 
 def refusal_of(error: ValueError | AssertionError, max_length: int) -> RolloutError | None:
     """What the recipe can do about an error that vLLM raises when it starts; None for an assertion of unknown cause."""
-    text = _one_line(error)
+    text = one_line(error)
     if "Error in memory profiling" in text:
         return MemoryTaken(
             "rollout: another process has given memory of this GPU back while vLLM measured what is free; keep others "
@@ -401,9 +348,3 @@ def _settings_refused(text: str, max_length: int) -> str:
             "max_position_embeddings of the model's config.json; lower them"
         )
     return f"rollout: vLLM refuses these settings: {text}"
-
-
-def _one_line(error: Exception) -> str:
-    details = getattr(error, "errors", None)  # pydantic's ValidationError, whose own text has many lines
-    text = "; ".join(str(detail["msg"]) for detail in details()) if callable(details) else str(error)
-    return shown(" ".join(text.split()), 500)

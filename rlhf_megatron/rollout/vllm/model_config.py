@@ -1,0 +1,77 @@
+"""The configs of a model folder as vLLM reads them: what it would guess or refuse is told before. Imports no vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.rollout.engine import RolloutError
+from rlhf_megatron.untrusted import read_json, shown
+
+_MOST_LAYERS = 10_000
+
+
+def check_generates(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises RolloutError where vLLM would take the config at ``path`` for no generating model, or compute another."""
+    classes = config.get("architectures")
+    if not classes:
+        # Without it vLLM guesses, and takes some families for embedding models.
+        raise RolloutError(f'{path}: "architectures" is missing; add it, for example ["Qwen3ForCausalLM"]')
+    if isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes):
+        raise RolloutError(
+            f"{path}: architectures is {shown(classes)}: a classifier generates nothing; name another model"
+        )
+    head_dim, heads, hidden = (config.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
+    if config.get("model_type") == "qwen2" and head_dim is not None and hidden != head_dim * heads:
+        raise RolloutError(
+            f"{path}: head_dim is {head_dim}, and vLLM takes hidden_size / num_attention_heads for qwen2"
+        )
+
+
+def checked_vocabulary(folder: Path) -> int:
+    """Returns the vocabulary's size; raises RolloutError for a config.json that ``check_generates`` or vLLM refuses."""
+    path = folder / "config.json"
+    try:
+        config = read_json(path, RolloutError)
+    except RolloutError as error:
+        raise RolloutError(f"{error}; model.path must be a folder in Hugging Face format") from error
+    if not isinstance(config, dict):
+        raise RolloutError(
+            f"{shown(path)}: must hold a JSON object; model.path must be a folder in Hugging Face format"
+        )
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise RolloutError(f"{path}: num_hidden_layers is {shown(layers, 80)}; at most {_MOST_LAYERS} are possible")
+    _read_as_vllm_does(folder, config.get("model_type"))
+    check_generates(path, config)
+    vocabulary = config.get("vocab_size")
+    if vocabulary is None:
+        raise RolloutError(f"{path}: vocab_size is missing; model.path must be a text model")
+    if type(vocabulary) is not int or vocabulary < 1:
+        raise RolloutError(f"{path}: vocab_size is {shown(repr(vocabulary), 80)}; it must be a whole number above 0")
+    return vocabulary
+
+
+def _read_as_vllm_does(folder: Path, kind: object) -> None:
+    """Raises RolloutError where transformers, by which vLLM reads a folder's configs, refuses one."""
+    from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
+
+    try:
+        if kind in CONFIG_MAPPING:  # vLLM has some of its own
+            AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        if os.path.lexists(folder / "generation_config.json"):
+            read_json(folder / "generation_config.json", RolloutError)
+            GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    except RolloutError:
+        raise
+    except Exception as error:  # of any kind: a field of the file may replace a method of transformers'
+        raise RolloutError(f"rollout: {folder} has configs that transformers refuses: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Returns what an error says in one line."""
+    details = getattr(error, "errors", None)  # pydantic's ValidationError, whose own text has many lines
+    text = "; ".join(str(detail["msg"]) for detail in details()) if callable(details) else str(error)
+    return shown(" ".join(text.split()), 500)
