@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +14,10 @@ from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weight
 from rlhf_megatron.durable import partial_of, take_name, tidy
 from rlhf_megatron.models.hf_files import companions_of
 from rlhf_megatron.models.lora import Adaptation
-from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, UserError
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime.finite import NotFiniteError
+from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.topology.exchange import from_rank
 from rlhf_megatron.untrusted import reason_of
@@ -28,7 +28,7 @@ _PAUSES = (5, 10, 20, 40, 75, 150, 300, 300, 300, 600)
 
 
 def beginning(saved: int | None) -> str:
-    """Where a run begins that has saved such a step."""
+    """Returns where a run resumes whose newest checkpoint is of step ``saved``."""
     return "the beginning" if saved is None else f"step {saved}"
 
 
@@ -41,28 +41,38 @@ class NotWritten(UserError):
 class Exports:
     """The exports of one run's actor. Every call is collective."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, actor: PlacedRole, device: torch.device | str) -> None:
+    def __init__(self, context: RunContext[Recipe], actor: PlacedRole) -> None:
         """Finds what a folder needs beside the weights: tokenizer, chat template, the model's code.
 
         What an attempt that was killed has left half-written is cleared up. Raises UserError where that fails.
         """
-        self._recipe, self._run, self._actor, self._device = recipe, run, actor, device
+        self._context, self._recipe, self._actor = context, context.recipe, actor
+        recipe = context.recipe
         self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
         self._writer = min(actor.ranks)  # of weights and adapters
-        folder = run.export(recipe.steps).parent
+        folder = context.folder.export(recipe.steps).parent
         if dist.get_rank() == 0:
             try:
                 tidy(folder)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be cleared up ({reason_of(error)}); move it away") from error
 
-    def write(self, step: int) -> str | None:
+    def write_between(self, step: int) -> None:
+        """Writes the actor after a step that others follow; where that fails there is a warning, and the run goes on.
+
+        Raises NotFiniteError on all ranks where the actor is not finite: no later step would make it so again.
+        """
+        with self._context.phase("export"):
+            problem = self._write(step)
+        if problem:
+            self._context.say(f"warning: step {step} was not exported: {problem}")
+
+    def _write(self, step: int) -> str | None:
         """Writes the actor as it is now, and in its folder the adapters that it has; why that failed, where it did.
 
         The folder gets its name when all of it is on disk.
-        Raises NotFiniteError on all ranks where the actor is not finite: no later step would mend it.
         """
-        folder, lora = self._run.export(step), self._recipe.actor.lora
+        folder, lora = self._context.folder.export(step), self._recipe.actor.lora
         parts = partial_of(folder) if lora else folder
         try:
             self._write_weights(parts)
@@ -85,12 +95,12 @@ class Exports:
     def _write_weights(self, folder: Path) -> None:
         actor, dtype = self._actor, getattr(torch, self._recipe.model.dtype)
         side, parameters = actor.side(), actor.parameters()
-        export_weights(folder, self._companions, actor.architecture, side, parameters, dtype, self._device)
+        export_weights(folder, self._companions, actor.architecture, side, parameters, dtype, self._context.device)
 
     def _write_adapters(self, folder: Path, adaptation: Adaptation) -> None:
         actor, base = self._actor, self._recipe.model.path
         side, parameters = actor.adapter_shards(adaptation), actor.adapter_parameters()
-        export_adapters(folder, base, actor.architecture, adaptation, side, parameters, self._device)
+        export_adapters(folder, base, actor.architecture, adaptation, side, parameters, self._context.device)
 
     def _name(self, parts: Path, folder: Path) -> None:
         """Gives the finished folder its name; raises OSError on all ranks where that fails."""
@@ -104,7 +114,7 @@ class Exports:
         if problem:
             raise OSError(problem)
 
-    def write_last(self, saved: int | None, tell: Callable[[str], None]) -> Path | None:
+    def write_last(self, saved: int | None) -> Path | None:
         """Writes the last step where the recipe asks for that, and returns the folder; ``saved`` is the step of the
         newest checkpoint.
 
@@ -113,16 +123,24 @@ class Exports:
         """
         section, last = self._recipe.checkpoint, self._recipe.steps
         goes_on = f"make room, and the same command goes on from {beginning(saved)}"
-        if not section.export_at_end:
+        with self._context.phase("export"):
+            if section.export_at_end:
+                return self._write_with_patience(last, _PAUSES if saved != last else (), goes_on)
             if section.save_interval and saved != last:
-                raise NotWritten(f"{self._run.checkpoints}: step {last} could not be saved; {goes_on}")
+                checkpoints = self._context.folder.checkpoints
+                raise NotWritten(f"{checkpoints}: step {last} could not be saved; {goes_on}")
             return None
-        for pause in (*(_PAUSES if saved != last else ()), None):
-            problem = self.write(last)
+
+    def _write_with_patience(self, step: int, pauses: Sequence[int], goes_on: str) -> Path:
+        """Writes a step, again after each of the ``pauses`` in seconds; raises NotWritten where nothing helps."""
+        for pause in (*pauses, None):
+            problem = self._write(step)
             if problem is None:
-                return self._run.export(last)
+                return self._context.folder.export(step)
             if pause:
-                tell(f"warning: the last step was not exported: {problem}; make room, it is tried again in {pause} s")
+                self._context.say(
+                    f"warning: the last step was not exported: {problem}; make room, it is tried again in {pause} s"
+                )
                 for _ in range(pause):
                     time.sleep(1.0)
                     watchdog.beat()

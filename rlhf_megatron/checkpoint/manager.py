@@ -1,4 +1,4 @@
-"""When a run saves and where it goes on: the ranks' agreement about the files of checkpoint/storage.py.
+"""Saving a run and resuming it: the ranks' agreement about the files of checkpoint/storage.py.
 
 Saving takes a copy on the host and returns; a thread of each rank writes it while training goes on. At the end of a
 later step, when every rank's file is on disk, the checkpoint becomes visible. A run that is killed in between has the
@@ -51,18 +51,18 @@ from rlhf_megatron.topology.exchange import from_rank, refused_by_all
 from rlhf_megatron.topology.team import Team
 from rlhf_megatron.untrusted import reason_of, shown
 
-Tell = Callable[[str], None]
+Say = Callable[[str], None]
 _TIME_IS_UP = 1  # no signal that is noted has this number
 
 
 class Part(Protocol):
-    """What else a run remembers, the same on every rank: a tree of dicts with JSON values and tensors."""
+    """A part of a run's state beside its roles, the same on every rank: dicts with JSON values and tensors."""
 
     def state(self) -> dict[str, Any]:
         """Everything that ``load`` needs."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state`` was taken."""
+        """Resumes where ``state`` was taken."""
 
 
 class TeamOwnedState:
@@ -83,7 +83,7 @@ class TeamOwnedState:
 
 
 class RunStopped(Exception):
-    """The run is to end now, after ``step``, on every rank; when it is started again it goes on from step ``saved``."""
+    """The run is to end now, after ``step``, on every rank; started again it resumes from step ``saved``."""
 
     def __init__(self, step: int, why: str, saved: int | None) -> None:
         super().__init__(f"stopped after step {step}: {why}")
@@ -97,13 +97,13 @@ class _Save:
     folder: Path
     file: Future[WrittenFile]
     state: dict[str, Any]
-    worth: MetricValue | None
+    metric_value: MetricValue | None
 
 
-def sound_checkpoints(folder: Path, resume: str, tell: Tell) -> Generator[Path, None, None]:
-    """The checkpoints to go on from, the newest first, the same on every rank; collective each time it is asked.
+def sound_checkpoints(folder: Path, resume: str, say: Say) -> Generator[Path, None, None]:
+    """Yields the checkpoints to resume from, the newest first, the same on every rank; collective each time.
 
-    ``resume``: "auto" (those in ``folder`` that are whole; damaged ones are told and passed over), "none", or the
+    ``resume``: "auto" (those in ``folder`` that are whole; damaged ones are reported and passed over), "none", or the
     path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
     Who cannot use one throws the CheckpointError in, and gets the next. Raises CheckpointError where the given one is
     damaged, or all are.
@@ -113,7 +113,7 @@ def sound_checkpoints(folder: Path, resume: str, tell: Tell) -> Generator[Path, 
     if refusal:
         raise CheckpointError(refusal)
     for line in problems:
-        tell(f"warning: {line}")
+        say(f"warning: {line}")
     if resume == "none" and not saved:
         return
     resume = "auto" if saved else resume
@@ -122,7 +122,7 @@ def sound_checkpoints(folder: Path, resume: str, tell: Tell) -> Generator[Path, 
         problem, version = _agreed_damage(candidate)
         if problem is None:
             if version < FORMAT:
-                tell(f"{candidate}: is of an earlier version; its manifest has no digest that would show damage")
+                say(f"{candidate}: is of an earlier version; its manifest has no digest that would show damage")
             try:
                 yield candidate
                 return
@@ -130,7 +130,7 @@ def sound_checkpoints(folder: Path, resume: str, tell: Tell) -> Generator[Path, 
                 problem = str(error)
         if resume != "auto":
             raise CheckpointError(f"--resume {shown(candidate)}: {problem}; name another one, or auto")
-        tell(f"warning: {problem}; this checkpoint is passed over")
+        say(f"warning: {problem}; this checkpoint is passed over")
     if candidates:
         raise CheckpointError(
             f"{folder}: none of {len(candidates)} checkpoints can be used; give --resume none to start anew"
@@ -146,11 +146,11 @@ class Checkpoints:
         section: CheckpointSection,
         roles: Mapping[str, PlacedRole],
         parts: Mapping[str, Part],
-        tell: Tell,
+        say: Say,
     ) -> None:
-        """``folder`` is the run's checkpoints/; ``tell`` shows a line to the person who watches (on rank 0)."""
+        """``folder`` is the run's checkpoints/; ``say`` shows a line to the person who watches (on rank 0)."""
         self._folder, self._section = folder, section
-        self._roles, self._parts, self._tell = dict(roles), dict(parts), tell
+        self._roles, self._parts, self._say = dict(roles), dict(parts), say
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: _Save | None = None
         self._held: dict[str, torch.Tensor] = {}  # the memory of a save; there is one at a time
@@ -160,7 +160,7 @@ class Checkpoints:
         """The step of the newest checkpoint of this run, the same on every rank."""
         self._limit = _TimeLimit(section.save_before_seconds, job_end(os.environ))
         if section.save_before_seconds and self._limit.end is None:
-            tell("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
+            say("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
 
     def restore_one_of(self, checkpoints: Generator[Path, None, None], newest: Path) -> Path:
         """Restores ``newest``, or the first behind it in ``sound_checkpoints`` that can be used, and returns that."""
@@ -211,17 +211,16 @@ class Checkpoints:
                         "name"
                     )
                 if role.local:
-                    of_role = state["roles"][name]
-                    restore_role(role.local, of_role, files_of_role(of_role, files))
+                    saved = state["roles"][name]
+                    restore_role(role.local, saved, files_of_role(saved, files))
         for name, part in self._parts.items():
             with _damage_of(checkpoint, name):
                 part.load(join_tensors(state["parts"][name], files[0]))
 
-    def after(self, step: int, last: bool, skipped: bool, worth: float | None) -> None:
-        """Saves after ``step`` if it is due, and publishes what has been written meanwhile.
+    def after(self, step: int, is_due: bool, is_last: bool, metric_value: float | None) -> None:
+        """Saves after ``step`` if that ``is_due`` or the run is to stop, and publishes what has been written meanwhile.
 
-        A step that was ``skipped`` is not saved while others follow: a rollback goes to where steps still succeeded.
-        ``worth``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
+        ``metric_value``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
 
         Raises NotFiniteError on all ranks where there are weights to save, or to end with, that are not finite: the
         checkpoints of before stay as they are.
@@ -229,18 +228,17 @@ class Checkpoints:
         or the job is about to end; not after the last step, which ends the run anyway.
         """
         unwritten = self._pending is not None and not self._pending.file.done()
-        flags = torch.tensor([int(unwritten), 0 if last else self._reason_to_stop()])
+        flags = torch.tensor([int(unwritten), 0 if is_last else self._reason_to_stop()])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         still_writing, reason = flags.tolist()
-        interval = self._section.save_interval
-        due = bool(reason or (interval and (last or (step % interval == 0 and not skipped))))
-        if due or last or not still_writing:
+        is_due = is_due or bool(reason)
+        if is_due or is_last or not still_writing:
             self._publish_pending()  # one at a time
-        if due or last:
-            self._refuse_nonfinite(step, is_saved=due)
-        if due:
-            self._begin(step, worth)
-        if reason or last:
+        if is_due or is_last:
+            self._refuse_nonfinite(step, is_saved=is_due)
+        if is_due:
+            self._begin(step, metric_value)
+        if reason or is_last:
             self._publish_pending()
         if reason:
             why = self._limit.text() if reason == _TIME_IS_UP else f"{signal.Signals(reason).name} came"
@@ -249,7 +247,7 @@ class Checkpoints:
             raise RunStopped(step, why, self.saved)
 
     def _reason_to_stop(self) -> int:
-        """Why this rank would stop now: the number of a signal, _TIME_IS_UP, or 0."""
+        """The reason to stop now, of this rank: the number of a signal, _TIME_IS_UP, or 0."""
         return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
 
     def _refuse_nonfinite(self, step: int, is_saved: bool) -> None:
@@ -262,17 +260,17 @@ class Checkpoints:
                     f"{name}.optimizer.learning_rate, and the same command goes on from {beginning(self.saved)}"
                 )
 
-    def _begin(self, step: int, worth: float | None) -> None:
+    def _begin(self, step: int, metric_value: float | None) -> None:
         folder = self._folder / f"step-{step}"
         tensors: dict[str, torch.Tensor] = {}
         pieces = {}
         for name, role in self._roles.items():
             if role.local:
-                of_role, pieces[name] = role_tensors(role.local, self._held)
-                tensors |= of_role
-        plain, of_parts = split_tensors({name: part.state() for name, part in self._parts.items()}, "parts")
+                role_part, pieces[name] = role_tensors(role.local, self._held)
+                tensors |= role_part
+        plain, part_tensors = split_tensors({name: part.state() for name, part in self._parts.items()}, "parts")
         if self._rank == 0:
-            tensors |= of_parts
+            tensors |= part_tensors
         random = random_state()
         tensors |= {f"random/{name}": value for name, value in random.items()}
         roles = {
@@ -281,10 +279,10 @@ class Checkpoints:
         about = {"pieces": pieces, "random": sorted(random)}
         file = self._writer.submit(write_tensors, folder, file_of_rank(self._rank), tensors, about)
         best = self._section.keep_best
-        value = MetricValue(best.metric, best.mode, worth) if best and worth is not None else None
+        compared = MetricValue(best.metric, best.mode, metric_value) if best and metric_value is not None else None
         faults.at("write", step)
         state = {"step": step, "launch": self._recovery.launch(), "roles": roles, "parts": plain}
-        self._pending = _Save(folder, file, state, value)
+        self._pending = _Save(folder, file, state, compared)
 
     def _publish_pending(self) -> None:
         """Makes the pending checkpoint visible, if there is one, once every rank has written its file."""
@@ -301,15 +299,15 @@ class Checkpoints:
             self.saved = step_of(save.folder)
 
     def _publish(self, save: _Save, files: list[WrittenFile], failures: list[str]) -> bool:
-        """Whether it is visible now: one that cannot be written is told, and the one before stays the newest."""
+        """Whether it is visible now: one that cannot be written is reported, and the one before stays the newest."""
         try:
             if not failures:
-                publish(save.folder, files, save.state, self._section.keep_last_k, save.worth)
+                publish(save.folder, files, save.state, self._section.keep_last_k, save.metric_value)
                 return True
         except OSError as error:
             failures = [str(error)]
         discard(save.folder)
-        self._tell(f"warning: {save.folder.name} was not saved: {'; '.join(failures)}")
+        self._say(f"warning: {save.folder.name} was not saved: {'; '.join(failures)}")
         return False
 
 
@@ -329,7 +327,7 @@ class _TimeLimit:
         return self.end is not None and time.time() + self._longest_step > self.end - self._save_before_seconds
 
     def text(self) -> str:
-        """Why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""
+        """Returns why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""
         return f"the next step would end less than {self._save_before_seconds:g} s before the job does"
 
 

@@ -1,6 +1,6 @@
 """What several answers to each question say about a model: mean@k, pass@k, maj@k, and how sure that is. Pure functions.
 
-Not here: generating and scoring the answers (loops/), and reading an answer out of a response (rewards/rules.py).
+Not here: generating and scoring the answers (generation/), and reading an answer out of a response (rewards/rules.py).
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.evaluation.estimates import Answered, Estimate, evaluation_metrics
-from rlhf_megatron.generation.conversations import Conversations, TurnFunction, answer_text
-from rlhf_megatron.generation.prompt_groups import Group
-from rlhf_megatron.generation.scoring import GroupScoring
+from rlhf_megatron.generation.conversations import Conversations, TurnFunction
+from rlhf_megatron.generation.generated_groups import GroupScoring
+from rlhf_megatron.generation.prompt_groups import Group, answer_text
 from rlhf_megatron.models.architecture import ModelError, read_architecture, read_config
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.hf_files import CheckpointFiles, check_types

@@ -7,7 +7,6 @@ model's, marked as not sampled (``rollout.pulling``).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,8 +14,8 @@ from typing import Any
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
-from rlhf_megatron.generation.prompt_groups import Group
-from rlhf_megatron.recipe import MultiTurnSection
+from rlhf_megatron.generation.prompt_groups import Group, turns_of_model
+from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.judges import unloadable
@@ -32,7 +31,7 @@ _CHARACTERS_PER_TOKEN = 64
 
 @dataclasses.dataclass
 class TurnCounts:
-    """What became of the questions to the function, of one replica."""
+    """Outcomes of one replica's questions to the function."""
 
     answers: int = 0
     ended: int = 0  # by the function
@@ -66,7 +65,7 @@ class TurnFunction:
         return self._pool.submit(self._job() | given)
 
     def messages_of(self, outcome: Outcome) -> list[Message] | None:
-        """What it has said; None where it has failed. Raises RolloutError where it has never done anything else."""
+        """Returns what it has said; None where it failed. Raises RolloutError where it has never done anything else."""
         if outcome.state == worker.DONE:
             self._returned += 1
             return list(outcome.messages)
@@ -83,18 +82,10 @@ class TurnFunction:
         self._pool.close()
 
 
-def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:
-    """What a response is judged by: the text of the model's last turn."""
-    return turns_of_model(completion, tokenizer)[-1]
-
-
-def turns_of_model(completion: Completion, tokenizer: Tokenizer) -> list[str]:
-    """The text of each of the model's turns."""
-    if completion.sampled is None:
-        return [tokenizer.decode(completion.token_ids)]
-    marked = zip(completion.sampled, completion.token_ids, strict=True)
-    turns = [[token for _, token in run] for own, run in itertools.groupby(marked, lambda pair: pair[0]) if own]
-    return [tokenizer.decode(turn) for turn in turns]
+def make_turn_function(recipe: RolloutRecipe, leads: bool) -> TurnFunction | None:
+    """Loads the user's function on a rank that ``leads`` a replica, where responses have several turns."""
+    section = recipe.rollout.multi_turn
+    return TurnFunction(section) if section and leads else None
 
 
 class Conversations:
@@ -160,7 +151,7 @@ class Conversations:
         own = [{"role": "assistant", "content": text} for text in turns_of_model(completion, self._tokenizer)]
         # Nobody has answered the last one yet, or nobody will.
         answers = [*self._answers[completion.row_id][: len(own) - 1], []]
-        return [message for turn, of_turn in zip(own, answers, strict=True) for message in (turn, *of_turn)]
+        return [message for turn, replies in zip(own, answers, strict=True) for message in (turn, *replies)]
 
     def _cut(self, text: str) -> str:
         tokens, most = self._tokenizer.encode(text), self._section.max_answer_tokens

@@ -1,5 +1,5 @@
 """Groups on their way: prompts with the responses that there are so far, what is asked of an engine for them, what is
-left of them when a generation ends early, and how a checkpoint keeps that.
+left of them when a generation ends early, the text of what there is, and how a checkpoint keeps it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rollout.engine import Completion, Request
 from rlhf_megatron.topology.exchange import gather_objects
 
@@ -27,19 +28,19 @@ class Group:
     begun: Mapping[int, Completion] = dataclasses.field(default_factory=dict)
 
     def whole(self) -> int:
-        """How many responses are whole."""
+        """Returns how many responses are whole."""
         return sum(completion.is_whole for completion in self.begun.values())
 
 
 def requests_for(
     groups: Sequence[Group], responses_per_prompt: int, max_tokens: int, seed_of: Callable[[int], int]
 ) -> list[Request]:
-    """Every response that is not whole, group after group: those that have begun first, then those of long prompts.
+    """Returns a request for every response that is not whole, group by group: those begun first, then long prompts.
 
     What comes last is what all replicas wait for, so it should not take long. Response k of group i is row
     ``i * responses_per_prompt + k``, with the sampling seed ``seed_of`` its row.
     """
-    order = sorted(enumerate(groups), key=lambda place: (not place[1].begun, -len(place[1].prompt.token_ids)))
+    order = sorted(enumerate(groups), key=lambda item: (not item[1].begun, -len(item[1].prompt.token_ids)))
     requests = []
     for index, group in order:
         for number in range(responses_per_prompt):
@@ -52,6 +53,20 @@ def requests_for(
     return requests
 
 
+def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:
+    """Returns the text of the model's last turn, by which a response is judged."""
+    return turns_of_model(completion, tokenizer)[-1]
+
+
+def turns_of_model(completion: Completion, tokenizer: Tokenizer) -> list[str]:
+    """Returns the text of each of the model's turns."""
+    if completion.sampled is None:
+        return [tokenizer.decode(completion.token_ids)]
+    marked = zip(completion.sampled, completion.token_ids, strict=True)
+    turns = [[token for _, token in run] for own, run in itertools.groupby(marked, lambda pair: pair[0]) if own]
+    return [tokenizer.decode(turn) for turn in turns]
+
+
 def groups_left(
     groups: Sequence[Group],
     chosen: Collection[int],
@@ -60,7 +75,7 @@ def groups_left(
     discard: bool,
     team: dist.ProcessGroup | None = None,
 ) -> list[Group]:
-    """The groups that are not ``chosen``, by number, with what there is of their responses unless that is discarded.
+    """Returns the groups that are not ``chosen``, by number, with their responses so far unless these are discarded.
 
     ``completions`` are those of this rank's own, whole or not, each on one rank only; collective over ``team``.
     """
@@ -76,26 +91,26 @@ def groups_left(
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
-    """What ``groups_from_state`` needs, for a checkpoint: tensors; {} for no groups.
+    """Returns what ``groups_from_state`` needs, for a checkpoint: tensors; {} for no groups.
 
-    Of a prompt only its place in the data and its tokens, by which it is known again: what a row carries for its reward
-    may be of any type that a file has.
+    Of a prompt only its position in the data and its tokens, by which it is known again: what a row carries for its
+    reward may be of any type that a file has.
     """
     if not groups:
         return {}
     prompts = [group.prompt for group in groups]
-    rows = [(place, number, of) for place, group in enumerate(groups) for number, of in sorted(group.begun.items())]
-    of_rows = [of for _, _, of in rows]
+    rows = [(index, number, row) for index, group in enumerate(groups) for number, row in sorted(group.begun.items())]
+    completions = [completion for _, _, completion in rows]
     return {
         "prompts": torch.tensor([[prompt.part, prompt.row, len(prompt.token_ids)] for prompt in prompts]),
         "prompt_token_ids": torch.tensor([token for prompt in prompts for token in prompt.token_ids]),
         "rows": torch.tensor(
-            [[place, number, len(of.token_ids), _ENDINGS.index(of.finish_reason)] for place, number, of in rows],
+            [[index, number, len(row.token_ids), _ENDINGS.index(row.finish_reason)] for index, number, row in rows],
             dtype=torch.int64,
         ),
-        "token_ids": torch.tensor([token for of in of_rows for token in of.token_ids], dtype=torch.int64),
-        "logprobs": torch.tensor([value for of in of_rows for value in of.logprobs], dtype=torch.float64),
-        "weight_versions": torch.tensor([version for of in of_rows for version in of.weight_versions]).long(),
+        "token_ids": torch.tensor([token for row in completions for token in row.token_ids], dtype=torch.int64),
+        "logprobs": torch.tensor([value for row in completions for value in row.logprobs], dtype=torch.float64),
+        "weight_versions": torch.tensor([version for row in completions for version in row.weight_versions]).long(),
     }
 
 
@@ -130,7 +145,7 @@ def groups_from_state(
     read: Callable[[Sequence[tuple[int, int]]], Sequence[Prompt | None]],
     vocabulary: int,
 ) -> list[Group]:
-    """The groups of a ``groups_state``, of a recipe with so many responses now.
+    """Returns the groups of a ``groups_state``, of a recipe with so many responses now.
 
     ``read`` gives the prompts at (part, row) of the data, None where one is left out now, as its group is then. Where a
     prompt has other tokens now (another chat template), its responses begin anew.
@@ -138,20 +153,20 @@ def groups_from_state(
     if not state:
         return []
     _check(state, vocabulary)
-    places = state["prompts"].tolist()
-    prompts = read([(part, row) for part, row, _ in places])
-    tokens = state["prompt_token_ids"].split([length for _, _, length in places])
+    positions = state["prompts"].tolist()
+    prompts = read([(part, row) for part, row, _ in positions])
+    tokens = state["prompt_token_ids"].split([length for _, _, length in positions])
     same = [
         prompt is not None and list(prompt.token_ids) == saved.tolist()
         for prompt, saved in zip(prompts, tokens, strict=True)
     ]
     begun: list[dict[int, Completion]] = [{} for _ in prompts]
     end = 0
-    for place, number, length, ending in state["rows"].tolist():
+    for index, number, length, ending in state["rows"].tolist():
         start, end = end, end + length
-        if number >= responses_per_prompt or not same[place]:
+        if number >= responses_per_prompt or not same[index]:
             continue
-        begun[place][number] = Completion(
+        begun[index][number] = Completion(
             number,
             state["token_ids"][start:end].tolist(),
             state["logprobs"][start:end].tolist(),

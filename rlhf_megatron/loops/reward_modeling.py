@@ -5,7 +5,6 @@ The model is the recipe's actor with a scalar head; it is exported as a Hugging 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,25 +14,42 @@ from torch import Tensor
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.evaluation.history import History
-from rlhf_megatron.loops.session import Session
+from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
+from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
+from rlhf_megatron.recipe import RewardModelingRecipe
 from rlhf_megatron.roles.outputs import SCORES
 
 
-def run_reward_modeling(session: Session) -> dict[str, float]:
-    """Trains the scores on the recipe's pairs; returns the first and the last held-out accuracy, if any."""
-    recipe = session.recipe
-    history = History()
-    checkpoints = session.checkpoints({"actor": session.actor}, {"data": session.train, "history": history})
-    for step in session.steps(checkpoints, functools.partial(evaluate, session, history)):
-        batch, margins = batch_of_pairs(session.train.next(recipe.batch.prompts_per_step))
-        weights = torch.full_like(margins, 2.0 / batch.rows)
-        with session.phase("update"):
-            metrics = session.actor.update(
-                batch, {"margins": margins, "weights": weights}, bradley_terry, output=SCORES, rows_together=2
-            )
-        metrics = session.actor.everywhere(metrics)
-        session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
-    return history.summary()
+def run_reward_modeling(run: TrainingRun[RewardModelingRecipe]) -> LoopResult:
+    """Trains the scores on the recipe's pairs; the headline metric is the held-out accuracy."""
+    context, recipe, recorder, history = run.context, run.recipe, run.recorder, History()
+    checkpoints = run.start_or_resume({"actor": run.actor}, {"data": run.data.train, "history": history})
+    steps = run.steps_after(checkpoints.saved)
+    if steps.start == 1 and evaluation_is_due(recipe, 0):
+        with context.phase("evaluate"):
+            evaluate(run, history, 0)
+    recorder.end_start()
+
+    for step in steps:
+        recorder.begin_step(step)
+        batch, margins = batch_of_pairs(run.data.train.next(recipe.batch.prompts_per_step))
+        fields = {"margins": margins, "weights": torch.full_like(margins, 2.0 / batch.rows)}
+        with context.phase("update"):
+            metrics = run.actor.update(batch, fields, bradley_terry, output=SCORES, rows_together=2)
+        metrics = run.actor.everywhere(metrics)
+        recorder.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
+
+        if evaluation_is_due(recipe, step):
+            with context.phase("evaluate"):
+                evaluate(run, history, step)
+            recorder.end_evaluation(step)
+        with context.phase("save"):
+            if export_is_due(recipe, step):
+                run.exports.write_between(step)
+            is_due = save_is_due(recipe, step, recorder.skipped_steps.are_going_on)
+            checkpoints.after(step, is_due, is_last(recipe, step), recorder.best_metric.value(step))
+        recorder.close_step(step)
+    return LoopResult(history.summary(), checkpoints.saved)
 
 
 def bradley_terry(scores: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
@@ -58,13 +74,13 @@ def batch_of_pairs(prompts: Sequence[Prompt]) -> tuple[RolloutBatch, Tensor]:
     return batch_from_rows(conversations, [()] * len(conversations)), margins.repeat_interleave(2)
 
 
-def evaluate(session: Session, history: History, step: int) -> None:
+def evaluate(run: TrainingRun[RewardModelingRecipe], history: History, step: int) -> None:
     """Logs loss, accuracy and margin on held-out pairs as ``eval/...``; nothing where there are none."""
-    if session.validation is None:
+    if run.data.validation is None:
         return
-    batch, margins = batch_of_pairs(session.validation)
-    weights = torch.full_like(margins, 1.0 / len(session.validation))
-    loss, metrics = bradley_terry(session.actor.scores(batch), {"margins": margins, "weights": weights})
+    batch, margins = batch_of_pairs(run.data.validation)
+    weights = torch.full_like(margins, 1.0 / len(run.data.validation))
+    loss, metrics = bradley_terry(run.actor.scores(batch), {"margins": margins, "weights": weights})
     means = {name: float(total / number) for name, (total, number) in metrics.items()}
-    session.log(step, {f"eval/{name}": value for name, value in {"loss": float(loss), **means}.items()})
+    run.recorder.log(step, {f"eval/{name}": value for name, value in {"loss": float(loss), **means}.items()})
     history.add(step, means["accuracy"])

@@ -1,21 +1,18 @@
 """Reinforcement learning: the whole loop, from prompts to a better model, in one place.
 
 Each step: generate -> score -> old and reference logprobs, values -> advantages -> update -> regather -> log ->
-evaluate -> save. With rollout.steps_ahead ranks of their own generate for the next step while the others learn.
+evaluate -> export -> save. With rollout.steps_ahead ranks of their own generate for the next step while others learn.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
-import torch.distributed as dist
 
 from rlhf_megatron.algorithms.advantage import estimate_advantages
 from rlhf_megatron.algorithms.aggregation import token_weights
@@ -25,75 +22,112 @@ from rlhf_megatron.algorithms.kl import KLController, with_kl_penalties
 from rlhf_megatron.algorithms.objective import objective_fields, policy_objective, value_objective
 from rlhf_megatron.checkpoint.manager import Part, TeamOwnedState
 from rlhf_megatron.data.rollout_batch import RolloutBatch
-from rlhf_megatron.durable import whole_file
+from rlhf_megatron.evaluation.held_out import headline_mean, held_out_metrics
 from rlhf_megatron.evaluation.history import History
-from rlhf_megatron.evaluation.standalone import NO_STEP, gather_tables, metrics_of, sample_table
-from rlhf_megatron.generation.batch_source import BatchSource
-from rlhf_megatron.generation.collection import Collector
-from rlhf_megatron.generation.prompt_groups import Group
-from rlhf_megatron.generation.rollout_worker import Rollouts
-from rlhf_megatron.loops.session import Session
-from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.generation.batch_source import BatchSource, Collector
+from rlhf_megatron.generation.conversations import make_turn_function
+from rlhf_megatron.generation.generated_groups import make_scorer
+from rlhf_megatron.generation.replica import replica_of
+from rlhf_megatron.generation.rollout_worker import RolloutWorker
+from rlhf_megatron.generation.weight_sync import WeightSync
+from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
+from rlhf_megatron.loops.teams import sync_teams
+from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
+from rlhf_megatron.recipe import AlgorithmSection, RLRecipe
 from rlhf_megatron.roles.outputs import TokenOutputs
 from rlhf_megatron.roles.placed import PlacedRole, side_by_side
 from rlhf_megatron.roles.role import Role
+from rlhf_megatron.runtime.run_context import RunContext
 
 
-def run_rl(session: Session, rollouts: Rollouts | None = None) -> dict[str, float]:
-    """Trains the actor by the recipe's algorithm; returns the last evaluation's metrics (with the first's as start).
-
-    ``rollouts`` are made here unless they are given.
-    """
-    recipe, actor = session.recipe, session.actor
-    # Without a KL term nothing reads the reference, so it is not made.
-    reference = (
-        session.make_role("reference", recipe.reference) if recipe.reference and recipe.algorithm.kl_coef else None
-    )
-    section = recipe.critic
-    updates = recipe.steps * recipe.batch.updates_per_step
-    critic = session.make_role("critic", section, section.optimizer, updates, "scalar") if section else None
-    rollouts = rollouts or Rollouts(session)
-    supply = BatchSource(session, rollouts, Collector(session, rollouts))
-    history = History()
-    controller = KLController(recipe.algorithm)
-    session.at_end(rollouts.close)
-    of_generators: dict[str, Part] = {"data": session.train, "rollouts": rollouts, "collector": supply}
-    checkpoints = session.checkpoints(
+def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> LoopResult:
+    """Trains the actor by the recipe's algorithm. The rollout's ``worker`` is made here unless it is given."""
+    context, recipe, actor, recorder = run.context, run.recipe, run.actor, run.recorder
+    reference, critic = make_reference(run), make_critic(run)
+    worker = worker or make_rollout_worker(run)
+    weight_sync = worker.weight_sync
+    batches = BatchSource(context, Collector(context, worker, run.data.train, run.architecture.vocabulary), weight_sync)
+    history, kl_controller = History(), KLController(recipe.algorithm)
+    run.at_end.callback(worker.close)
+    generator_parts: dict[str, Part] = {"data": run.data.train, "rollouts": worker, "collector": batches}
+    checkpoints = run.start_or_resume(
         {"actor": actor} | ({"critic": critic} if critic else {}),
-        {name: TeamOwnedState(part, session.generators) for name, part in of_generators.items()}
-        | {"history": history, "kl": TeamOwnedState(controller, session.learners)},
+        {name: TeamOwnedState(part, context.generators) for name, part in generator_parts.items()}
+        | {"history": history, "kl": TeamOwnedState(kl_controller, context.learners)},
     )
-    with session.phase("regather"):
-        rollouts.refresh()
-    for step in session.steps(checkpoints, functools.partial(evaluate, session, rollouts, history)):
-        batch, metrics, tokens = supply.take(step)  # generate and score, with dynamic sampling in rounds
-        with session.phase("sleep"):
-            rollouts.sleep()
-        learnt: dict[str, float] = {}
-        if batch.rows and session.learners.here:  # with dynamic sampling there may be nothing to learn
-            with session.phase("logprobs"):
-                batch, learnt = with_outputs(batch, recipe, actor, reference, critic)
-            batch = with_advantages(batch, session, controller)
-            of_critic: dict[str, float] = {}
+    with context.phase("regather"):
+        weight_sync.refresh()
+    steps = run.steps_after(checkpoints.saved)
+    if steps.start == 1 and evaluation_is_due(recipe, 0):
+        with context.phase("evaluate"):
+            evaluate(run, worker, history, 0)
+    recorder.end_start()
+
+    for step in steps:
+        skips_data = recorder.begin_step(step)
+        batch, metrics, tokens = batches.take(step, skips_data)  # generates and scores, with dynamic sampling in rounds
+        with context.phase("sleep"):
+            weight_sync.sleep()
+        train_metrics: dict[str, float] = {}
+        if batch.rows and context.learners.here:  # with dynamic sampling there may be nothing to learn
+            with context.phase("logprobs"):
+                batch, train_metrics = with_outputs(batch, recipe, actor, reference, critic)
+            batch = with_advantages(batch, recipe.algorithm, kl_controller)
+            critic_metrics: dict[str, float] = {}
             if critic:
-                with session.phase("update_critic"):
-                    of_critic = update_critic(session, critic, batch)
-            if section is None or step > section.warmup_steps:
-                with session.phase("update"):
-                    learnt |= update(session, batch, controller)
+                with context.phase("update_critic"):
+                    critic_metrics = update_critic(context, critic, batch)
+            if recipe.critic is None or step > recipe.critic.warmup_steps:
+                with context.phase("update"):
+                    train_metrics |= update_actor(context, actor, batch, kl_controller)
             if critic:  # on ranks of its own it learns beside the actor
-                learnt |= critic.in_team(of_critic)
+                train_metrics |= critic.in_team(critic_metrics)
         if recipe.rollout_is_ahead:
-            supply.prepare(step + 1)
-        metrics |= session.meet(learnt)
-        with session.phase("regather"):
-            rollouts.refresh()
-        session.end_step(step, metrics, tokens, batch)
-    return history.summary()
+            batches.prepare(step + 1)
+        metrics |= sync_teams(context, train_metrics)
+        with context.phase("regather"):
+            weight_sync.refresh()
+        recorder.end_step(step, metrics, tokens, batch)
+
+        if evaluation_is_due(recipe, step):
+            with context.phase("evaluate"):
+                evaluate(run, worker, history, step)
+            recorder.end_evaluation(step)
+        with context.phase("save"):
+            if export_is_due(recipe, step):
+                run.exports.write_between(step)
+            is_due = save_is_due(recipe, step, recorder.skipped_steps.are_going_on)
+            checkpoints.after(step, is_due, is_last(recipe, step), recorder.best_metric.value(step))
+        recorder.close_step(step)
+    return LoopResult(history.summary(), checkpoints.saved)
+
+
+def make_reference(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
+    """Builds the reference policy; none where there is no KL term, without which nothing reads it."""
+    section = run.recipe.reference
+    return run.roles.build("reference", section) if section and run.recipe.algorithm.kl_coef else None
+
+
+def make_critic(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
+    """Builds the critic, if the recipe has one."""
+    section, updates = run.recipe.critic, run.recipe.steps * run.recipe.batch.updates_per_step
+    return run.roles.build("critic", section, section.optimizer, updates, "scalar") if section else None
+
+
+def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
+    """Builds this rank's part of the rollout, from rewards to engine; collective over the world."""
+    context, recipe = run.context, run.recipe
+    replica = replica_of(recipe, context.rank, context.world_size)
+    scorer = make_scorer(recipe, replica, run.data)
+    turn_function = make_turn_function(recipe, replica.leads)
+    judge = recipe.reward_model
+    reward_model = run.roles.build_reward_model(judge, run.tokenizer) if judge else None
+    weight_sync = WeightSync(context, replica, run.actor, run.architecture)
+    return RolloutWorker(context, replica, run.tokenizer, weight_sync, scorer, turn_function, reward_model)
 
 
 def with_outputs(
-    batch: RolloutBatch, recipe: Recipe, actor: PlacedRole, reference: PlacedRole | None, critic: PlacedRole | None
+    batch: RolloutBatch, recipe: RLRecipe, actor: PlacedRole, reference: PlacedRole | None, critic: PlacedRole | None
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Adds what the objectives compare with, and measures how far trainer and rollout disagree.
 
@@ -108,42 +142,42 @@ def with_outputs(
         calls["reference"] = (actor, lambda role: role.base_logprobs(batch))
     if critic:
         calls["values"] = (critic, lambda role: role.values(batch))
-    found = side_by_side(calls)
+    outputs = side_by_side(calls)
     metrics: dict[str, float] = {}
-    if "old" in found:
-        metrics = agreement(batch, found["old"])
-        batch = batch.with_fields(old_logprobs=found["old"].logprobs)
+    if "old" in outputs:
+        metrics = agreement(batch, outputs["old"])
+        batch = batch.with_fields(old_logprobs=outputs["old"].logprobs)
     elif recipe.old_logprobs == "rollout":
         batch = batch.with_fields(old_logprobs=batch.rollout_logprobs)
-    reference_logprobs = found["reference"].logprobs if "reference" in found else None
-    return batch.with_fields(reference_logprobs=reference_logprobs, values=found.get("values")), metrics
+    reference_logprobs = outputs["reference"].logprobs if "reference" in outputs else None
+    return batch.with_fields(reference_logprobs=reference_logprobs, values=outputs.get("values")), metrics
 
 
-def agreement(batch: RolloutBatch, of_actor: TokenOutputs) -> dict[str, float]:
-    """How far the actor disagrees with the rollout about its own samples, and how undecided it is.
+def agreement(batch: RolloutBatch, actor: TokenOutputs) -> dict[str, float]:
+    """Measures how far the actor disagrees with the rollout about its own samples, and how undecided it is.
 
-    Every rank has all tokens of the step, and one thread of a CPU takes 0.1 s for a million: a GPU reckons if there is
+    Every rank has all tokens of the step, and one thread of a CPU takes 0.1 s for a million: a GPU does it if there is
     one.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = (of_actor.logprobs, batch.rollout_logprobs, batch.response_mask, of_actor.entropy)
+    tensors = (actor.logprobs, batch.rollout_logprobs, batch.response_mask, actor.entropy)
     logprobs, rollout_logprobs, sampled, entropy = (tensor.to(device) for tensor in tensors)
     metrics = mismatch_metrics(logprobs, rollout_logprobs, sampled)
     return metrics | {"train/entropy": float(entropy[sampled].mean())}
 
 
-def with_advantages(batch: RolloutBatch, session: Session, controller: KLController) -> RolloutBatch:
+def with_advantages(batch: RolloutBatch, settings: AlgorithmSection, controller: KLController) -> RolloutBatch:
     """Adds the advantage of each sampled token, after the KL's penalty where the recipe puts it in the reward."""
-    settings = session.recipe.algorithm
     if settings.kl_placement == "reward" and batch.reference_logprobs is not None:
         batch = with_kl_penalties(batch, settings, controller.coefficient)
     return estimate_advantages(batch, settings)
 
 
-def update(session: Session, batch: RolloutBatch, controller: KLController) -> dict[str, float]:
-    """All of the actor's optimizer steps on one batch; the means of their metrics."""
-    recipe, settings = session.recipe, session.recipe.algorithm
-    assert recipe.rollout is not None
+def update_actor(
+    context: RunContext[RLRecipe], actor: PlacedRole, batch: RolloutBatch, controller: KLController
+) -> dict[str, float]:
+    """Takes all of the actor's optimizer steps on one batch; returns the means of their metrics."""
+    recipe, settings = context.recipe, context.recipe.algorithm
     constant = settings.loss_constant or recipe.rollout.max_response_length
     objective = functools.partial(policy_objective, settings=settings, kl_coef=controller.coefficient)
     own = recipe.old_logprobs == "update"  # then there is one minibatch, and what its forward pass says is kept
@@ -152,97 +186,59 @@ def update(session: Session, batch: RolloutBatch, controller: KLController) -> d
         batch, metrics = with_correction(batch, settings.rollout_correction)
     outputs = torch.empty(2, len(batch.tokens)) if own else None
 
-    def learn(minibatch: RolloutBatch) -> dict[str, float]:
+    def take_step(minibatch: RolloutBatch) -> dict[str, float]:
         fields = objective_fields(minibatch, settings, constant)
-        return session.actor.update(minibatch, fields, objective, outputs=outputs)
+        return actor.update(minibatch, fields, objective, outputs=outputs)
 
-    learnt, outputs = session.actor.in_team((in_minibatches(session, batch, learn), outputs))
-    metrics |= {f"train/{name}": value for name, value in learnt.items()}
+    actor_metrics, outputs = actor.in_team((in_minibatches(context, batch, take_step), outputs))
+    metrics |= {f"train/{name}": value for name, value in actor_metrics.items()}
     if outputs is not None:
-        of_actor = TokenOutputs(*outputs)
-        metrics |= agreement(batch, of_actor)
-        metrics |= with_correction(batch.with_fields(old_logprobs=of_actor.logprobs), settings.rollout_correction)[1]
+        old = TokenOutputs(*outputs)
+        metrics |= agreement(batch, old)
+        metrics |= with_correction(batch.with_fields(old_logprobs=old.logprobs), settings.rollout_correction)[1]
     if "train/kl" in metrics:
         metrics["train/kl_coef"] = controller.coefficient
         controller.observe(metrics["train/kl"], batch.rows)
     return metrics
 
 
-def update_critic(session: Session, critic: PlacedRole, batch: RolloutBatch) -> dict[str, float]:
-    """All of the critic's optimizer steps on one batch, in the minibatches of the actor; the means of their metrics."""
-    section = session.recipe.critic
+def update_critic(context: RunContext[RLRecipe], critic: PlacedRole, batch: RolloutBatch) -> dict[str, float]:
+    """Takes all of the critic's optimizer steps on one batch, in the actor's minibatches; returns the means of their
+    metrics."""
+    section = context.recipe.critic
     assert section is not None and batch.values is not None and batch.returns is not None
     objective = functools.partial(value_objective, clip=section.value_clip)
 
-    def learn(minibatch: RolloutBatch) -> dict[str, float]:
+    def take_step(minibatch: RolloutBatch) -> dict[str, float]:
         weights = token_weights(minibatch.response_mask, minibatch.cu_seqlens, "token_mean")
         return critic.update(minibatch, minibatch.fields(weights), objective)
 
-    metrics = {f"critic/{name}": value for name, value in in_minibatches(session, batch, learn).items()}
-    expected, came = batch.values[batch.response_mask], batch.returns[batch.response_mask]
-    return metrics | {"critic/explained_variance": explained_variance(expected, came)}
+    metrics = {f"critic/{name}": value for name, value in in_minibatches(context, batch, take_step).items()}
+    values, returns = batch.values[batch.response_mask], batch.returns[batch.response_mask]
+    return metrics | {"critic/explained_variance": explained_variance(values, returns)}
 
 
 def in_minibatches(
-    session: Session, batch: RolloutBatch, learn: Callable[[RolloutBatch], dict[str, float]]
+    context: RunContext[RLRecipe], batch: RolloutBatch, take_step: Callable[[RolloutBatch], dict[str, float]]
 ) -> dict[str, float]:
-    """``learn`` on each minibatch of whole groups, epoch after epoch; the means of what it returns."""
-    sizes = session.recipe.batch
+    """Calls ``take_step`` on each minibatch of whole groups, epoch after epoch; returns the means of its metrics."""
+    sizes = context.recipe.batch
     size = sizes.minibatch_prompts or sizes.prompts_per_step
-    collected = defaultdict(list)
+    by_name = defaultdict(list)
     for _ in range(sizes.epochs_per_step):
         for first in range(0, batch.groups, size):
             chosen = (batch.group_id >= first) & (batch.group_id < first + size)
-            with session.span("minibatch"):
-                found = learn(batch.select(chosen.nonzero().squeeze(1).tolist()))
-            for name, value in found.items():
-                collected[name].append(value)
-    return {name: fmean(values) for name, values in collected.items()}
+            with context.span("minibatch"):
+                metrics = take_step(batch.select(chosen.nonzero().squeeze(1).tolist()))
+            for name, value in metrics.items():
+                by_name[name].append(value)
+    return {name: fmean(values) for name, values in by_name.items()}
 
 
-def evaluate(session: Session, rollouts: Rollouts, history: History, step: int) -> None:
-    """Logs what the answers to held-out prompts are worth, per data source and over all replicas.
-
-    The first answers go to samples/step-N.parquet, for people to read.
-    """
-    recipe, prompts = session.recipe, session.validation
-    if prompts is None:
+def evaluate(run: TrainingRun[RLRecipe], worker: RolloutWorker, history: History, step: int) -> None:
+    """Logs the metrics of held-out prompts by data source, answered by all replicas; nothing where there are none."""
+    if run.data.validation is None:
         return
-    settings = recipe.evaluation
-    sampling = dataclasses.replace(rollouts.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=-1)
-    groups = [Group(prompt) for prompt in prompts]
-    rolled = rollouts.generate(groups, settings.samples_per_prompt, sampling, NO_STEP)  # the same seeds every time
-    rollouts.gather(rolled)
-    rollouts.reset_prefix_cache()  # a run that is resumed here has none either
-    table = gather_tables(
-        sample_table(
-            rolled.prompts, rolled.completions, rolled.scores(), recipe.reward_names, session.tokenizer, recipe
-        )
-    )
-    metrics: dict[str, float] = {}
-    told = headline_metric(recipe)
-    if table is not None:  # rank 0
-        for source, named in metrics_of(table, recipe.seed).items():
-            mean = named.pop("score" if told == "score" else f"mean@{settings.samples_per_prompt}")
-            metrics |= {
-                f"eval/{source}/{told}": mean.value,
-                f"eval/{source}/{told}_low": mean.low,
-                f"eval/{source}/{told}_high": mean.high,
-            }
-            if told == "accuracy":
-                metrics |= {f"eval/{source}/{name}": estimate.value for name, estimate in named.items()}
-        try:
-            with whole_file(session.run.sample_file(step)) as partial:
-                pq.write_table(table.slice(0, recipe.monitor.sample_rows), partial)
-        except OSError as error:  # a full disk costs what people read, not the run
-            session.say(f"warning: no answers of step {step} were written: {error.strerror or error}")
-    session.log(step, metrics)
-    means = [value for name, value in metrics.items() if name.endswith(f"/{told}")]
-    overall = torch.tensor([fmean(means) if means else 0.0], dtype=torch.float64)
-    dist.broadcast(overall, 0)
-    history.add(step, float(overall))
-
-
-def headline_metric(recipe: Recipe) -> str:
-    """Which number of an evaluation a run is told by: to a reward model alone, no answer is right or wrong."""
-    return "score" if recipe.reward.rule == "none" else "accuracy"
+    metrics = held_out_metrics(run.context, worker, run.data.validation, run.tokenizer, step)
+    run.recorder.log(step, metrics)
+    history.add(step, headline_mean(run.recipe, metrics))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, UserError, check_world
+from rlhf_megatron.recipe import Recipe, RLRecipe, UserError, check_world
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
 from rlhf_megatron.runtime.claim import Claim
 from rlhf_megatron.runtime.health_rules import HealthStop
@@ -24,6 +24,8 @@ from rlhf_megatron.topology.world import first_to_say, join_world, leave_world, 
 PREFLIGHT_SECONDS = 120.0
 # The exit status of a run that was asked to stop and could not save: nothing is to start it again by itself.
 NOT_SAVED_STATUS = 1
+# The headline metric of evaluations; that of "rl" depends on the reward.
+HEADLINES = {"sft": "loss", "reward_modeling": "accuracy"}
 
 
 def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
@@ -55,9 +57,9 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
     checked_architecture(recipe, recipe.model.path)
     check_architecture(recipe, read_config(recipe.model.path))
     with _claimed(folder):
-        recipe, skips = _begin(recipe, recovery)
+        recipe, data_skips = _begin(recipe, recovery)
         try:
-            status = _train(recipe, resume, recovery, skips)
+            status = _train(recipe, resume, recovery, data_skips)
         except HealthStop as stop:
             if dist.get_rank() == 0:
                 recovery.append("health_stop", None, str(stop))
@@ -72,7 +74,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
 
 
 def _stopped(recovery: RecoveryLog) -> int | None:
-    """How to end where torchrun has started the ranks again after the run has stopped; collective."""
+    """The exit status where torchrun has started the ranks again after the run has stopped; collective."""
     import torch.distributed as dist
 
     line = from_rank(recovery.has_stopped() if dist.get_rank() == 0 else None)
@@ -130,49 +132,52 @@ def _begin(recipe: Recipe, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dic
 
 
 def _kind(error: Exception) -> dict[str, Any]:
-    """What the next attempt is to know of a fault beside its text."""
+    """Details of a fault for the next attempt, beside its text."""
     if isinstance(error, TooManySkippedSteps):
         return error.details
     return {"kind": "out_of_memory"} if is_out_of_memory(error) else {}
 
 
-def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, skips: dict[int, dict[str, Any]]) -> int:
+def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, data_skips: dict[int, dict[str, Any]]) -> int:
     from rlhf_megatron.compat import megatron
 
     megatron.install()
-    # Imported now, since Megatron must be mended for the machine before its models and optimizers are imported.
+    # Imported now, since Megatron must be patched for the machine before its models and optimizers are imported.
     from rlhf_megatron.checkpoint.exports import beginning
     from rlhf_megatron.checkpoint.manager import RunStopped
+    from rlhf_megatron.evaluation.held_out import headline_metric
     from rlhf_megatron.loops.reward_modeling import run_reward_modeling
-    from rlhf_megatron.loops.rl import headline_metric, run_rl
-    from rlhf_megatron.loops.session import Session
+    from rlhf_megatron.loops.rl import run_rl
     from rlhf_megatron.loops.sft import run_sft
+    from rlhf_megatron.loops.training_run import LoopResult, TrainingRun, set_up
 
-    train, what = {
-        "rl": (run_rl, f"held-out {headline_metric(recipe)}"),
-        "sft": (run_sft, "held-out loss"),
-        "reward_modeling": (run_reward_modeling, "held-out accuracy"),
-    }[recipe.loop]
-    session = Session(recipe, resume, skips)
+    loops: dict[str, Callable[[TrainingRun[Any]], LoopResult]] = {
+        "rl": run_rl,
+        "sft": run_sft,
+        "reward_modeling": run_reward_modeling,
+    }
+    run = set_up(recipe, resume, data_skips)
     try:
-        result = train(session)
+        result = loops[recipe.loop](run)
     except RunStopped as stop:
         stop_signals.ignore()
         is_saved = stop.saved == stop.step
-        if is_saved and session.rank == 0:
+        if is_saved and run.context.rank == 0:
             recovery.ask_for_requeue(stop.step, stop.why)
-        session.say(f"{stop}; the same command goes on from {'there' if is_saved else beginning(stop.saved)}")
-        session.close()
+        start = "there" if is_saved else beginning(stop.saved)
+        run.context.say(f"{stop}; the same command goes on from {start}")
+        run.close()
         return _status_of_stop(is_saved)
     except BaseException:
-        session.abandon()
+        run.recorder.abandon()
         raise
-    folder = session.finish()
-    session.close()
-    if session.rank == 0:
+    folder = run.exports.write_last(result.saved_step)
+    run.close()
+    if run.context.rank == 0:
         recovery.append("done", recipe.steps, "all steps are done")
-        if result:
-            print(f"{what} {result['first']:.2f} -> {result['last']:.2f}")
+        if result.evaluations:
+            headline = headline_metric(recipe) if isinstance(recipe, RLRecipe) else HEADLINES[recipe.loop]
+            print(f"held-out {headline} {result.evaluations['first']:.2f} -> {result.evaluations['last']:.2f}")
         if folder:
-            print(f"model: {folder}\nrun:   {session.run.path}")
+            print(f"model: {folder}\nrun:   {run.context.folder.path}")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,28 +12,47 @@ from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.evaluation.history import History
-from rlhf_megatron.loops.session import Session
+from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
+from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
+from rlhf_megatron.recipe import SFTRecipe
 
 
-def run_sft(session: Session) -> dict[str, float]:
-    """Trains the actor on the recipe's data; returns the first and the last held-out loss, if there is such data."""
-    recipe = session.recipe
-    history = History()
-    checkpoints = session.checkpoints({"actor": session.actor}, {"data": session.train, "history": history})
-    for step in session.steps(checkpoints, functools.partial(evaluate, session, history)):
-        batch = batch_of(session.train.next(recipe.batch.prompts_per_step))
+def run_sft(run: TrainingRun[SFTRecipe]) -> LoopResult:
+    """Trains the actor on the responses of the recipe's data; the headline metric is the held-out loss."""
+    context, recipe, recorder, history = run.context, run.recipe, run.recorder, History()
+    checkpoints = run.start_or_resume({"actor": run.actor}, {"data": run.data.train, "history": history})
+    steps = run.steps_after(checkpoints.saved)
+    if steps.start == 1 and evaluation_is_due(recipe, 0):
+        with context.phase("evaluate"):
+            evaluate(run, history, 0)
+    recorder.end_start()
+
+    for step in steps:
+        recorder.begin_step(step)
+        batch = batch_of(run.data.train.next(recipe.batch.prompts_per_step))
         weights = token_weights(batch.response_mask, batch.cu_seqlens, recipe.algorithm.loss_aggregation)
-        with session.phase("update"):
-            metrics = session.actor.update(batch, {"weights": weights}, negative_log_likelihood)
-        metrics = session.actor.everywhere(metrics)
-        session.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
-    return history.summary()
+        with context.phase("update"):
+            metrics = run.actor.update(batch, {"weights": weights}, negative_log_likelihood)
+        metrics = run.actor.everywhere(metrics)
+        recorder.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
+
+        if evaluation_is_due(recipe, step):
+            with context.phase("evaluate"):
+                evaluate(run, history, step)
+            recorder.end_evaluation(step)
+        with context.phase("save"):
+            if export_is_due(recipe, step):
+                run.exports.write_between(step)
+            is_due = save_is_due(recipe, step, recorder.skipped_steps.are_going_on)
+            checkpoints.after(step, is_due, is_last(recipe, step), recorder.best_metric.value(step))
+        recorder.close_step(step)
+    return LoopResult(history.summary(), checkpoints.saved)
 
 
 def negative_log_likelihood(
     logprobs: Tensor, entropy: Tensor, fields: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The objective: minus the weighted logprob of the tokens to be learnt."""
+    """The objective: minus the weighted logprob of the response tokens."""
     count = torch.full_like(logprobs, 1.0).sum()
     return -(logprobs * fields["weights"]).sum(), {"entropy": (entropy.sum(), count)}
 
@@ -49,11 +67,11 @@ def batch_of(prompts: Sequence[Prompt]) -> RolloutBatch:
     return batch_from_rows([prompt.token_ids for prompt in prompts], responses)
 
 
-def evaluate(session: Session, history: History, step: int) -> None:
+def evaluate(run: TrainingRun[SFTRecipe], history: History, step: int) -> None:
     """Logs the mean loss per token on held-out rows as ``eval/loss``; nothing where there are none."""
-    if session.validation is None:
+    if run.data.validation is None:
         return
-    batch = batch_of(session.validation)
-    loss = -float(session.actor.logprobs(batch).logprobs[batch.response_mask].mean())
-    session.log(step, {"eval/loss": loss})
+    batch = batch_of(run.data.validation)
+    loss = -float(run.actor.logprobs(batch).logprobs[batch.response_mask].mean())
+    run.recorder.log(step, {"eval/loss": loss})
     history.add(step, loss)

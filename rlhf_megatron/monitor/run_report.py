@@ -1,4 +1,4 @@
-"""What a run shows and writes while it goes on, on rank 0."""
+"""The report of a run while it goes on, on rank 0: its table on the terminal, and its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_megatron.untrusted import reason_of
 
 
 class Report:
-    """What rank 0 leaves behind and shows: recipe, environment, metrics, the live table and the plot."""
+    """Shows a run and writes its recipe, environment and metrics, the plots and the page."""
 
     def __init__(self, run: RunFolder, recipe: Recipe, first_step: int = 1) -> None:
         """``first_step`` is beyond 1 where the run resumes."""

@@ -1,4 +1,4 @@
-"""What the GPUs of all ranks do in a step, as metrics."""
+"""Utilization, power and temperature of all ranks' GPUs in a step, as metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GpuUses:
             self._meter = GpuMeter(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
         except GpuUnreadable as error:
             self.problem = str(error)
-        self.problem = next((found for found in gather_objects(self.problem) if found), None)
+        self.problem = next((problem for problem in gather_objects(self.problem) if problem), None)
         if self.problem:
             self.close()
 
@@ -40,18 +40,18 @@ class GpuUses:
 
 
 def over_gpus(own: GpuUse) -> dict[str, float]:
-    """What the GPUs of all ranks did, of what they tell; collective."""
+    """Returns the metrics over the GPUs of all ranks, from those that report each of them; collective."""
     used, watts = own.utilization, own.watts
-    counted = [0.0 if value is None else value for value in (used, watts)]
-    of_used, of_watts, uses, powers = sum_over_ranks([*counted, float(used is not None), float(watts is not None)])
+    values = [0.0 if value is None else value for value in (used, watts)]
+    used_sum, watts_sum, uses, powers = sum_over_ranks([*values, float(used is not None), float(watts is not None)])
     least, hottest = max_over_ranks(
         [-math.inf if value is None else value for value in (None if used is None else -used, own.temperature)]
     )
     metrics: dict[str, float] = {}
     if uses:
-        metrics |= {"perf/gpu_utilization": of_used / uses, "perf/gpu_utilization_lowest": -least}
+        metrics |= {"perf/gpu_utilization": used_sum / uses, "perf/gpu_utilization_lowest": -least}
     if powers:
-        metrics["perf/gpu_power_watts"] = of_watts / powers
+        metrics["perf/gpu_power_watts"] = watts_sum / powers
     if math.isfinite(hottest):
         metrics["perf/gpu_temperature_highest"] = hottest
     return metrics

@@ -1,7 +1,6 @@
-"""What a rank's time and memory go into: the phases of a step, which nest, and the timeline of all ranks.
+"""Time and memory of one rank by the phases of a step, which nest, and the timeline of all ranks.
 
-What a phase is, and what else begins and ends with it, is decided in session.py; how a trace looks, in
-monitor/timeline.py.
+What else begins and ends with a phase is decided in run_context.py; how a trace looks, in monitor/timeline.py.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ GB = 2**30
 
 
 @dataclasses.dataclass
-class _Stretch:
-    """One that goes on, or has just ended."""
+class _OpenSpan:
+    """A phase or span that goes on, or has just ended."""
 
     name: str
     begin: float
@@ -37,19 +36,19 @@ class Phases:
     """The clock of one rank and the most memory that it has held since the last look, from its process's start on."""
 
     def __init__(self) -> None:
-        """What came before is the phase ``launch``: Python, imports, joining the other ranks."""
+        """Counts all before as the phase ``launch``: Python, imports, joining the other ranks."""
         now = time.perf_counter()
         self.began = now - (time.time() - psutil.Process().create_time())
         self.records = True  # whether the timeline will be asked for
-        self._open: list[_Stretch] = []
+        self._open: list[_OpenSpan] = []
         self._seconds = {"launch": now - self.began}
-        held, peak = self._look()
+        held, peak = self._sample_memory()
         self._peaks = {"launch": peak}
         self._spans = [Span("launch", self.began, now, held, peak)]
 
     def begin(self, records: bool) -> None:
         """Starts anew, with the next step."""
-        self._look()
+        self._sample_memory()
         self._seconds, self._peaks, self._spans = {}, {}, []
         self.records = records
         self.began = time.perf_counter()
@@ -57,23 +56,23 @@ class Phases:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of the step; times of the same name add up. The GPU has done its work when it ends."""
-        with self._stretch(name) as stretch:
+        with self._measure(name) as span:
             yield
-        self._seconds[name] = self.seconds(name) + stretch.seconds
-        self._peaks[name] = max(self._peaks.get(name, 0.0), stretch.peak_gb)
+        self._seconds[name] = self.seconds(name) + span.seconds
+        self._peaks[name] = max(self._peaks.get(name, 0.0), span.peak_gb)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """A part of a phase that only the timeline shows; nothing happens in steps that it does not record."""
-        with self._stretch(name) if self.records else contextlib.nullcontext():
+        with self._measure(name) if self.records else contextlib.nullcontext():
             yield
 
     def seconds(self, phase: str) -> float:
-        """How long a phase has taken since ``begin``."""
+        """Returns how long a phase has taken since ``begin``."""
         return self._seconds.get(phase, 0.0)
 
-    def hear(self, times: Mapping[str, float]) -> None:
-        """Takes the phases of another rank for this one's, unless it has been through them itself."""
+    def add_missing(self, times: Mapping[str, float]) -> None:
+        """Adds the phases of another rank that this one has not been through."""
         for name, seconds in times.items():
             self._seconds.setdefault(name, seconds)
             self._peaks.setdefault(name, 0.0)
@@ -85,14 +84,14 @@ class Phases:
     def peaks(self) -> dict[str, float]:
         """Most memory in each phase since ``begin`` on the rank that had most, in GB of 2^30 bytes; collective.
 
-        All ranks have been through the same phases, or heard of them. See ``_look`` for what counts.
+        All ranks have been through the same phases, or have them from others. See ``_sample_memory`` for what counts.
         """
         names = sorted(self._peaks)
         return dict(zip(names, max_over_ranks([self._peaks[name] for name in names]), strict=True))
 
     def write(self, path: Path, name: str, clocks: list[Clock]) -> None:
         """The timeline of all ranks since ``begin`` under one span ``name``, written by rank 0; collective."""
-        held, peak = self._look()
+        held, peak = self._sample_memory()
         highest = max([peak, *(span.peak_gb for span in self._spans)])
         spans = [Span(name, self.began, time.perf_counter(), held, highest), *self._spans]
         parts = gather_bytes(json.dumps([dataclasses.astuple(span) for span in spans]).encode())
@@ -102,21 +101,21 @@ class Phases:
             write_text(path, json.dumps(chrome_trace(ranks, clocks, {"part": name})))
 
     @contextlib.contextmanager
-    def _stretch(self, name: str) -> Iterator[_Stretch]:
-        held, _ = self._look()
-        stretch = _Stretch(name, time.perf_counter(), held)
-        self._open.append(stretch)
-        yield stretch
+    def _measure(self, name: str) -> Iterator[_OpenSpan]:
+        held, _ = self._sample_memory()
+        span = _OpenSpan(name, time.perf_counter(), held)
+        self._open.append(span)
+        yield span
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        held, _ = self._look()
+        held, _ = self._sample_memory()
         self._open.pop()
         end = time.perf_counter()
-        stretch.seconds = end - stretch.begin
-        self._spans.append(Span(name, stretch.begin, end, held, stretch.peak_gb))
+        span.seconds = end - span.begin
+        self._spans.append(Span(name, span.begin, end, held, span.peak_gb))
 
-    def _look(self) -> tuple[float, float]:
-        """(memory held now, the most since the last look) in GB; what goes on takes note of it.
+    def _sample_memory(self) -> tuple[float, float]:
+        """(memory held now, the most since the last look) in GB; open spans take note of it.
 
         Of a GPU: all that the driver says is taken, but of what torch keeps for later only what is in use. Memory that
         sleeps, as vLLM's does, is still in use by torch's count and no longer taken by the driver's: so it drops out.
@@ -124,13 +123,13 @@ class Phases:
         """
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            of_torch = torch.cuda.memory_stats()
-            besides = total - free - of_torch["reserved_bytes.all.current"]
-            held = (besides + of_torch["allocated_bytes.all.current"]) / GB
-            peak = (besides + of_torch["allocated_bytes.all.peak"]) / GB
+            torch_stats = torch.cuda.memory_stats()
+            besides = total - free - torch_stats["reserved_bytes.all.current"]
+            held = (besides + torch_stats["allocated_bytes.all.current"]) / GB
+            peak = (besides + torch_stats["allocated_bytes.all.peak"]) / GB
             torch.cuda.reset_peak_memory_stats()
         else:
             held = peak = psutil.Process().memory_info().rss / GB
-        for stretch in self._open:
-            stretch.peak_gb = max(stretch.peak_gb, peak)
+        for span in self._open:
+            span.peak_gb = max(span.peak_gb, peak)
         return held, peak

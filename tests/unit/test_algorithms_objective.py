@@ -23,7 +23,7 @@ from rlhf_megatron.algorithms.objective import objective_fields, policy_objectiv
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES
 from rlhf_megatron.data.packing import make_micro_batch, plan_micro_batches
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
-from rlhf_megatron.loops.rl import update, with_advantages
+from rlhf_megatron.loops.rl import update_actor, with_advantages
 from rlhf_megatron.recipe import AlgorithmSection, make_recipe
 from rlhf_megatron.recipe.algorithm import SELECTING_LOSSES
 
@@ -291,7 +291,7 @@ class Learner:
 
 
 def run_step(minibatch_prompts: int = 1, **algorithm: object) -> tuple[Learner, KLController, dict[str, float]]:
-    """Two prompts with three responses each through with_advantages and update, so many prompts in each minibatch."""
+    """Two prompts with three responses each through advantages and update_actor, so many prompts in each minibatch."""
     recipe = make_recipe(
         {
             "name": "x",
@@ -318,10 +318,10 @@ def run_step(minibatch_prompts: int = 1, **algorithm: object) -> tuple[Learner, 
         rollout_logprobs=old - math.log(3.0) * mask,
         reference_logprobs=(old - 0.25 * mask) if recipe.algorithm.kl_coef else None,
     )
-    session = cast(Any, SimpleNamespace(recipe=recipe, actor=Learner(old.clone()), span=lambda _: nullcontext()))
-    controller = KLController(recipe.algorithm)
-    batch = with_advantages(batch, session, controller)
-    return session.actor, controller, update(session, batch, controller)
+    context = cast(Any, SimpleNamespace(recipe=recipe, span=lambda _: nullcontext()))
+    actor, controller = Learner(old.clone()), KLController(recipe.algorithm)
+    batch = with_advantages(batch, recipe.algorithm, controller)
+    return actor, controller, update_actor(context, cast(Any, actor), batch, controller)
 
 
 def test_a_step_takes_its_minibatches_and_reports_their_means() -> None:

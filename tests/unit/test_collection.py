@@ -14,10 +14,9 @@ from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, concatenate
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.generation.batch_source import BatchSource
-from rlhf_megatron.generation.collection import Collector
+from rlhf_megatron.generation.batch_source import BatchSource, Collector
 from rlhf_megatron.generation.prompt_groups import Group
-from rlhf_megatron.recipe import Recipe, RolloutSection
+from rlhf_megatron.recipe import RLRecipe, RolloutSection
 from rlhf_megatron.rollout.engine import Sampling
 from rlhf_megatron.topology.team import Team
 
@@ -85,26 +84,25 @@ class Answers:
         )
         return SimpleNamespace(batch=batch, tokens=len(batch.tokens), asked=groups, left=left)
 
-    def gather(self, rolled: Any) -> RolloutBatch:
-        return rolled.batch
+    def gather(self, generated: Any) -> RolloutBatch:
+        return generated.batch
 
-    def scoring_metrics(self, rolled: Any) -> dict[str, float]:
-        right = torch.cat([each.batch.rewards for each in rolled]).mean().item()
+    def scoring_metrics(self, calls: Any) -> dict[str, float]:
+        right = torch.cat([generated.batch.rewards for generated in calls]).mean().item()
         return {"reward/timeouts": 0.0, "reward/right": right}
 
-    def generation_metrics(self, rolled: Any) -> dict[str, float]:
+    def generation_metrics(self, calls: Any) -> dict[str, float]:
         return {"rollout/sampled_tokens": 100.0}
 
 
 class Run:
-    """As much of a session as collecting needs."""
+    """As much of a run's context and data as collecting needs."""
 
     def __init__(self, **algorithm: Any) -> None:
-        self.recipe = Recipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
-        self.train, self._next = self, 0
+        self.recipe = RLRecipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
+        self._next = 0
         self.said: list[str] = []
-        self.generators, self.passes_over_data = Team((0,)), False
-        self.architecture = SimpleNamespace(vocabulary=100)
+        self.generators = Team((0,))
 
     def metrics(self) -> dict[str, float]:
         return {"data/epoch": float(self._next)}
@@ -135,7 +133,8 @@ EQUAL, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
 def collector(rewards: list[tuple[float, float]], **algorithm: Any) -> Any:
-    return Collector(Run(**algorithm), Answers(rewards))  # type: ignore[arg-type]
+    run: Any = Run(**algorithm)
+    return Collector(run, Answers(rewards), run, vocabulary=100)  # type: ignore[arg-type]
 
 
 def filters(**settings: Any) -> dict[str, Any]:
@@ -156,7 +155,7 @@ def test_rounds_go_on_until_the_batch_is_full() -> None:
     assert prompts_of(batch) == [1, 1, 4, 4]
     assert batch.group_id.tolist() == [0, 0, 1, 1]
     assert batch.row_id.tolist() == [0, 1, 2, 3]
-    assert made._rollouts.first_rows == [0, 4, 8], "no sampling seed comes twice"
+    assert made._worker.first_rows == [0, 4, 8], "no sampling seed comes twice"
     assert metrics["rollout/rounds"] == 3
     assert metrics["rollout/groups"] == 2
     assert metrics["rollout/groups_dropped"] == 3
@@ -177,28 +176,28 @@ def test_surplus_groups_wait_for_the_next_step() -> None:
 
 def test_groups_that_were_given_up_come_first_in_the_next_step() -> None:
     made = collector([MIXED] * 20, kl_coef=0.0)
-    made._session.recipe = made._session.recipe.model_copy(
+    made._context.recipe = made._context.recipe.model_copy(
         update={"rollout": RolloutSection(max_response_length=10, oversample=1.6, partial="resume")}
     )
     first, metrics, _ = made.collect(1)
     assert (prompts_of(first), metrics["rollout/groups_waiting"]) == ([0, 0, 1, 1], 2)
-    assert made._session._next == 4, "1.6 times 2, whole groups"
+    assert made._context._next == 4, "1.6 times 2, whole groups"
     saved = made.state()
     again = collector([MIXED] * 20, kl_coef=0.0)
-    again._session = made._session
+    again._context = again._train = made._context
     again.load(saved)
     for which in (made, again):
-        made._session._next = 4
+        made._context._next = 4
         second, metrics, _ = which.collect(2)
         assert prompts_of(second) == [2, 2, 3, 3], "of the data no row comes twice or is lost"
         assert metrics["rollout/groups_waiting"] == 2
-        assert made._session._next == 6
+        assert made._context._next == 6
 
 
 def test_baselines_are_of_the_prompts_that_are_trained_on() -> None:
     made = collector([(0.1 * row, 1.0) for row in range(8)], advantage="remax")
     update = {"rollout": RolloutSection(max_response_length=10, oversample=1.5)}
-    made._session.recipe = made._session.recipe.model_copy(update=update)
+    made._context.recipe = made._context.recipe.model_copy(update=update)
     for expected in ([0.0, 0.0, 0.1, 0.1], [0.2, 0.2, 0.3, 0.3]):
         batch, metrics, tokens = made.collect(1)
         assert batch.baseline_rewards.tolist() == pytest.approx(expected), "of each prompt's first response"
@@ -215,33 +214,33 @@ def test_groups_that_wait_are_dropped_where_rewards_are_made_in_another_way_now(
         again = collector([MIXED] * 9, **algorithm)
         again.load(made.state())
         assert again.collect(2)[1]["rollout/groups_carried_over"] == kept
-        assert bool(again._session.said) != bool(kept)
+        assert bool(again._context.said) != bool(kept)
 
 
 def test_staleness_is_that_of_the_rows_that_are_trained_on() -> None:
     made = collector([MIXED] * 4, kl_coef=0.0)
-    made._rollouts.version = 3
-    generate = made._rollouts.generate
+    made._worker.version = 3
+    generate = made._worker.generate
 
     def of_several_versions(*arguments: Any) -> Any:
-        rolled = generate(*arguments)
-        rolled.batch = rolled.batch.with_fields(weight_version=torch.tensor([3, 3, 2, 0]))
-        return rolled
+        generated = generate(*arguments)
+        generated.batch = generated.batch.with_fields(weight_version=torch.tensor([3, 3, 2, 0]))
+        return generated
 
-    made._rollouts.generate = of_several_versions
+    made._worker.generate = of_several_versions
     _, metrics, _ = supply_of(made).take(1)
     assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.0, 3.0)
 
 
 def supply_of(made: Any) -> BatchSource:
-    return BatchSource(made._session, made._rollouts, made)
+    return BatchSource(made._context, made, made._worker)
 
 
 def ahead_of(rewards: list[tuple[float, float]], **changes: Any) -> BatchSource:
     """The supply of a run whose rollout is a step ahead."""
     made = collector(rewards, kl_coef=0.0, rollout_correction={"type": "tis"})
-    section = made._session.recipe.rollout.model_copy(update={"steps_ahead": 1})
-    made._session.recipe = made._session.recipe.model_copy(update={"rollout": section, "steps": 9} | changes)
+    section = made._context.recipe.rollout.model_copy(update={"steps_ahead": 1})
+    made._context.recipe = made._context.recipe.model_copy(update={"rollout": section, "steps": 9} | changes)
     return supply_of(made)
 
 
@@ -249,7 +248,7 @@ def test_what_was_collected_ahead_is_what_the_next_step_gets() -> None:
     supply = ahead_of([MIXED] * 8)
     assert prompts_of(supply.take(1).batch) == [0, 0, 1, 1]
     supply.prepare(2)
-    supply._rollouts.version = 2  # the actor has learnt meanwhile
+    supply._weight_sync.version = 2  # the actor has learnt meanwhile
     batch, metrics, tokens = supply.take(2)
     assert prompts_of(batch) == [2, 2, 3, 3] and tokens == len(batch.tokens)
     assert (metrics["rollout/staleness_mean"], metrics["data/epoch"]) == (2.0, 4.0)
@@ -276,11 +275,10 @@ def test_what_was_collected_ahead_is_dropped_where_it_is_not_to_be_learnt_from()
     supply.take(1)
     supply.prepare(2)
     state = supply.state()
-    supply._session.passes_over_data = True  # type: ignore[misc]
-    assert prompts_of(supply.take(2).batch) == [4, 4, 5, 5]
+    assert prompts_of(supply.take(2, skips_data=True).batch) == [4, 4, 5, 5]
     in_step = supply_of(collector([MIXED] * 8, kl_coef=0.0))
     in_step.load(state)
-    assert "rollout.steps_ahead is 0 now" in in_step._session.said[0]  # type: ignore[attr-defined]
+    assert "rollout.steps_ahead is 0 now" in in_step._context.said[0]  # type: ignore[attr-defined]
     assert prompts_of(in_step.take(2).batch) == [0, 0, 1, 1]
     without = {name: value for name, value in state.items() if name != "ahead"}
     in_step.load(without)  # of a version that collected nothing ahead

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf_megatron.compat import megatron
-from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe import load_rl
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.world import join_world, leave_world
 
@@ -29,27 +29,28 @@ if TYPE_CHECKING:
 def train(recipe: str) -> dict[str, Any]:
     """Trains by the recipe; seconds, CPU seconds and tokens of each step."""
     from rlhf_megatron.loops.rl import run_rl
-    from rlhf_megatron.loops.session import Session
+    from rlhf_megatron.loops.step_recorder import StepRecorder
+    from rlhf_megatron.loops.training_run import set_up
 
     ends: list[tuple[float, float]] = []
     counted: list[int] = []
 
-    class Timed(Session):
+    class TimedRecorder(StepRecorder):
         """Reads the time when a step has ended."""
 
-        def begin_step(self, step: int) -> None:
+        def begin_step(self, step: int) -> bool:
             if not ends:
                 ends.append(now())
-            super().begin_step(step)
+            return super().begin_step(step)
 
-        def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, learnt: RolloutBatch) -> None:
-            super().end_step(step, metrics, tokens, learnt)
+        def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RolloutBatch) -> None:
+            super().end_step(step, metrics, tokens, trained_on)
             ends.append(now())
             counted.append(tokens)
 
-    session = Timed(load_recipe(recipe), resume="none")
-    run_rl(session)
-    session.close()
+    run = set_up(load_rl(recipe), resume="none", recorder_class=TimedRecorder)
+    run_rl(run)
+    run.close()
     steps = list(itertools.pairwise(ends))
     return {
         "seconds": [after[0] - before[0] for before, after in steps],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import raw_engines
 import torch.distributed as dist
@@ -21,32 +21,33 @@ from rlhf_megatron.topology.exchange import gather_batches
 from rlhf_megatron.topology.world import join_world, leave_world
 
 if TYPE_CHECKING:
-    from rlhf_megatron.generation.rollout_worker import Rollouts
-    from rlhf_megatron.loops.session import Session
+    from rlhf_megatron.generation.rollout_worker import RolloutWorker
+    from rlhf_megatron.loops.training_run import TrainingRun
+    from rlhf_megatron.recipe import RLRecipe
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
 
 def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
     """Runs the recipe, whose metrics stay in its run folder; the seconds of each raw part. Every rank calls it."""
-    from rlhf_megatron.generation.rollout_worker import Rollouts
-    from rlhf_megatron.loops.rl import run_rl
-    from rlhf_megatron.loops.session import Session
+    from rlhf_megatron.loops.rl import make_rollout_worker, run_rl
+    from rlhf_megatron.loops.training_run import set_up
 
-    session = Session(load_rl(recipe), resume="none")
-    rollouts = Rollouts(session)
-    run_rl(session, rollouts)
-    raw = raw_seconds(session, rollouts, repeats)
-    session.close()
+    run = set_up(load_rl(recipe), resume="none")
+    worker = make_rollout_worker(run)
+    run_rl(run, worker)
+    raw = raw_seconds(run, worker, repeats)
+    run.close()
     return raw
 
 
-def raw_seconds(session: Session, rollouts: Rollouts, repeats: int) -> dict[str, list[float]]:
+def raw_seconds(run: TrainingRun[RLRecipe], worker: RolloutWorker, repeats: int) -> dict[str, list[float]]:
     """Generation, forward passes, and forward and backward passes over the tokens of one step."""
-    recipe, role, engine = session.recipe, session.actor.local, rollouts.engine
+    recipe, role, engine = run.recipe, run.actor.local, cast("VllmEngine | None", worker.weight_sync.engine)
     assert recipe.rollout.drawn_lengths is not None
     assert role is not None and engine is not None
     group, tensor = recipe.batch.responses_per_prompt, recipe.rollout.layout.tensor
-    replicas, replica = session.world // tensor, session.rank // tensor
-    asked = session.train.next(recipe.batch.prompts_per_step)
+    replicas, replica = run.context.world_size // tensor, run.context.rank // tensor
+    asked = run.data.train.next(recipe.batch.prompts_per_step)
     rows = [index * group + k for index in range(replica, len(asked), replicas) for k in range(group)]
     prompts = [asked[row // group].token_ids for row in rows]
     lengths = [min(recipe.rollout.drawn_lengths.of_row(row), recipe.rollout.max_response_length) for row in rows]
@@ -58,7 +59,7 @@ def raw_seconds(session: Session, rollouts: Rollouts, repeats: int) -> dict[str,
 
     seconds = {"generate": raw_engines.seconds_of(generate, repeats)}
     engine.sleep()
-    leads = session.rank % tensor == 0
+    leads = run.context.rank % tensor == 0
     batch: RolloutBatch = gather_batches(
         batch_from_rows(prompts, answers, row_id=rows) if leads else batch_from_rows([], [])
     )

@@ -1,0 +1,49 @@
+"""Metrics of generation and scoring over all replicas: tokens, requests given up and resumed, evenness, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_megatron.generation.conversations import TurnCounts
+from rlhf_megatron.generation.replica import Replica
+from rlhf_megatron.rewards.score import Score, reward_metrics, reward_totals
+from rlhf_megatron.rollout.engine import GenerationRecord
+from rlhf_megatron.topology.exchange import sum_over_ranks
+from rlhf_megatron.topology.team import Team
+
+
+def generation_metrics(
+    records: Sequence[GenerationRecord], turns: Sequence[TurnCounts] | None, replica: Replica, team: Team
+) -> dict[str, float]:
+    """Returns what replicas did in some calls of ``generate``; collective over ``team``.
+
+    ``records`` has one of each call; ``turns`` those of responses of several turns, None where there are no such
+    responses. Only what the leading rank of a replica gives counts. ``rollout/replica_imbalance`` is how long the
+    slowest replica generated, over the mean of all, 1 at best.
+    """
+    names: tuple[str, ...] = ("sampled_tokens", "aborted", "resumed")
+    own = [float(sum(getattr(record, name) for record in records)) for name in names]
+    if turns is not None:
+        names += ("turn_answers", "turn_ends", "turn_failures")
+        own += [float(sum(getattr(counts, name) for counts in turns)) for name in ("answers", "ended", "failed")]
+    seconds = torch.zeros(len(records), replica.count, dtype=torch.float64)
+    if replica.leads:
+        seconds[:, replica.index] = torch.tensor([record.seconds for record in records])
+    else:
+        own = [0.0] * len(own)
+    total = sum_over_ranks([*own, *seconds.flatten().tolist()], team.group)
+    metrics = {f"rollout/{name}": value for name, value in zip(names, total, strict=False)}
+    seconds = torch.tensor(total[len(names) :]).view_as(seconds)
+    mean = float(seconds.mean(1).sum())
+    return metrics | {"rollout/replica_imbalance": float(seconds.amax(1).sum()) / mean if mean else 1.0}
+
+
+def scoring_metrics(scores: Sequence[Score], names: Sequence[str], team: Team) -> dict[str, float]:
+    """Returns what became of the samples with this rank's ``scores``, and the mean of each part of the reward.
+
+    ``names``: of the parts. Collective over ``team``.
+    """
+    totals = reward_totals(scores, names)
+    return reward_metrics(dict(zip(totals, sum_over_ranks(list(totals.values()), team.group), strict=True)))

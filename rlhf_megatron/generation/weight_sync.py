@@ -1,0 +1,132 @@
+"""Weight synchronisation from trainer to rollout by resharding: after each update the engine has the actor's weights.
+
+Where both layouts give a rank the same numbers, vLLM's parameters are views of Megatron's; the rest is regathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_megatron.generation.replica import Replica
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.recipe import RLRecipe, role_ranks
+from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
+from rlhf_megatron.regather.plan import RankPlan, plan_regather
+from rlhf_megatron.regather.shard_specs import rollout_shards
+from rlhf_megatron.regather.views import describe_sharing, shareable
+from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.rollout.engine import RolloutEngine
+from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+from rlhf_megatron.runtime.run_context import RunContext
+from rlhf_megatron.topology.team import world_of_their_own
+
+
+class WeightSync:
+    """This rank's rollout engine, and what brings the actor's weights into it.
+
+    Attributes:
+        engine: this rank's share of its replica; None where it generates nothing.
+        regather: carries out the transfer.
+        version: of the weights in the engine, which each ``refresh`` raises by one.
+    """
+
+    def __init__(
+        self, context: RunContext[RLRecipe], replica: Replica, actor: PlacedRole, architecture: Architecture
+    ) -> None:
+        """Builds the engine on the ranks of ``replica``; collective over the world."""
+        recipe = context.recipe
+        self._context, self._actor, self.version = context, actor, 0
+        layout = recipe.rollout.layout
+        wanted = rollout_shards(architecture, layout.tensor, replica.ranks, layout.expert_parallel)
+        plan = plan_regather(actor.side(), wanted, context.rank, recipe.cluster.gpus_per_node)
+        why_copied = recipe.why_weights_are_copied
+        parameters = {} if why_copied else actor.parameters()
+        shared = {name: parameters[source] for name, source in shareable(plan).items()} if parameters else {}
+        self.engine = make_engine(context, replica, shared)
+        if self.engine:
+            sharing = f"all are copies, since {why_copied}" if why_copied else None
+            context.say(f"rollout weights: {sharing or describe_sharing(plan, parameters, self.engine.parameters())}")
+        roles = [role_ranks(recipe, name, context.world_size) for name in recipe.roles_made]
+        # Ahead of learning, the reward model judges and the engine generates by turns, without a time for sleep.
+        self._sleeps = not recipe.rollout_is_ahead and not set(replica.ranks).isdisjoint(itertools.chain(*roles))
+        self.regather = self._make_regather(plan)
+
+    def _make_regather(self, plan: RankPlan) -> Regather:
+        """The transfer of ``plan``, by the way that the machine and the recipe allow; collective over the world."""
+        context, recipe, section = self._context, self._context.recipe, self._context.recipe.rollout
+        source_dtype = getattr(torch, recipe.model.dtype)
+        dtype = getattr(torch, section.dtype or recipe.model.dtype)
+        # What leaves the GPU comes back elsewhere, and numbers that are to be cast travel better when they have been.
+        stays = dtype == source_dtype and not recipe.actor.offload.parameters
+        self._peers = map_peers(plan, self._actor.parameters()) if recipe.regather.peer_memory and stays else None
+        if plan.receives:
+            context.say(f"regathering: {describe_transfer(plan, self._peers, dtype)}")
+        elif not self.engine:  # where rank 0 has one, that line is its own
+            given = plan.bytes_sent(dtype.itemsize) / 1e9
+            context.say(f"regathering: {given:.3g} GB go to the rollout's ranks {section.ranks}, from rank 0")
+        return Regather(
+            plan,
+            dtype,
+            context.device,
+            staging_bytes=recipe.regather.buffer_mb << 20,
+            source_dtype=source_dtype,
+            peers=self._peers,
+        )
+
+    def refresh(self) -> None:
+        """Wakes the engine and brings the actor's weights into it; collective over the world.
+
+        Shared ones are there already: an optimizer step returns when its parameters are whole on every rank.
+        """
+        context = self._context
+        if self.engine:
+            with context.span("wake"):
+                self.engine.wake_weights()
+        sources, destinations = self._actor.parameters(), self.engine.parameters() if self.engine else {}
+        with context.span("transfer"):
+            self.regather.run(sources, destinations)
+        self.version += 1
+        interval = context.recipe.regather.verify
+        if interval and self.version % interval == 0:
+            self.regather.verify(sources, destinations)
+        self._actor.offload()
+        if self.engine:
+            with context.span("wake"):
+                self.engine.wake_kv_cache()
+            self.engine.weights_updated(self.version)
+
+    def sleep(self) -> None:
+        """Gives the engine's memory to the roles that are on its GPUs, until ``refresh``."""
+        if self.engine and self._sleeps:
+            self.engine.sleep()
+
+    def close(self) -> None:
+        """Ends the engine, and the mapping of other ranks' memory."""
+        if self.engine:
+            self.engine.close()
+        if self._peers:
+            self._peers.close()
+
+
+def make_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mapping[str, Tensor]) -> RolloutEngine | None:
+    """Builds this rank's engine, whose ``shared`` parameters are the actor's memory; collective over the world."""
+    recipe, section, engine = context.recipe, context.recipe.rollout, None
+    with context.phase("engine"):
+        with world_of_their_own(replica.ranks):
+            if replica.index is not None:
+                engine = VllmEngine(
+                    recipe.model.path,
+                    section,
+                    recipe.model.dtype,
+                    recipe.data.max_prompt_length,
+                    recipe.seed,
+                    shared=shared,
+                )
+        dist.barrier()  # engines compile at different speeds, and the wait for the slowest is the engines' time
+    return engine

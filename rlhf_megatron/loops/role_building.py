@@ -1,0 +1,84 @@
+"""Roles as a recipe describes them: each on its ranks in its own layout, with its weights read."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.models.architecture import Architecture, Head, read_architecture
+from rlhf_megatron.models.hf_files import CheckpointFiles, RandomWeights, WeightSource
+from rlhf_megatron.models.lora import Adaptation, PeftAdapter
+from rlhf_megatron.planning.feasibility import check_tokens
+from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, role_ranks
+from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.roles.reward_model import RewardModel
+from rlhf_megatron.runtime.run_context import RunContext
+from rlhf_megatron.topology.role_layout import make_layout
+
+
+class RoleBuilder:
+    """Builds the roles of one run. Every call is collective over the world.
+
+    Attributes:
+        built: all roles so far, in their order; what the recipe offloads of them leaves the GPU after every phase.
+    """
+
+    def __init__(self, context: RunContext[Recipe], architecture: Architecture) -> None:
+        """``architecture`` is that of model.path."""
+        self._context, self._architecture = context, architecture
+        self.built: list[PlacedRole] = []
+
+    def build(
+        self,
+        name: str,
+        section: RoleSection,
+        optimizer: OptimizerSection | None = None,
+        updates: int = 1,
+        head: Head = "language",
+    ) -> PlacedRole:
+        """Builds a role with the weights of its path or the recipe's; it is frozen without ``optimizer``.
+
+        A scalar ``head`` is drawn from the recipe's seed where a role that learns starts from a language model.
+        """
+        context, recipe = self._context, self._context.recipe
+        path = section.weights_folder or recipe.model.path
+        architecture = self._architecture if path == recipe.model.path else read_architecture(path)
+        architecture = architecture.with_head(head)
+        ranks = role_ranks(recipe, name, context.world_size)
+        lora = section.adapters
+        with context.phase(name), contextlib.ExitStack() as opened:
+            start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
+            weights: WeightSource = RandomWeights(architecture, recipe.seed, torch.device(context.device))
+            if not recipe.model.random_weights:  # a bad file is refused before memory is taken
+                files = CheckpointFiles(path, architecture, recipe.seed if optimizer else None)
+                weights = opened.enter_context(files)
+            role = PlacedRole(
+                name,
+                architecture,
+                make_layout(section.layout or recipe.actor.layout, len(ranks)),
+                ranks,
+                section,
+                dtype=recipe.model.dtype,
+                seed=recipe.seed,
+                temperature=recipe.temperature,
+                optimizer=optimizer,
+                training_steps=updates,
+                deterministic=recipe.deterministic,
+                span=context.span,
+                team=context.generators if name == "reward_model" else context.learners,
+            )
+            self.built.append(role)
+            context.after_phase(role.offload)
+            with context.span("weights"):
+                role.load(weights, start)
+        return role
+
+    def build_reward_model(self, section: RewardModelSection, policy_tokenizer: Tokenizer) -> RewardModel:
+        """Builds the recipe's reward model, which scores what was written in ``policy_tokenizer``, the actor's."""
+        trusts = self._context.recipe.model.trust_remote_code
+        tokenizer = load_tokenizer(section.tokenizer or section.path, trusts, section.chat_template)
+        role = self.build("reward_model", section, head="scalar")
+        check_tokens(tokenizer, role.architecture, section.path)
+        return RewardModel(role, tokenizer, policy_tokenizer, role.team.group)

@@ -1,0 +1,157 @@
+"""The start that all loops share: data, actor, where the run resumes, and what records it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from rlhf_megatron.checkpoint.exports import Exports
+from rlhf_megatron.checkpoint.manager import Checkpoints, Part, sound_checkpoints
+from rlhf_megatron.checkpoint.storage import forget_best, step_of
+from rlhf_megatron.data.opening import Data, open_data
+from rlhf_megatron.data.prompts import Responses
+from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.loops.role_building import RoleBuilder
+from rlhf_megatron.loops.step_recorder import StepRecorder
+from rlhf_megatron.loops.teams import make_teams
+from rlhf_megatron.models.architecture import Architecture, Head, read_architecture
+from rlhf_megatron.monitor.run_report import Report
+from rlhf_megatron.planning.feasibility import check_tokens
+from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.runtime.clocks import host_identity, measure_clocks
+from rlhf_megatron.runtime.gpu_use import GpuUses
+from rlhf_megatron.runtime.run_context import RecipeT, RunContext
+
+AnyOfRecipes = TypeVar("AnyOfRecipes", bound=Recipe)
+
+
+class LoopResult(NamedTuple):
+    """``evaluations``: the ``first`` and the ``last`` headline metric, if there are any; ``saved_step``: that of the
+    newest checkpoint."""
+
+    evaluations: dict[str, float]
+    saved_step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun(Generic[RecipeT]):
+    """One rank's part of a run that is set up: what a loop works with.
+
+    Attributes:
+        context: of the run, for whatever works in it.
+        architecture, tokenizer: of model.path.
+        data: training and held-out prompts.
+        roles: builds the roles that the loop needs beside the actor.
+        actor: the model that learns.
+        exports: writes it in Hugging Face's format.
+        recorder: of the steps.
+        checkpoint: what the run resumes from, if that can be used; None where it begins.
+        checkpoints: the generator that gave it, of ``sound_checkpoints``; it gives older ones.
+        at_end: what is to be closed when the run is over, the latest first.
+    """
+
+    context: RunContext[RecipeT]
+    architecture: Architecture
+    tokenizer: Tokenizer
+    data: Data
+    roles: RoleBuilder
+    actor: PlacedRole
+    exports: Exports
+    recorder: StepRecorder
+    checkpoint: Path | None
+    checkpoints: Generator[Path, None, None]
+    at_end: contextlib.ExitStack
+
+    @property
+    def recipe(self) -> RecipeT:
+        """The run's."""
+        return self.context.recipe
+
+    def steps_after(self, saved: int | None) -> range:
+        """The steps that are left when that of the checkpoint is done; all where there is none."""
+        return range((saved or 0) + 1, self.recipe.steps + 1)
+
+    def start_or_resume(self, roles: Mapping[str, PlacedRole], parts: Mapping[str, Part]) -> Checkpoints:
+        """Returns what saves the run; where it resumes, roles and parts are as they were saved. Collective."""
+        context, folder = self.context, self.context.folder.checkpoints
+        checkpoints = Checkpoints(folder, self.recipe.checkpoint, roles, parts, context.say)
+        if self.checkpoint is not None:
+            with context.phase("resume"):
+                restored = checkpoints.restore_one_of(self.checkpoints, self.checkpoint)
+            context.say(f"going on from {restored}, after step {step_of(restored)}")
+        elif context.rank == 0:
+            forget_best(folder)
+        return checkpoints
+
+    def close(self) -> None:
+        """Draws the run and ends what it holds; collective. Ranks can exchange nothing after it."""
+        self.recorder.close()
+        dist.barrier()  # an engine that ends may take torch.distributed with it
+        self.at_end.close()
+
+
+def set_up(
+    recipe: AnyOfRecipes,
+    resume: str = "auto",
+    data_skips: Mapping[int, Mapping[str, Any]] | None = None,
+    recorder_class: type[StepRecorder] = StepRecorder,
+) -> TrainingRun[AnyOfRecipes]:
+    """Builds what all loops need; collective over the world.
+
+    ``resume`` as in ``sound_checkpoints``, ``data_skips`` as in ``Adaptation.skips``.
+    Raises UserError for input that the recipe names and that is not right.
+    """
+    context, gpus = RunContext(recipe, *make_teams(recipe)), GpuUses()
+    clocks = measure_clocks(host_identity()) if recipe.monitor.timeline.is_on else []
+    architecture = read_architecture(recipe.model.path)
+    with context.phase("data"):
+        tokenizer = recipe_tokenizer(recipe)
+        check_tokens(tokenizer, architecture, recipe.model.path)
+        responses: dict[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
+        data = open_data(recipe.data, tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts)
+    roles = RoleBuilder(context, architecture)
+    actor = _build_actor(recipe, roles)
+    exports = Exports(context, actor)
+    notes: list[str] = []  # said as soon as there is a console
+
+    def say(text: str) -> None:
+        context.say(text) if context.console else notes.append(text)
+
+    checkpoints = sound_checkpoints(context.folder.checkpoints, resume, say)
+    checkpoint = next(checkpoints, None)
+    first_step = _first_step(recipe, checkpoint)
+    report = Report(context.folder, recipe, first_step) if context.rank == 0 else None
+    context.console = report.console if report else None
+    for line in (*notes, *data.notes):
+        context.say(line)
+    if gpus.problem:
+        context.say(f"warning: the use of GPUs is not logged: {gpus.problem}")
+    recorder = recorder_class(context, data.train, roles.built, report, gpus, clocks, data_skips or {})
+    at_end = contextlib.ExitStack()
+    return TrainingRun(
+        context, architecture, tokenizer, data, roles, actor, exports, recorder, checkpoint, checkpoints, at_end
+    )
+
+
+def _build_actor(recipe: Recipe, roles: RoleBuilder) -> PlacedRole:
+    updates = recipe.learning_steps * recipe.batch.updates_per_step
+    head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
+    return roles.build("actor", recipe.actor, recipe.actor.optimizer, updates, head)
+
+
+def _first_step(recipe: Recipe, checkpoint: Path | None) -> int:
+    """The step behind the checkpoint's; raises UserError where the recipe has none left."""
+    done = step_of(checkpoint) if checkpoint else 0
+    if done > recipe.steps:
+        raise UserError(
+            f"steps={recipe.steps}: {checkpoint} has done {done} already; raise steps, give the run another name, or "
+            "start from --resume none or an older checkpoint"
+        )
+    return done + 1
