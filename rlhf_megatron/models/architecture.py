@@ -89,9 +89,10 @@ class Architecture:
         return -(-self.vocabulary // multiple) * multiple
 
     def check_layout(self, layout: Layout) -> None:
-        """Raises ModelError where this model cannot be cut into ``layout``.
+        """Raises ModelError, or RecipeError of its stages, where this model cannot be cut into ``layout``.
 
-        Key-value heads fewer than tensor ranks are shared: Megatron computes them in parts and gathers them.
+        The line begins with the layout's key. Key-value heads fewer than tensor ranks are shared: Megatron computes
+        them in parts and gathers them.
         """
         _check_divides("tensor", layout.tensor, self.heads, "attention heads (num_attention_heads)")
         if self.key_value_heads % layout.tensor and layout.tensor % self.key_value_heads:

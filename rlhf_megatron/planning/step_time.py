@@ -7,6 +7,7 @@ What GPUs can do is from the vendor's data sheets, how much of it is reached fro
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean
@@ -121,10 +122,14 @@ def lengths(recipe: RLRecipe, rows: int) -> tuple[float, list[float]]:
     """(tokens of a prompt, of each response): evenly spaced quantiles of the distribution, cut at the longest."""
     drawn, longest = recipe.rollout.drawn_lengths, recipe.rollout.max_response_length
     mean, sigma = (drawn.mean, drawn.sigma) if drawn else (longest / 2, _SIGMA)
+    return recipe.data.max_prompt_length / (1 if drawn else 2), list(_response_lengths(mean, sigma, longest, rows))
+
+
+@functools.lru_cache(maxsize=8)  # all layouts of a search have the same
+def _response_lengths(mean: float, sigma: float, longest: int, rows: int) -> tuple[float, ...]:
     spread = NormalDist(math.log(mean) - sigma**2 / 2, sigma) if sigma else None
     quantiles = ((row + 0.5) / rows for row in range(rows))
-    prompt = recipe.data.max_prompt_length / (1 if drawn else 2)
-    return prompt, [min(longest, math.exp(spread.inv_cdf(q)) if spread else mean) for q in quantiles]
+    return tuple(min(longest, math.exp(spread.inv_cdf(q)) if spread else mean) for q in quantiles)
 
 
 def head_in_layers(recipe: RLRecipe, model: Architecture) -> float:
