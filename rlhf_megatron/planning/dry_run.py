@@ -7,17 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.planning.feasibility import check_architectures
-from rlhf_megatron.planning.memory import (
-    TIGHT,
-    Estimate,
-    StageMemory,
-    all_logits,
-    estimate,
-    keeps_logits,
-    micro_batch_tokens,
-)
+from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
 from rlhf_megatron.planning.model_folders import planning_folder, role_architectures
 from rlhf_megatron.planning.parameters import active_parameters, adapter_parameters, model_parameters
+from rlhf_megatron.planning.stage_memory import StageMemory, all_logits, keeps_logits, micro_batch_tokens
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl import RLRecipe
@@ -71,10 +64,10 @@ def _model_line(recipe: Recipe, model: Architecture) -> str:
 def _adapter_lines(recipe: Recipe, model: Architecture) -> Iterator[str]:
     lora = recipe.actor.lora
     if lora is not None:
-        learns = adapter_parameters(model, lora)
-        share = learns / model_parameters(model)
+        trainable = adapter_parameters(model, lora)
+        share = trainable / model_parameters(model)
         yield (
-            f"{learns:,} parameters of adapters learn, {share:.2%} of these: rank {lora.rank} on "
+            f"{trainable:,} parameters of adapters learn, {share:.2%} of these: rank {lora.rank} on "
             f"{', '.join(lora.modules)}"
         )
 
@@ -182,9 +175,9 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
     if rollout is not None:
         shared = f" (of which {rollout.shared:.1f} in the actor's memory)" if rollout.shared else ""
         yield (
-            f"rollout: weights {rollout.weights:.1f}{shared} + KV cache {rollout.cache:.1f}: "
-            f"{rollout.cache_tokens:,} tokens, or {rollout.longest_sequences:,} sequences of full length at a time per "
-            "replica"
+            f"rollout: weights {rollout.weights:.1f}{shared} + KV cache {rollout.kv_cache:.1f}: "
+            f"{rollout.cache_tokens:,} tokens, or {rollout.full_length_sequences:,} sequences of full length at a time "
+            "per replica"
         )
         if isinstance(recipe, RLRecipe) and recipe.why_weights_are_copied:
             yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
@@ -194,7 +187,7 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
         if verdict == "fits" and needed > TIGHT * limit:
             verdict = "fits barely"
         yield f"phase {phase}: {needed:.1f} of {limit:g}, {verdict}"
-    if rollout is not None and not rollout.longest_sequences:
+    if rollout is not None and not rollout.full_length_sequences:
         yield "the KV cache does NOT hold one sequence of full length: raise rollout.gpu_memory_utilization"
     if keeps_logits(recipe, recipe.actor, actor) or actor.head == "scalar":
         return
@@ -218,9 +211,9 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
     if not role.gradients:
         parts = (("weights", role.weights), ("forward pass", role.logprobs))
     shown = " + ".join(f"{part} {size:.1f}" for part, size in parts)
-    away = role.held - role.resident
+    away = role.model_states - role.resident
     offloaded = f", of which {away:.1f} leave between phases" if away else ""
-    streamed = f"; {role.streamed:.1f} of its optimizer in host memory, {role.passing:.1f} at a time on the GPU"
+    streamed = f"; {role.streamed:.1f} of its optimizer in host memory, {role.stream_buffer:.1f} at a time on the GPU"
     base = f"; {role.base_on_host:.1f} of weights without adapters in host memory"
     return (
         f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}{offloaded}"

@@ -1,4 +1,4 @@
-"""Whether the models of a recipe can be read and cut as its layouts ask, before anything is made of them."""
+"""Checks that the models of a recipe can be cut as its layouts ask, before anything is made of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _check_layout(section: str, architecture: Architecture, layout: Layout) -> N
 
 
 def _check_rollout(layout: RolloutLayoutSection, architecture: Architecture) -> None:
-    """What vLLM divides: attention and feed-forward layers as Megatron does, but experts in its own way."""
+    """Check what vLLM divides: attention and feed-forward layers as Megatron does, but experts in its own way."""
     tensor, experts = layout.tensor, architecture.experts
     _check_layout("rollout", architecture, Layout(tensor, expert_tensor=1 if experts else None))
     if experts is None:
@@ -76,7 +76,7 @@ def _check_rollout(layout: RolloutLayoutSection, architecture: Architecture) -> 
 
 
 def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
-    """Experts have no adapters: their layers are grouped, and tokens come to them in another order."""
+    """Refuse adapters of experts: their layers are grouped, and tokens come to them in another order."""
     lora, attention = recipe.actor.lora, ("q_proj", "k_proj", "v_proj", "o_proj")
     if lora is not None and architecture.experts and not set(lora.modules) <= set(attention):
         raise RecipeError(
@@ -86,7 +86,7 @@ def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
 
 
 def _check_positions(recipe: Recipe, architectures: Mapping[str, Architecture]) -> None:
-    """The longest row that the recipe's limits let through; without one for given responses only data can tell."""
+    """Check the longest row that the limits let through; without one for given responses only data can tell."""
     limits = {"data.max_prompt_length": recipe.data.max_prompt_length}
     given = recipe.data.max_response_length
     if isinstance(recipe, RLRecipe):

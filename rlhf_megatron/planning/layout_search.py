@@ -1,4 +1,4 @@
-"""Which layouts of a recipe fit their GPUs, and how long a step of each may take: arithmetic, no GPU and no weights.
+"""Layouts of a recipe that fit their GPUs, and the expected time of a step of each: arithmetic, no GPU and no weights.
 
 Tried are the actor's tensor and pipeline parallelism, with as many layers on each stage and with fewer on the one that
 has the vocabulary, what it recomputes and streams, and the rollout's tensor parallelism; roles without a layout of
@@ -43,7 +43,7 @@ class Candidate:
 
 
 def find_layouts(recipe: RLRecipe, world: int) -> list[Candidate]:
-    """Those that fit ``world`` GPUs: the fastest, and behind it the fastest of those that need clearly less memory.
+    """Return the fastest that fits ``world`` GPUs, and behind it the fastest of those that need clearly less memory.
 
     Of layouts that are as fast as each other, as far as the estimate can tell, the simplest counts. Raises RecipeError
     where there is no config.json to plan with, or no figures to reckon a time by; ModelError for a config.json.
@@ -63,15 +63,15 @@ def find_layouts(recipe: RLRecipe, world: int) -> list[Candidate]:
 
 
 def nearest_layout(recipe: RLRecipe, world: int) -> str:
-    """What to tell where none fits: the layout that needs least memory, and what it needs; errors as find_layouts."""
+    """Describe, where none fits, the layout that needs least memory, and its need; raises as ``find_layouts``."""
     architectures = planned_architectures(recipe)
     choices = _choices(recipe, architectures["actor"], world)
     tried = [each for choice in choices if (each := _tried(recipe, architectures, world, choice))]
     if not tried:
         return f"none of those tried can cut this model over {world} GPUs; see docs/layouts.md"
-    overrides, _, memory = min(tried, key=lambda each: (not _holds_a_row(each[2]), max(each[2].phases.values())))
+    overrides, _, memory = min(tried, key=lambda each: (not _caches_a_sequence(each[2]), max(each[2].phases.values())))
     layout = " ".join(overrides) or "the recipe as it is"
-    if not _holds_a_row(memory):
+    if not _caches_a_sequence(memory):
         return f"none has room for the KV cache of one sequence of full length; the nearest: {layout}"
     phase, needed = max(memory.phases.items(), key=lambda item: item[1])
     usable = TIGHT * recipe.cluster.gpu_memory_gb
@@ -146,7 +146,7 @@ def _virtual_pipeline(recipe: RLRecipe, layers: int, pipeline: int, first: int |
 def _tried(
     recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int, choice: dict[str, Any]
 ) -> tuple[tuple[str, ...], RLRecipe, Estimate] | None:
-    """What to change for a choice, the recipe then, and its memory; None where model or GPUs cannot be cut so."""
+    """Return a choice's overrides, the recipe with them, and its memory; None where model or GPUs cannot be cut so."""
     overrides = tuple(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in choice.items()
@@ -172,11 +172,11 @@ def _candidate(
         return None
     overrides, changed, memory = tried
     fullest = max(memory.phases.values())
-    if not _holds_a_row(memory) or fullest > TIGHT * recipe.cluster.gpu_memory_gb:
+    if not _caches_a_sequence(memory) or fullest > TIGHT * recipe.cluster.gpu_memory_gb:
         return None
     time = expected_time(changed, architectures, world)
     return Candidate(overrides, changed, fullest, time) if time else None
 
 
-def _holds_a_row(memory: Estimate) -> bool:
-    return memory.rollout is not None and memory.rollout.longest_sequences > 0
+def _caches_a_sequence(memory: Estimate) -> bool:
+    return memory.rollout is not None and memory.rollout.full_length_sequences > 0

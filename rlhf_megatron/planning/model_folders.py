@@ -1,4 +1,4 @@
-"""Which folder's config.json describes the model of each role, before any weights are there."""
+"""Folders whose config.json describes the models of a recipe's roles, before any weights are there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many of them one GPU holds: of a role's pipeline stage, or of a rollout.
+"""Numbers of parameters: of a whole model, of one GPU of a role's pipeline stage, and of one GPU of a rollout.
 
 All numbers are sums over the weight map, whose names and rectangles say everything about a family. Layers with equal
 tensors count as often as there are of them, and are added up once.
@@ -134,7 +134,7 @@ def _layer_kinds(architecture: Architecture) -> Sequence[int]:
 
 
 def _stage_kinds(architecture: Architecture, layout: Layout, stage: int) -> Mapping[int, int]:
-    """How many layers of each kind a pipeline stage has."""
+    """Number of layers of each kind in a pipeline stage."""
     kinds = _layer_kinds(architecture)
     return Counter(kinds[layer] for layer in stage_layer_indices(architecture, layout, stage))
 
@@ -183,7 +183,7 @@ def _of_layers(blocks: Iterable[Block]) -> list[Block]:
 
 
 def _pieces(blocks: Iterable[Block]) -> dict[str, frozenset[_Piece]]:
-    """What each parameter is made of."""
+    """The pieces that each parameter is made of."""
     pieces: dict[str, set[_Piece]] = defaultdict(set)
     for block in blocks:
         pieces[block.parameter].add((block.tensor, block.region, block.offset))

@@ -18,7 +18,7 @@ _GB = 2**30
 
 
 def plan_text(recipe: Recipe, world_size: int) -> str:
-    """All that is known of a run on ``world_size`` GPUs before it starts; raises RecipeError where it cannot run."""
+    """Return the whole plan of a run on ``world_size`` GPUs; raises RecipeError where it cannot run."""
     architectures = planned_architectures(recipe)
     plan = dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
     if not isinstance(recipe, RLRecipe):
@@ -28,7 +28,7 @@ def plan_text(recipe: Recipe, world_size: int) -> str:
 
 
 def time_lines(recipe: RLRecipe, architectures: Mapping[str, Architecture], world_size: int) -> list[str]:
-    """How long each phase of a step takes and how fast that is, or what is lacking to say so."""
+    """Return the time of each phase of a step and its throughput, or what is lacking to say so."""
     if recipe.cluster.gpu is None:
         return ["set cluster.gpu, such as cluster.gpu=H100"]
     time = expected_time(recipe, architectures, world_size)

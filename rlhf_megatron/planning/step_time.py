@@ -1,4 +1,4 @@
-"""How long a step of reinforcement learning may take, before any GPU has run it: arithmetic alone.
+"""Expected time of a step of reinforcement learning, before any GPU has run it: arithmetic alone.
 
 What GPUs can do is from the vendor's data sheets, how much of it is reached from whole steps of 0.5B to 32B on H200s
 (docs/results.md), which the estimate meets within a sixth. Reward functions are not in it, nor what a slow link costs.
@@ -16,7 +16,8 @@ from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
 from rlhf_megatron.models.kv_cache import key_value_bytes
 from rlhf_megatron.monitor.columns import GENERATING
-from rlhf_megatron.planning.memory import GB, RolloutMemory, estimate, keeps_logits, recomputed_layers
+from rlhf_megatron.planning.memory import RolloutMemory, estimate
+from rlhf_megatron.planning.stage_memory import GB, keeps_logits, recomputed_layers
 from rlhf_megatron.recipe import Recipe, RLRecipe, RoleSection, role_ranks
 from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.topology.role_layout import make_layout
@@ -58,7 +59,7 @@ class ExpectedTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return max(sum(phases.values()) for phases in self.teams)
 
     def speed(self, gpus: int) -> float:
@@ -113,7 +114,7 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
 
 
 def has_figures(recipe: Recipe, architectures: Mapping[str, Architecture]) -> bool:
-    """Whether ``expected_time`` can say anything: of dense models in reinforcement learning, not in float32."""
+    """Return whether ``expected_time`` has figures: for dense models in reinforcement learning, not in float32."""
     dense = not any(model.experts for model in architectures.values())
     return isinstance(recipe, RLRecipe) and recipe.cluster.gpu is not None and recipe.model.dtype != "float32" and dense
 
@@ -133,14 +134,14 @@ def _response_lengths(mean: float, sigma: float, longest: int, rows: int) -> tup
 
 
 def head_in_layers(recipe: RLRecipe, model: Architecture) -> float:
-    """How many decoder layers of the actor's ``model`` have as much to compute in a step as its head has."""
+    """Return how many decoder layers of the actor's ``model`` have as much to compute in a step as its head has."""
     prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.rows_per_prompt)
     twice = not keeps_logits(recipe, recipe.actor, model)
     return _head_in_layers(model, [prompt + response for response in responses], sum(responses), twice)
 
 
 def stage_work(layers: Sequence[int], head: float) -> list[float]:
-    """What each pipeline stage computes, in layers: the last one has the ``head`` besides."""
+    """Return the work of each pipeline stage, in layers: the last one has the ``head`` besides."""
     return [*layers[:-1], layers[-1] + head]
 
 
@@ -151,12 +152,12 @@ def _head_in_layers(model: Architecture, whole: Sequence[float], outputs: float,
 
 
 def _weights(model: Architecture) -> float:
-    """Those that one token is multiplied with: all but the embedding."""
+    """Weights that one token is multiplied with: all but the embedding."""
     return forward_flops(model, [1], 1) / 2
 
 
 def _share_of_peak(model: Architecture, tensor: int, peak: float) -> float:
-    """What training comes to, with the waiting for ``tensor`` ranks' sums: two of hidden states in a layer each way."""
+    """Share of the peak that training comes to, less the waiting for ``tensor`` ranks' sums, two in a layer each way."""
     columns = model.hidden / tensor
     share = _BEST_SHARE * columns / (columns + _COLUMNS_FOR_HALF)
     computing = 2.0 * _weights(model) / tensor / (peak * share)

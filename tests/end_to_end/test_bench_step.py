@@ -111,4 +111,4 @@ def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
             check_architectures(recipe, architectures)
             needed = estimate(recipe, architectures, shape["gpus"])
             assert max(needed.phases.values()) < 0.95 * GPU_GB, shape
-            assert needed.rollout.longest_sequences > 0
+            assert needed.rollout.full_length_sequences > 0

@@ -26,9 +26,10 @@ from rlhf_megatron.models.lora import (
     whole_adapter_blocks,
 )
 from rlhf_megatron.planning.dry_run import dry_run
-from rlhf_megatron.planning.memory import GB, checkpoint_bytes, estimate
+from rlhf_megatron.planning.memory import checkpoint_bytes, estimate
 from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.planning.parameters import adapter_parameters
+from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import LoraSection, RecipeError, load_recipe
 from rlhf_megatron.topology.layout import Layout
 

@@ -25,7 +25,7 @@ from rlhf_megatron.models.architecture import (
 )
 from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, rollout_blocks
 from rlhf_megatron.planning.dry_run import dry_run
-from rlhf_megatron.planning.memory import GB, Estimate, estimate
+from rlhf_megatron.planning.memory import Estimate, estimate
 from rlhf_megatron.planning.model_folders import role_architectures
 from rlhf_megatron.planning.parameters import (
     active_parameters,
@@ -34,6 +34,7 @@ from rlhf_megatron.planning.parameters import (
     rollout_parameters,
 )
 from rlhf_megatron.planning.report import plan_text
+from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import Recipe, RecipeError, check_world, load_recipe, make_recipe, resolved_yaml
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.shard_specs import parameter_shapes, rollout_shards, trainer_shards
@@ -259,10 +260,10 @@ def test_memory_by_hand() -> None:
     copied = memory_of(copies, "qwen2.5-7b", 1).rollout
     assert result.rollout is not None and copied is not None
     # Half of 80 GB, less 2 GB for vLLM's activations; the weights are the actor's.
-    assert result.rollout.cache == pytest.approx(40 - 2)
-    assert copied.cache == pytest.approx(40 - 2 * billion - 2)
+    assert result.rollout.kv_cache == pytest.approx(40 - 2)
+    assert copied.kv_cache == pytest.approx(40 - 2 * billion - 2)
     # Key and value of 28 layers x 4 heads x 128 numbers of 2 bytes for a token.
-    assert result.rollout.cache_tokens == int(result.rollout.cache * GB / (2 * 28 * 4 * 128 * 2))
+    assert result.rollout.cache_tokens == int(result.rollout.kv_cache * GB / (2 * 28 * 4 * 128 * 2))
     assert result.phases["generate"] > 80
 
 
@@ -392,10 +393,10 @@ def test_what_leaves_between_phases_counts_only_where_it_is_used() -> None:
     [actor] = leaves.roles["actor"]
     [reference] = leaves.roles["reference"]
     assert actor.resident == 0.0 and reference.resident == reference.weights > 0.0
-    assert leaves.phases["generate"] == pytest.approx(stays.phases["generate"] - actor.held)
+    assert leaves.phases["generate"] == pytest.approx(stays.phases["generate"] - actor.model_states)
     assert leaves.phases["update"] == pytest.approx(stays.phases["update"])
     text = dry_run(recipe_of("qwen7b_grpo", f"actor.offload={everything}"), 8)
-    assert f", of which {actor.held:.1f} leave between phases" in text
+    assert f", of which {actor.model_states:.1f} leave between phases" in text
 
 
 def test_logits_are_kept_where_there_is_memory_for_all_of_them() -> None:
@@ -424,11 +425,13 @@ def test_a_streamed_optimizer_is_in_host_memory() -> None:
     [half] = memory_of(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=0.5"), model, 8).roles["actor"]
     [none] = memory_of(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=1"), model, 8).roles["actor"]
     assert half.optimizer == half.streamed == pytest.approx(whole.optimizer / 2)
-    assert whole.streamed == whole.passing == none.optimizer == 0.0 < half.passing <= none.passing
+    assert whole.streamed == whole.stream_buffer == none.optimizer == 0.0 < half.stream_buffer <= none.stream_buffer
     assert none.resident == pytest.approx(whole.resident - whole.optimizer)
-    assert none.update == none.held + max(none.activations + none.logits, none.passing)
+    assert none.update == none.model_states + max(none.activations + none.logits, none.stream_buffer)
     text = dry_run(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=1"), 8)
-    assert f"; {none.streamed:.1f} of its optimizer in host memory, {none.passing:.1f} at a time on the GPU" in text
+    assert (
+        f"; {none.streamed:.1f} of its optimizer in host memory, {none.stream_buffer:.1f} at a time on the GPU" in text
+    )
     with pytest.raises(RecipeError, match="streamed_optimizer=0.5 needs optimizer.distributed"):
         recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=0.5", "actor.optimizer.distributed=false")
 
@@ -454,7 +457,7 @@ def test_rollout_on_ranks_of_its_own_shares_no_memory_and_keeps_its_own() -> Non
         apart = memory_of(recipe_of("qwen7b_grpo", *overrides), model, 8)
         assert apart.rollout is not None and four.rollout is not None
         assert apart.rollout.replicas == 2 and four.rollout.replicas == 4
-        assert apart.rollout.share == pytest.approx(0.5 * 80)
+        assert apart.rollout.reserved == pytest.approx(0.5 * 80)
         # Its GPUs hold it in every phase; those of the roles hold no sleeping engine.
         assert apart.phases["generate"] == pytest.approx(2.0 + 0.5 * 80 + 0.25)
         assert apart.phases["update"] == pytest.approx(four.phases["update"] - 2.0)

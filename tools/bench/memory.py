@@ -23,8 +23,9 @@ from random_role import make_parser, random_batch, random_role, run, timed
 from reports import exit_status, missed_by, write_report
 
 from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.planning.memory import GB, estimate
+from rlhf_megatron.planning.memory import estimate
 from rlhf_megatron.planning.model_folders import role_architectures
+from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import Recipe, load_recipe
 
 # Names of switches, and the keys of a role's section that they are.
