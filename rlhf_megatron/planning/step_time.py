@@ -157,7 +157,7 @@ def _weights(model: Architecture) -> float:
 
 
 def _share_of_peak(model: Architecture, tensor: int, peak: float) -> float:
-    """Share of the peak that training comes to, less the waiting for ``tensor`` ranks' sums, two in a layer each way."""
+    """Share of the peak that training comes to, less waiting for ``tensor`` ranks' sums, two in a layer each way."""
     columns = model.hidden / tensor
     share = _BEST_SHARE * columns / (columns + _COLUMNS_FOR_HALF)
     computing = 2.0 * _weights(model) / tensor / (peak * share)
