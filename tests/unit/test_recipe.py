@@ -67,6 +67,13 @@ CONFIG = {
     "intermediate_size": 18944,
     "max_position_embeddings": 1024,
 }
+MIXTURE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+}
 
 
 def check(recipe: Recipe, config: dict[str, Any]) -> None:
@@ -404,10 +411,8 @@ def test_the_critics_own_positions_are_looked_at(small: Path, tmp_path: Path) ->
     ],
 )
 def test_layouts_and_experts(small: Path, overrides: list[str], expected: str | None) -> None:
-    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-    config = CONFIG | experts | {"model_type": "qwen3_moe", "head_dim": 128}
     with pytest.raises(RecipeError, match=expected) if expected else nullcontext():
-        check(load_recipe(small, overrides), config)
+        check(load_recipe(small, overrides), MIXTURE)
 
 
 def test_layouts_that_fit_the_model(small: Path) -> None:
@@ -426,13 +431,14 @@ def test_layouts_that_fit_the_model(small: Path) -> None:
         ("num_hidden_layers", None, "None"),
         ("num_attention_heads", 0, "0"),
         ("num_key_value_heads", "four", "'four'"),
+        ("num_experts", "x", "'x'"),
         ("max_position_embeddings", "1k", "'1k'"),
     ],
 )
 def test_a_config_with_a_size_that_is_none_is_refused(small: Path, field: str, value: object, shown: str) -> None:
     told = rf"^model/config\.json: {field} is {shown}; it must be a whole number above 0$"
     with pytest.raises(ModelError, match=told):
-        check(load_recipe(small), CONFIG | {field: value})
+        check(load_recipe(small), (CONFIG if field in CONFIG else MIXTURE) | {field: value})
 
 
 @pytest.mark.parametrize(
