@@ -32,32 +32,32 @@ def main() -> int:
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise UserError(f"--price={arguments.price}: must be 0 or more")
     recipe = load_rl(arguments.recipe, arguments.overrides)
-    found = find_layouts(recipe, world)
-    nearest = "" if found else nearest_layout(recipe, world)
-    if not found:
+    candidates = find_layouts(recipe, world)
+    if not candidates:
+        nearest = nearest_layout(recipe, world)
         gpus = f"{world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB"
         print(f"error: no layout fits {gpus}; {nearest}", file=sys.stderr)
         return 1
-    shown = table(found, world, recipe.steps, arguments.price)
+    shown = table(candidates, world, recipe.steps, arguments.price)
     needed = Console(width=1000).measure(shown).maximum  # rich would cut what is wider than a file's 80 columns
     Console(width=max(needed, Console().width)).print(shown)
-    print("the first:", " ".join(found[0].overrides) or "the recipe as it is")
+    print("the first:", " ".join(candidates[0].overrides) or "the recipe as it is")
     return 0
 
 
 def table(candidates: Sequence[Candidate], world: int, steps: int, price: float | None) -> Table:
     """A row for each: time and speed of a step, what ``steps`` steps take and cost, the fullest phase's memory, and the
     layout."""
-    found = Table(box=None, header_style="bold")
+    layouts = Table(box=None, header_style="bold")
     for name in ("s/step", "tok/s/GPU", "GPU-h", *(["cost"] if price is not None else []), "GB"):
-        found.add_column(name, justify="right", no_wrap=True)
+        layouts.add_column(name, justify="right", no_wrap=True)
     for name in ("actor", "recompute", "stream", "rollout"):
-        found.add_column(name, no_wrap=True)
+        layouts.add_column(name, no_wrap=True)
     for each in candidates:
         hours, actor = each.time.seconds * steps * world / 3600, each.recipe.actor
         gpus = len(role_ranks(each.recipe, "actor", world))
         cost = [f"{hours * price:,.0f}"] if price is not None else []
-        found.add_row(
+        layouts.add_row(
             f"{each.time.seconds:,.1f}",
             f"{each.time.speed(world):,.0f}",
             f"{hours:,.0f}",
@@ -68,7 +68,7 @@ def table(candidates: Sequence[Candidate], world: int, steps: int, price: float 
             f"{actor.offload.streamed_optimizer:.0%}",
             f"TP{each.recipe.rollout.layout.tensor}",
         )
-    return found
+    return layouts
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.monitor.run_folder import RunFolder
@@ -39,8 +40,8 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
     join_world(waiting_minutes(recipe.retry.hang_seconds))
     import torch.distributed as dist
 
-    from rlhf_megatron.models.architecture import read_config
-    from rlhf_megatron.planning.feasibility import check_architecture, checked_architecture
+    from rlhf_megatron.planning.feasibility import check_architectures
+    from rlhf_megatron.planning.model_folders import model_architecture, role_architectures
 
     folder = RunFolder(recipe.run_root, recipe.name)
     recovery = RecoveryLog(folder.path)
@@ -54,8 +55,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
         if not preflight(recipe, PREFLIGHT_SECONDS, attempt=from_rank(uuid.uuid4().hex)):
             os._exit(1)  # a thread may hang in a collective
     check_world(recipe, dist.get_world_size())
-    checked_architecture(recipe, recipe.model.path)
-    check_architecture(recipe, read_config(recipe.model.path))
+    check_architectures(recipe, role_architectures(recipe, model_architecture(recipe, Path(recipe.model.path))))
     with _claimed(folder):
         recipe, data_skips = _begin(recipe, recovery)
         try:

@@ -89,37 +89,39 @@ class Architecture:
         return -(-self.vocabulary // multiple) * multiple
 
     def check_layout(self, layout: Layout) -> None:
-        """Raises ModelError where this model cannot be cut into ``layout``.
+        """Raises ModelError, or RecipeError of its stages, where this model cannot be cut into ``layout``.
 
-        Key-value heads fewer than tensor ranks are shared: Megatron computes them in parts and gathers them.
+        The line begins with the layout's key. Key-value heads fewer than tensor ranks are shared: Megatron computes
+        them in parts and gathers them.
         """
-        if self.heads % layout.tensor:
-            raise ModelError(
-                f"layout.tensor={layout.tensor} does not divide the model's {self.heads} attention heads; "
-                f"use a divisor of {self.heads}, or pipeline instead"
-            )
+        _check_divides("tensor", layout.tensor, self.heads, "attention heads (num_attention_heads)")
         if self.key_value_heads % layout.tensor and layout.tensor % self.key_value_heads:
             raise ModelError(
-                f"layout.tensor={layout.tensor} neither divides the model's {self.key_value_heads} key-value heads nor "
-                "is a multiple of them; change it, or use pipeline instead"
+                f"layout.tensor={layout.tensor} neither divides the model's {self.key_value_heads} key-value heads "
+                "(num_key_value_heads) nor is a multiple; change it"
             )
         self._check_feed_forward(layout)
-        layout.stage_chunks(self.layers)
+        layout.stage_layers(self.layers)
 
     def _check_feed_forward(self, layout: Layout) -> None:
-        if self.experts is None:
-            if layout.expert > 1 or layout.expert_parts != layout.tensor:
-                raise ModelError("layout.expert and expert_tensor are for mixtures of experts; the model is dense")
-            if self.feed_forward % layout.tensor:
-                raise ModelError(f"layout.tensor={layout.tensor} does not divide intermediate_size {self.feed_forward}")
+        if self.experts is not None:
+            _check_divides("expert", layout.expert, self.experts.count, "experts (num_experts)")
+            columns = "columns of an expert (moe_intermediate_size)"
+            _check_divides("expert_tensor", layout.expert_parts, self.experts.feed_forward, columns)
             return
-        if self.experts.count % layout.expert:
-            raise ModelError(f"layout.expert={layout.expert} does not divide the model's {self.experts.count} experts")
-        if self.experts.feed_forward % layout.expert_parts:
+        if layout.expert > 1 or layout.expert_parts != layout.tensor:
             raise ModelError(
-                f"layout.expert_tensor={layout.expert_parts} (by default tensor) does not divide "
-                f"moe_intermediate_size {self.experts.feed_forward}"
+                "layout.expert and expert_tensor are for models with experts, and the model is dense; leave them out"
             )
+        columns = "columns of the feed-forward layers (intermediate_size)"
+        _check_divides("tensor", layout.tensor, self.feed_forward, columns)
+
+
+def _check_divides(key: str, degree: int, count: int, what: str) -> None:
+    if count % degree:
+        raise ModelError(
+            f"layout.{key}={degree} does not divide the model's {count} {what}; use a divisor of {count}, or pipeline"
+        )
 
 
 def classifier_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from rlhf_megatron.planning.feasibility import check_architecture
-from rlhf_megatron.planning.memory import (
-    TIGHT,
-    Estimate,
-    StageMemory,
-    all_logits,
-    estimate,
-    keeps_logits,
-    micro_batch_tokens,
-    role_shape,
-)
-from rlhf_megatron.planning.model_shape import ModelShape, planning_config, shape_of
+from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.planning.feasibility import check_architectures
+from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
+from rlhf_megatron.planning.model_folders import planning_folder, role_architectures
+from rlhf_megatron.planning.parameters import active_parameters, adapter_parameters, model_parameters
+from rlhf_megatron.planning.stage_memory import StageMemory, all_logits, keeps_logits, micro_batch_tokens
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl import RLRecipe
-from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
-from rlhf_megatron.recipe.world_checks import check_world, layout_of, role_ranks, rollout_ranks, stage_layers
+from rlhf_megatron.recipe.roles import RoleSection
+from rlhf_megatron.recipe.world_checks import check_world, layout_of, role_ranks, rollout_ranks
 from rlhf_megatron.redaction import redact
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.role_layout import make_layout
 
 _LARGE_LOGITS_GB = 0.5  # from where on making them once is worth a key
 
@@ -32,56 +28,57 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
 
     ``regather_summary`` is one line about the bytes of a regathering, ``times`` are some about the time of a step, from
     a caller that can reckon them. Raises RecipeError where a layout does not fit the world or the model, or where there
-    is no config.json to plan with.
+    is no config.json to plan with, and ModelError where one cannot be read.
     """
-    config = planning_config(recipe)
+    model = read_architecture(planning_folder(recipe))
+    architectures = role_architectures(recipe, model)
     check_world(recipe, world_size)
-    check_architecture(recipe, config)
-    shape = shape_of(config)
-    memory = estimate(recipe, shape, world_size)
+    check_architectures(recipe, architectures)
+    memory = estimate(recipe, architectures, world_size)
+    memory_lines = list(_memory_lines(recipe, memory, architectures["actor"]))
     sections = [
         ("Recipe", resolved_yaml(recipe, redact).rstrip().splitlines()),
-        ("Model", [_model_line(recipe, shape), *_adapter_lines(recipe, shape)]),
-        ("Layouts", list(_layout_lines(recipe, shape, world_size))),
+        ("Model", [_model_line(recipe, model), *_adapter_lines(recipe, model)]),
+        ("Layouts", list(_layout_lines(recipe, architectures, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", [regather_summary] if regather_summary else []),
         ("Time of one step (estimate, without reward functions)", times),
-        ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", list(_memory_lines(recipe, memory, shape))),
+        ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", memory_lines),
     ]
     blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
     return f"Plan of {recipe.name} on {world_size} GPUs\n\n" + "\n\n".join(blocks) + "\n"
 
 
-def _model_line(recipe: Recipe, shape: ModelShape) -> str:
-    experts = ""
-    if shape.experts:
-        active = f"{shape.active_parameters / 1e9:.2f}B"
-        experts = f", {shape.experts} experts of which {shape.experts_per_token} work on a token ({active} parameters)"
+def _model_line(recipe: Recipe, model: Architecture) -> str:
+    mixture, parameters = "", model_parameters(model)
+    if model.experts:
+        chosen = f"{model.experts.chosen} work on a token ({active_parameters(model) / 1e9:.2f}B parameters)"
+        mixture = f", {model.experts.count} experts of which {chosen}"
     return (
-        f"{shape.parameters:,} parameters ({shape.parameters / 1e9:.2f}B) in {recipe.model.dtype}: "
-        f"{shape.layers} layers of {shape.hidden}, {shape.heads} heads, {shape.key_value_heads} key-value heads, "
-        f"vocabulary {shape.vocabulary}{experts}"
+        f"{parameters:,} parameters ({parameters / 1e9:.2f}B) in {recipe.model.dtype}: "
+        f"{model.layers} layers of {model.hidden}, {model.heads} heads, {model.key_value_heads} key-value heads, "
+        f"vocabulary {model.vocabulary}{mixture}"
     )
 
 
-def _adapter_lines(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _adapter_lines(recipe: Recipe, model: Architecture) -> Iterator[str]:
     lora = recipe.actor.lora
     if lora is not None:
-        learns = shape.layers * shape.adapter_parameters(lora)
+        trainable = adapter_parameters(model, lora)
+        share = trainable / model_parameters(model)
         yield (
-            f"{learns:,} parameters of adapters learn, {learns / shape.parameters:.2%} of these: rank {lora.rank} on "
+            f"{trainable:,} parameters of adapters learn, {share:.2%} of these: rank {lora.rank} on "
             f"{', '.join(lora.modules)}"
         )
 
 
-def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterator[str]:
+def _layout_lines(recipe: Recipe, architectures: Mapping[str, Architecture], world_size: int) -> Iterator[str]:
     for name, section in recipe.roles.items():
         if name not in recipe.roles_made:
             yield f"{name}: not made, since algorithm.kl_coef is 0"
             continue
-        own = role_shape(recipe, name, section, shape)
-        ranks = role_ranks(recipe, name, world_size)
-        yield from _role_lines(name, section, layout_of(recipe, section), own, len(ranks))
+        layout = make_layout(layout_of(recipe, section), len(role_ranks(recipe, name, world_size)))
+        yield from _role_lines(name, section, layout, architectures[name])
     if recipe.reference_is_base:
         yield "reference: the actor without its adapters"
     if isinstance(recipe, RLRecipe):
@@ -97,11 +94,11 @@ def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterato
             yield "  each batch is generated while the one before is learnt from"
 
 
-def _role_lines(name: str, section: RoleSection, layout: LayoutSection, shape: ModelShape, world: int) -> Iterator[str]:
-    data = world // layout.model_gpus
-    degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": data}
+def _role_lines(name: str, section: RoleSection, layout: Layout, model: Architecture) -> Iterator[str]:
+    world, stage_size = layout.size, layout.size // layout.pipeline
+    degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": layout.data}
     shown = " x ".join(f"{key} {value}" for key, value in degrees.items() if value > 1 or key in ("tensor", "data"))
-    cut = section.sequence_parallel or shape.experts
+    cut = section.sequence_parallel or model.experts
     extras = ", sequence parallel" if cut and layout.tensor > 1 else ""
     where = _span(0, world) if section.ranks == "all" else f"{section.ranks} (counted from 0 below)"
     yield f"{name}: {shown} on ranks {where}{extras}"
@@ -110,21 +107,16 @@ def _role_lines(name: str, section: RoleSection, layout: LayoutSection, shape: M
         yield f"  tensor groups: {_groups(layout.tensor, 1, world)}"
     if layout.context > 1:
         yield f"  context groups: {_groups(layout.tensor * layout.context, layout.tensor, world)}"
-    if shape.experts:
-        held, parts = shape.experts // layout.expert, layout.expert_gpus // layout.expert
+    if model.experts:
+        held, parts = model.experts.count // layout.expert, layout.expert_parts
         yield f"  experts: {held} on each GPU" + ("" if parts == 1 else f", 1/{parts} of each")
     if layout.expert > 1:
-        yield f"  expert groups: {_groups(layout.expert_gpus, layout.expert_gpus // layout.expert, world)}"
-    stage_size = world // layout.pipeline
+        yield f"  expert groups: {_groups(layout.expert * layout.expert_parts, layout.expert_parts, world)}"
     if layout.pipeline > 1:
-        counts, chunks = stage_layers(layout, shape.layers), layout.virtual_pipeline or 1
-        for stage, count in enumerate(counts):
-            ranks = _span(stage * stage_size, (stage + 1) * stage_size)
-            # The stages take chunks in turns.
-            starts = [(chunk * shape.layers + sum(counts[:stage])) // chunks for chunk in range(chunks)]
-            layers = ", ".join(_span(start, start + count // chunks) for start in starts)
-            yield f"  stage {stage}: layers {layers} on ranks {ranks}"
-    if data > 1:
+        for stage, chunks in enumerate(layout.stage_chunks(model.layers)):
+            layers = ", ".join(_span(chunk.start, chunk.stop) for chunk in chunks)
+            yield f"  stage {stage}: layers {layers} on ranks {_span(stage * stage_size, (stage + 1) * stage_size)}"
+    if layout.data > 1:
         yield f"  data groups: {_groups(stage_size, layout.tensor * layout.context, world)}"
 
 
@@ -176,30 +168,30 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _memory_lines(recipe: Recipe, memory: Estimate, shape: ModelShape) -> Iterator[str]:
+def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iterator[str]:
     for name, stages in memory.roles.items():
         yield _role_memory_line(name, stages)
     rollout = memory.rollout
     if rollout is not None:
         shared = f" (of which {rollout.shared:.1f} in the actor's memory)" if rollout.shared else ""
         yield (
-            f"rollout: weights {rollout.weights:.1f}{shared} + KV cache {rollout.cache:.1f}: "
-            f"{rollout.cache_tokens:,} tokens, or {rollout.longest_sequences:,} sequences of full length at a time per "
-            "replica"
+            f"rollout: weights {rollout.weights:.1f}{shared} + KV cache {rollout.kv_cache:.1f}: "
+            f"{rollout.cache_tokens:,} tokens, or {rollout.full_length_sequences:,} sequences of full length at a time "
+            "per replica"
         )
         if isinstance(recipe, RLRecipe) and recipe.why_weights_are_copied:
             yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
     limit = recipe.cluster.gpu_memory_gb
     for phase, needed in memory.phases.items():
-        verdict = f"does NOT fit: {_advice(recipe, phase, shape)}" if needed > limit else "fits"
+        verdict = f"does NOT fit: {_advice(recipe, phase, actor)}" if needed > limit else "fits"
         if verdict == "fits" and needed > TIGHT * limit:
             verdict = "fits barely"
         yield f"phase {phase}: {needed:.1f} of {limit:g}, {verdict}"
-    if rollout is not None and not rollout.longest_sequences:
+    if rollout is not None and not rollout.full_length_sequences:
         yield "the KV cache does NOT hold one sequence of full length: raise rollout.gpu_memory_utilization"
-    if keeps_logits(recipe, recipe.actor, shape) or role_shape(recipe, "actor", recipe.actor, shape).scalar_head:
+    if keeps_logits(recipe, recipe.actor, actor) or actor.head == "scalar":
         return
-    logits = all_logits(recipe, recipe.actor, shape)
+    logits = all_logits(recipe, recipe.actor, actor)
     if logits > _LARGE_LOGITS_GB and memory.phases["update"] + logits < TIGHT * limit:
         enough = math.ceil(10 * logits) / 10
         yield f"an update makes its logits twice; once with actor.kept_logits_gb={enough:g}, for which there is memory"
@@ -219,9 +211,9 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
     if not role.gradients:
         parts = (("weights", role.weights), ("forward pass", role.logprobs))
     shown = " + ".join(f"{part} {size:.1f}" for part, size in parts)
-    away = role.held - role.resident
+    away = role.model_states - role.resident
     offloaded = f", of which {away:.1f} leave between phases" if away else ""
-    streamed = f"; {role.streamed:.1f} of its optimizer in host memory, {role.passing:.1f} at a time on the GPU"
+    streamed = f"; {role.streamed:.1f} of its optimizer in host memory, {role.stream_buffer:.1f} at a time on the GPU"
     base = f"; {role.base_on_host:.1f} of weights without adapters in host memory"
     return (
         f"{name}{where}: {role.parameters:,} parameters; {shown} = {role.peak:.1f}{offloaded}"
@@ -229,14 +221,14 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
     )
 
 
-def _advice(recipe: Recipe, phase: str, shape: ModelShape) -> str:
+def _advice(recipe: Recipe, phase: str, actor: Architecture) -> str:
     if phase == "generate":
         return (
             "lower rollout.gpu_memory_utilization, set offload of the roles, or raise actor.layout.tensor or pipeline"
         )
     if phase == "logprobs":
         return "lower logprob_tokens_per_gpu of each role"
-    first = "set actor.kept_logits_gb to 0, " if keeps_logits(recipe, recipe.actor, shape) else ""
+    first = "set actor.kept_logits_gb to 0, " if keeps_logits(recipe, recipe.actor, actor) else ""
     if recipe.actor.recompute.granularity != "full":
         return f"{first}lower actor.tokens_per_gpu, or set actor.recompute.granularity to full"
     return f"{first}lower actor.tokens_per_gpu, or raise actor.layout.tensor or pipeline"

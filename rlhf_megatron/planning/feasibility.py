@@ -1,36 +1,19 @@
-"""Whether the models of a recipe can be read and cut as its layouts ask, before anything is made of them."""
+"""Checks that the models of a recipe can be cut as its layouts ask, before anything is made of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.errors import DataError, RecipeError
-from rlhf_megatron.models.architecture import Architecture, read_architecture, read_config
-from rlhf_megatron.planning.model_shape import experts_of, role_config, role_folder, size
+from rlhf_megatron.errors import DataError, ModelError, RecipeError
+from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
-from rlhf_megatron.recipe.world_checks import layout_of, stage_layers
-from rlhf_megatron.rollout.vllm.model_config import check_generates
-
-_EXPERT_COLUMNS = "columns of an expert (moe_intermediate_size)"
-
-
-def checked_architecture(recipe: Recipe, folder: str | Path) -> Architecture:
-    """Return what the config in ``folder``, the model's, describes.
-
-    Raises ModelError where it, or that in a role's own folder which is here, is damaged or not supported; RolloutError
-    where it generates nothing and the recipe wants it to.
-    """
-    architecture = read_architecture(folder)
-    if isinstance(recipe, RLRecipe):
-        check_generates(Path(folder) / "config.json", read_config(folder))
-    for section in recipe.roles.values():
-        own = role_folder(recipe, section)
-        if own is not None:
-            read_architecture(own)
-    return architecture
+from rlhf_megatron.recipe.rollout import RolloutLayoutSection
+from rlhf_megatron.recipe.world_checks import layout_of
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.role_layout import make_layout
 
 
 def check_tokens(tokenizer: Tokenizer, architecture: Architecture, folder: str | Path) -> None:
@@ -48,42 +31,62 @@ def check_tokens(tokenizer: Tokenizer, architecture: Architecture, folder: str |
         )
 
 
-def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
-    """Raises RecipeError where the model of a Hugging Face ``config`` cannot be cut as the layouts ask."""
+def check_architectures(recipe: Recipe, architectures: Mapping[str, Architecture]) -> None:
+    """Raises RecipeError where a role's model cannot be cut as its layout asks, or the actor's as the rollout's does.
+
+    ``architectures``: of each role (``role_architectures``). Whether the layouts fit a world is not looked at.
+    """
     for name, section in recipe.roles.items():
-        layout, own = layout_of(recipe, section), role_config(recipe, section, config)
-        _check_tensor(f"{name}.layout.tensor={layout.tensor}", layout.tensor, own)
-        _check_experts(f"{name}.layout", layout, own)
-        _check_exchange_of_heads(name, section, layout, _key_value_heads(own))
-        layers = size(own, "num_hidden_layers")
-        try:
-            stage_layers(layout, layers)
-        except RecipeError as error:
-            raise RecipeError(f"{name}.{error}") from None
+        layout, model = layout_of(recipe, section), architectures[name]
+        _check_layout(name, model, _smallest_layout(layout))
+        _check_exchange_of_heads(name, section, layout, model.key_value_heads)
     if isinstance(recipe, RLRecipe):
-        tensor = recipe.rollout.layout.tensor
-        where = f"rollout.layout.tensor={tensor}"
-        _check_tensor(where, tensor, config)
-        if recipe.rollout.layout.expert_parallel:
-            _check_divides(where, tensor, "experts (rollout.layout.expert_parallel)", experts_of(config))
-        elif experts_of(config):
-            _check_divides(where, tensor, _EXPERT_COLUMNS, size(config, "moe_intermediate_size"))
-    _check_adapters(recipe, config)
-    _check_positions(recipe, config)
+        _check_rollout(recipe.rollout.layout, architectures["actor"])
+    _check_adapters(recipe, architectures["actor"])
+    _check_positions(recipe, architectures)
 
 
-def _check_adapters(recipe: Recipe, config: dict[str, Any]) -> None:
-    """Experts have no adapters: their layers are grouped, and tokens come to them in another order."""
+def _smallest_layout(section: LayoutSection) -> Layout:
+    """The layout with as much data parallelism as its experts take, whatever the section asks for."""
+    return make_layout(section.model_copy(update={"data": None}), section.model_gpus * section.expert_gpus)
+
+
+def _check_layout(section: str, architecture: Architecture, layout: Layout) -> None:
+    """Raises RecipeError that begins with the recipe's key, where the model cannot be cut into ``layout``."""
+    try:
+        architecture.check_layout(layout)
+    except (ModelError, RecipeError) as error:
+        raise RecipeError(f"{section}.{error}") from error
+
+
+def _check_rollout(layout: RolloutLayoutSection, architecture: Architecture) -> None:
+    """Check what vLLM divides: attention and feed-forward layers as Megatron does, but experts in its own way."""
+    tensor, experts = layout.tensor, architecture.experts
+    _check_layout("rollout", architecture, Layout(tensor, expert_tensor=1 if experts else None))
+    if experts is None:
+        return
+    what, count = "columns of an expert (moe_intermediate_size)", experts.feed_forward
+    if layout.expert_parallel:
+        what, count = "experts (rollout.layout.expert_parallel)", experts.count
+    if count % tensor:
+        raise RecipeError(
+            f"rollout.layout.tensor={tensor} does not divide the model's {count} {what}; use a divisor of {count}, or "
+            "pipeline"
+        )
+
+
+def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
+    """Refuse adapters of experts: their layers are grouped, and tokens come to them in another order."""
     lora, attention = recipe.actor.lora, ("q_proj", "k_proj", "v_proj", "o_proj")
-    if lora is not None and experts_of(config) and not set(lora.modules) <= set(attention):
+    if lora is not None and architecture.experts and not set(lora.modules) <= set(attention):
         raise RecipeError(
             f"actor.lora.target_modules={lora.target_modules}: layers of experts have no adapters; name some of "
             f"{', '.join(attention)}"
         )
 
 
-def _check_positions(recipe: Recipe, config: dict[str, Any]) -> None:
-    """The longest row that the recipe's limits let through; without one for given responses only data can tell."""
+def _check_positions(recipe: Recipe, architectures: Mapping[str, Architecture]) -> None:
+    """Check the longest row that the limits let through; without one for given responses only data can tell."""
     limits = {"data.max_prompt_length": recipe.data.max_prompt_length}
     given = recipe.data.max_response_length
     if isinstance(recipe, RLRecipe):
@@ -93,10 +96,10 @@ def _check_positions(recipe: Recipe, config: dict[str, Any]) -> None:
     elif given is not None:
         limits = {"data.max_response_length": given} | limits
     longest = sum(limits.values())
-    for name, section in recipe.roles.items():
-        positions = _positions(role_config(recipe, section, config))
+    for name in recipe.roles:
+        positions = architectures[name].max_positions
         # A reward model reads the same text in tokens of its own.
-        if positions is not None and longest > positions and name != "reward_model":
+        if longest > positions and name != "reward_model":
             shown = " + ".join(f"{key}={tokens}" for key, tokens in limits.items())
             total, lower = (f" = {longest}", "one") if len(limits) > 1 else ("", "it")
             model = "model" if name == "actor" else name
@@ -112,42 +115,3 @@ def _check_exchange_of_heads(name: str, section: RoleSection, layout: LayoutSect
             f"{name}.layout.context={layout.context} does not divide the {per_rank} key-value heads of a GPU, which "
             f"{name}.cp_comm_type=a2a deals out; use p2p or all_gather, or a divisor"
         )
-
-
-def _check_tensor(where: str, tensor: int, config: dict[str, Any]) -> None:
-    """What tensor parallelism divides beside experts. Key-value heads that are too few are shared."""
-    _check_divides(where, tensor, "attention heads (num_attention_heads)", size(config, "num_attention_heads"))
-    key_value_heads = _key_value_heads(config)
-    if key_value_heads % tensor and tensor % key_value_heads:
-        raise RecipeError(
-            f"{where} neither divides the model's {key_value_heads} key-value heads (num_key_value_heads) nor is a "
-            "multiple; change it"
-        )
-    if not experts_of(config):
-        what = "columns of the feed-forward layers (intermediate_size)"
-        _check_divides(where, tensor, what, size(config, "intermediate_size"))
-
-
-def _check_experts(where: str, layout: LayoutSection, config: dict[str, Any]) -> None:
-    experts = experts_of(config)
-    if not experts:
-        if layout.expert > 1 or layout.expert_tensor not in (None, layout.tensor):
-            raise RecipeError(f"{where}.expert and expert_tensor are for models with experts; leave them out")
-        return
-    _check_divides(f"{where}.expert={layout.expert}", layout.expert, "experts (num_experts)", experts)
-    parts = layout.expert_gpus // layout.expert
-    _check_divides(f"{where}.expert_tensor={parts}", parts, _EXPERT_COLUMNS, size(config, "moe_intermediate_size"))
-
-
-def _key_value_heads(config: dict[str, Any]) -> int:
-    return size(config, "num_key_value_heads", size(config, "num_attention_heads"))
-
-
-def _check_divides(where: str, tensor: int, what: str, count: int) -> None:
-    if count % tensor:
-        raise RecipeError(f"{where} does not divide the model's {count} {what}; use a divisor of {count}, or pipeline")
-
-
-def _positions(config: dict[str, Any]) -> int | None:
-    field = "max_position_embeddings"
-    return None if config.get(field) is None else size(config, field)

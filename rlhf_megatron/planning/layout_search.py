@@ -1,4 +1,4 @@
-"""Which layouts of a recipe fit their GPUs, and how long a step of each may take: arithmetic, no GPU and no weights.
+"""Layouts of a recipe that fit their GPUs, and the expected time of a step of each: arithmetic, no GPU and no weights.
 
 Tried are the actor's tensor and pipeline parallelism, with as many layers on each stage and with fewer on the one that
 has the vocabulary, what it recomputes and streams, and the rollout's tensor parallelism; roles without a layout of
@@ -12,19 +12,20 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_megatron.planning.feasibility import check_architecture, checked_architecture
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.planning.feasibility import check_architectures
 from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
-from rlhf_megatron.planning.model_shape import planning_config, planning_folder, shape_of
-from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, has_figures, layers_and_head, stage_work
+from rlhf_megatron.planning.model_folders import planned_architectures
+from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, has_figures, head_in_layers, stage_work
 from rlhf_megatron.recipe import LayoutSection, RecipeError, RLRecipe, check_world
 from rlhf_megatron.recipe.load import apply_override
-from rlhf_megatron.recipe.world_checks import stage_layers
+from rlhf_megatron.topology.role_layout import make_layout
 
 _AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
 _PIPELINES = (1, 2, 4, 8, 16)
@@ -42,35 +43,35 @@ class Candidate:
 
 
 def find_layouts(recipe: RLRecipe, world: int) -> list[Candidate]:
-    """Those that fit ``world`` GPUs: the fastest, and behind it the fastest of those that need clearly less memory.
+    """Return the fastest that fits ``world`` GPUs, and behind it the fastest of those that need clearly less memory.
 
     Of layouts that are as fast as each other, as far as the estimate can tell, the simplest counts. Raises RecipeError
-    where there is no config.json to plan with, or no figures to reckon a time by.
+    where there is no config.json to plan with, or no figures to reckon a time by; ModelError for a config.json.
     """
-    checked_architecture(recipe, planning_folder(recipe))
-    config = planning_config(recipe)
+    architectures = planned_architectures(recipe)
     if recipe.cluster.gpu is None:
         raise RecipeError("cluster.gpu: say what the GPUs are, such as cluster.gpu=H100")
-    if not has_figures(recipe, config):
-        raise RecipeError("only steps of dense models are reckoned, and not in float32")
-    choices = _choices(recipe, config, world)
-    found = [each for choice in choices if (each := _candidate(recipe, config, world, choice))]
+    if not has_figures(recipe, architectures):
+        raise RecipeError("only steps of reinforcement learning of dense models are reckoned, and not in float32")
+    choices = _choices(recipe, architectures["actor"], world)
+    fitting = [each for choice in choices if (each := _candidate(recipe, architectures, world, choice))]
     best: list[Candidate] = []
-    for each in sorted(found, key=_order):
+    for each in sorted(fitting, key=_order):
         if not best or each.memory < _LESS * best[-1].memory:
             best.append(each)
     return best
 
 
 def nearest_layout(recipe: RLRecipe, world: int) -> str:
-    """What to tell where none fits: the layout that needs least memory, and what it needs; errors as find_layouts."""
-    config = planning_config(recipe)
-    tried = [each for choice in _choices(recipe, config, world) if (each := _tried(recipe, config, world, choice))]
+    """Describe, where none fits, the layout that needs least memory, and its need; raises as ``find_layouts``."""
+    architectures = planned_architectures(recipe)
+    choices = _choices(recipe, architectures["actor"], world)
+    tried = [each for choice in choices if (each := _tried(recipe, architectures, world, choice))]
     if not tried:
         return f"none of those tried can cut this model over {world} GPUs; see docs/layouts.md"
-    overrides, _, memory = min(tried, key=lambda each: (not _holds_a_row(each[2]), max(each[2].phases.values())))
+    overrides, _, memory = min(tried, key=lambda each: (not _caches_a_sequence(each[2]), max(each[2].phases.values())))
     layout = " ".join(overrides) or "the recipe as it is"
-    if not _holds_a_row(memory):
+    if not _caches_a_sequence(memory):
         return f"none has room for the KV cache of one sequence of full length; the nearest: {layout}"
     phase, needed = max(memory.phases.items(), key=lambda item: item[1])
     usable = TIGHT * recipe.cluster.gpu_memory_gb
@@ -84,11 +85,11 @@ def _order(each: Candidate) -> tuple[float, ...]:
     return (round(math.log(each.time.seconds) / math.log(_AS_FAST)), *simple, each.memory)
 
 
-def _choices(recipe: RLRecipe, config: dict[str, Any], world: int) -> Iterator[dict[str, Any]]:
+def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict[str, Any]]:
     """Values by key of every combination, whether it can be or not."""
     degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= min(world, recipe.cluster.gpus_per_node)]
     streams = _STREAMED if recipe.actor.optimizer and recipe.actor.optimizer.distributed else (0.0,)
-    layers, head = layers_and_head(recipe, config)
+    layers, head = model.layers, head_in_layers(recipe, model)
     stages = [
         (*edges, _virtual_pipeline(recipe, layers, *edges))
         for pipeline in _PIPELINES
@@ -136,16 +137,16 @@ def _virtual_pipeline(recipe: RLRecipe, layers: int, pipeline: int, first: int |
         layout = LayoutSection(
             pipeline=pipeline, virtual_pipeline=chunks, first_stage_layers=first, last_stage_layers=last
         )
-        stage_layers(layout, layers)
+        make_layout(layout, pipeline).stage_layers(layers)
     except (ValidationError, RecipeError):
         return None
     return chunks
 
 
 def _tried(
-    recipe: RLRecipe, config: dict[str, Any], world: int, choice: dict[str, Any]
+    recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int, choice: dict[str, Any]
 ) -> tuple[tuple[str, ...], RLRecipe, Estimate] | None:
-    """What to change for a choice, the recipe then, and its memory; None where model or GPUs cannot be cut so."""
+    """Return a choice's overrides, the recipe with them, and its memory; None where model or GPUs cannot be cut so."""
     overrides = tuple(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in choice.items()
@@ -157,23 +158,25 @@ def _tried(
     try:
         tried = RLRecipe.model_validate(values)
         check_world(tried, world)
-        check_architecture(tried, config)
+        check_architectures(tried, architectures)
     except (ValidationError, RecipeError):
         return None
-    return overrides, tried, estimate(tried, shape_of(config), world)
+    return overrides, tried, estimate(tried, architectures, world)
 
 
-def _candidate(recipe: RLRecipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:
-    found = _tried(recipe, config, world, choice)
-    if found is None:
+def _candidate(
+    recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int, choice: dict[str, Any]
+) -> Candidate | None:
+    tried = _tried(recipe, architectures, world, choice)
+    if tried is None:
         return None
-    overrides, tried, memory = found
+    overrides, changed, memory = tried
     fullest = max(memory.phases.values())
-    if not _holds_a_row(memory) or fullest > TIGHT * recipe.cluster.gpu_memory_gb:
+    if not _caches_a_sequence(memory) or fullest > TIGHT * recipe.cluster.gpu_memory_gb:
         return None
-    time = expected_time(tried, config, world)
-    return Candidate(overrides, tried, fullest, time) if time else None
+    time = expected_time(changed, architectures, world)
+    return Candidate(overrides, changed, fullest, time) if time else None
 
 
-def _holds_a_row(memory: Estimate) -> bool:
-    return memory.rollout is not None and memory.rollout.longest_sequences > 0
+def _caches_a_sequence(memory: Estimate) -> bool:
+    return memory.rollout is not None and memory.rollout.full_length_sequences > 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.planning.dry_run import dry_run
-from rlhf_megatron.planning.feasibility import checked_architecture
-from rlhf_megatron.planning.model_shape import planning_config, planning_folder
+from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.planning.step_time import expected_time
 from rlhf_megatron.recipe import Recipe, RLRecipe, role_ranks, rollout_ranks
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
@@ -20,30 +18,29 @@ _GB = 2**30
 
 
 def plan_text(recipe: Recipe, world_size: int) -> str:
-    """All that is known of a run on ``world_size`` GPUs before it starts; raises RecipeError where it cannot run."""
-    architecture = checked_architecture(recipe, planning_folder(recipe))  # told in the words of a run
-    config = planning_config(recipe)
+    """Return the whole plan of a run on ``world_size`` GPUs; raises RecipeError where it cannot run."""
+    architectures = planned_architectures(recipe)
     plan = dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
     if not isinstance(recipe, RLRecipe):
         return plan
-    summary = regather_summary(recipe, architecture, world_size)
-    return dry_run(recipe, world_size, summary, time_lines(recipe, config, world_size))
+    summary = regather_summary(recipe, architectures["actor"], world_size)
+    return dry_run(recipe, world_size, summary, time_lines(recipe, architectures, world_size))
 
 
-def time_lines(recipe: RLRecipe, config: dict[str, Any], world_size: int) -> list[str]:
-    """How long each phase of a step takes and how fast that is, or what is lacking to say so."""
+def time_lines(recipe: RLRecipe, architectures: Mapping[str, Architecture], world_size: int) -> list[str]:
+    """Return the time of each phase of a step and its throughput, or what is lacking to say so."""
     if recipe.cluster.gpu is None:
         return ["set cluster.gpu, such as cluster.gpu=H100"]
-    found = expected_time(recipe, config, world_size)
-    if found is None:
+    time = expected_time(recipe, architectures, world_size)
+    if time is None:
         return ["there are no figures to reckon models with experts by, nor float32"]
     phases = " beside ".join(
-        " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in team.items()) for team in found.teams
+        " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in team.items()) for team in time.teams
     )
-    tokens = f"prompts of {found.prompt:,.0f} tokens and responses of {found.response:,.0f} on average"
+    tokens = f"prompts of {time.prompt:,.0f} tokens and responses of {time.response:,.0f} on average"
     return [
         f"{tokens}, {recipe.cluster.gpu}",
-        f"{phases} = {_seconds(found.seconds)} s, {found.speed(world_size):,.0f} tokens/s per GPU",
+        f"{phases} = {_seconds(time.seconds)} s, {time.speed(world_size):,.0f} tokens/s per GPU",
     ]
 
 

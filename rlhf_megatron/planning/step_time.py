@@ -1,4 +1,4 @@
-"""How long a step of reinforcement learning may take, before any GPU has run it: arithmetic alone.
+"""Expected time of a step of reinforcement learning, before any GPU has run it: arithmetic alone.
 
 What GPUs can do is from the vendor's data sheets, how much of it is reached from whole steps of 0.5B to 32B on H200s
 (docs/results.md), which the estimate meets within a sixth. Reward functions are not in it, nor what a slow link costs.
@@ -7,18 +7,19 @@ What GPUs can do is from the vendor's data sheets, how much of it is reached fro
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean
-from typing import Any
 
-from rlhf_megatron.models.architecture import Architecture, parse_architecture
+from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
+from rlhf_megatron.models.kv_cache import key_value_bytes
 from rlhf_megatron.monitor.columns import GENERATING
-from rlhf_megatron.planning.memory import GB, RolloutMemory, estimate, keeps_logits, recomputed_layers, role_shape
-from rlhf_megatron.planning.model_shape import role_config, shape_of
+from rlhf_megatron.planning.memory import RolloutMemory, estimate
+from rlhf_megatron.planning.stage_memory import GB, keeps_logits, recomputed_layers
 from rlhf_megatron.recipe import Recipe, RLRecipe, RoleSection, role_ranks
-from rlhf_megatron.recipe.world_checks import layout_of, stage_layers
+from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.topology.role_layout import make_layout
 
 # Bytes per second of a GPU's memory, from the vendor's data sheets.
@@ -58,7 +59,7 @@ class ExpectedTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return max(sum(phases.values()) for phases in self.teams)
 
     def speed(self, gpus: int) -> float:
@@ -66,16 +67,15 @@ class ExpectedTime:
         return self.tokens / self.seconds / gpus
 
 
-def expected_time(recipe: RLRecipe, config: dict[str, Any], world: int) -> ExpectedTime | None:
+def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int) -> ExpectedTime | None:
     """The time of a step on ``world`` GPUs of the kind ``cluster.gpu``; None where there is nothing to reckon it by.
 
-    ``config``: the model's config.json. Prompts are taken to be half as long as they may be, or as long in a benchmark
-    that draws lengths; responses half as long, with a lognormal spread.
+    ``architectures``: of each role, with its head. Prompts are taken to be half as long as they may be, or as long in a
+    benchmark that draws lengths; responses half as long, with a lognormal spread.
     """
-    architectures = _architectures(recipe, config)
-    if not _has_figures(recipe, architectures):
+    if not has_figures(recipe, architectures):
         return None
-    memory, gpu = estimate(recipe, shape_of(config), world), recipe.cluster.gpu
+    memory, gpu = estimate(recipe, architectures, world), recipe.cluster.gpu
     assert gpu is not None and memory.rollout is not None
     peak, bandwidth = peak_flops(gpu), _MEMORY_BANDWIDTH[gpu]
     assert peak is not None
@@ -94,7 +94,7 @@ def expected_time(recipe: RLRecipe, config: dict[str, Any], world: int) -> Expec
         if section.learns_by:
             streamed = fmean(stage.streamed for stage in memory.roles[name]) * GB
             base_passes = fmean(stage.base_on_host for stage in memory.roles[name]) * GB / _HOST_BYTES_PER_SECOND
-            twice = not keeps_logits(recipe, section, shape_of(config))
+            twice = not keeps_logits(recipe, section, model)
             passes["update"][name] = (
                 _update(recipe, section, model, whole, sum(responses), len(ranks), speed, streamed, twice)
                 + base_passes * recipe.batch.updates_per_step
@@ -113,46 +113,35 @@ def expected_time(recipe: RLRecipe, config: dict[str, Any], world: int) -> Expec
     return ExpectedTime(taken, float(sum(whole)), prompt, fmean(responses), recipe.rollout_is_ahead)
 
 
-def has_figures(recipe: Recipe, config: dict[str, Any]) -> bool:
-    """Whether ``expected_time`` can say anything: of dense models in reinforcement learning, not in float32."""
-    return _has_figures(recipe, _architectures(recipe, config))
-
-
-def _has_figures(recipe: Recipe, architectures: dict[str, Architecture]) -> bool:
+def has_figures(recipe: Recipe, architectures: Mapping[str, Architecture]) -> bool:
+    """Return whether ``expected_time`` has figures: for dense models in reinforcement learning, not in float32."""
     dense = not any(model.experts for model in architectures.values())
     return isinstance(recipe, RLRecipe) and recipe.cluster.gpu is not None and recipe.model.dtype != "float32" and dense
-
-
-def _architectures(recipe: Recipe, config: dict[str, Any]) -> dict[str, Architecture]:
-    """Of each role, with its head."""
-    shape = shape_of(config)
-    return {
-        name: parse_architecture(role_config(recipe, section, config), recipe.model.path).with_head(
-            "scalar" if role_shape(recipe, name, section, shape).scalar_head else "language"
-        )
-        for name, section in recipe.roles.items()
-    }
 
 
 def lengths(recipe: RLRecipe, rows: int) -> tuple[float, list[float]]:
     """(tokens of a prompt, of each response): evenly spaced quantiles of the distribution, cut at the longest."""
     drawn, longest = recipe.rollout.drawn_lengths, recipe.rollout.max_response_length
     mean, sigma = (drawn.mean, drawn.sigma) if drawn else (longest / 2, _SIGMA)
+    return recipe.data.max_prompt_length / (1 if drawn else 2), list(_response_lengths(mean, sigma, longest, rows))
+
+
+@functools.lru_cache(maxsize=8)  # all layouts of a search have the same
+def _response_lengths(mean: float, sigma: float, longest: int, rows: int) -> tuple[float, ...]:
     spread = NormalDist(math.log(mean) - sigma**2 / 2, sigma) if sigma else None
     quantiles = ((row + 0.5) / rows for row in range(rows))
-    prompt = recipe.data.max_prompt_length / (1 if drawn else 2)
-    return prompt, [min(longest, math.exp(spread.inv_cdf(q)) if spread else mean) for q in quantiles]
+    return tuple(min(longest, math.exp(spread.inv_cdf(q)) if spread else mean) for q in quantiles)
 
 
-def layers_and_head(recipe: RLRecipe, config: dict[str, Any]) -> tuple[int, float]:
-    """The actor's decoder layers, and how many of them have as much to compute in a step as its head has."""
+def head_in_layers(recipe: RLRecipe, model: Architecture) -> float:
+    """Return how many decoder layers of the actor's ``model`` have as much to compute in a step as its head has."""
     prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.rows_per_prompt)
-    model, twice = _architectures(recipe, config)["actor"], not keeps_logits(recipe, recipe.actor, shape_of(config))
-    return model.layers, _head_in_layers(model, [prompt + response for response in responses], sum(responses), twice)
+    twice = not keeps_logits(recipe, recipe.actor, model)
+    return _head_in_layers(model, [prompt + response for response in responses], sum(responses), twice)
 
 
 def stage_work(layers: Sequence[int], head: float) -> list[float]:
-    """What each pipeline stage computes, in layers: the last one has the ``head`` besides."""
+    """Return the work of each pipeline stage, in layers: the last one has the ``head`` besides."""
     return [*layers[:-1], layers[-1] + head]
 
 
@@ -163,12 +152,12 @@ def _head_in_layers(model: Architecture, whole: Sequence[float], outputs: float,
 
 
 def _weights(model: Architecture) -> float:
-    """Those that one token is multiplied with: all but the embedding."""
+    """Weights that one token is multiplied with: all but the embedding."""
     return forward_flops(model, [1], 1) / 2
 
 
 def _share_of_peak(model: Architecture, tensor: int, peak: float) -> float:
-    """What training comes to, with the waiting for ``tensor`` ranks' sums: two of hidden states in a layer each way."""
+    """Share of the peak that training comes to, less waiting for ``tensor`` ranks' sums, two in a layer each way."""
     columns = model.hidden / tensor
     share = _BEST_SHARE * columns / (columns + _COLUMNS_FOR_HALF)
     computing = 2.0 * _weights(model) / tensor / (peak * share)
@@ -193,15 +182,14 @@ def _update(
     forward = forward_flops(model, whole, outputs)
     logits = forward - forward_flops(model, whole, 0) if twice else 0.0
     once = training_flops(model, whole, outputs, frozen=section.adapters is not None) + logits
-    given = layout_of(recipe, section)
-    stages = stage_layers(given, model.layers)
+    layout = make_layout(layout_of(recipe, section), gpus)
+    stages = layout.stage_layers(model.layers)
     work = stage_work(stages, _head_in_layers(model, whole, outputs, twice))
     slowest = max(
-        (once + forward * recomputed_layers(section, given, layers) / layers) * part
+        (once + forward * recomputed_layers(section, layout, layers) / layers) * part
         for layers, part in zip(stages, work, strict=True)
     )
     seconds = slowest / fmean(work) / speed
-    layout = make_layout(given, gpus)
     micro_batches = sum(whole) / batch.minibatches_per_step / layout.data / (section.tokens_per_gpu * layout.context)
     seconds *= 1 + (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline
     streaming = batch.minibatches_per_step * streamed / _STREAMED_BYTES_PER_SECOND
@@ -227,7 +215,7 @@ def _generate(
     def seconds_of_token(sequences: float, cached: float) -> float:
         reading = 2.0 * _weights(model) / tensor / (bandwidth * _OF_WEIGHTS)
         computing = 2.0 * _weights(model) * sequences / tensor / (peak * _OF_PEAK_IN_ROLLOUT)
-        of_cache = 4.0 * model.layers * model.key_value_heads * model.head_dim / tensor * cached
+        of_cache = key_value_bytes(model, 2) / tensor * cached
         received = 2.0 * sequences * model.hidden * (tensor - 1)
         reducing = _ALL_REDUCE_SECONDS + received / _ALL_REDUCE_BYTES_PER_SECOND if tensor > 1 else 0.0
         return (

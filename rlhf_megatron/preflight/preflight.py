@@ -32,7 +32,7 @@ from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.planning.feasibility import check_tokens
 from rlhf_megatron.planning.memory import checkpoint_bytes, export_bytes
-from rlhf_megatron.planning.model_shape import planning_config, planning_folder, shape_of
+from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
 from rlhf_megatron.preflight import agreement, links, machine
 from rlhf_megatron.preflight.answers import Answers, answers_of_torchrun
 from rlhf_megatron.preflight.check import (
@@ -109,13 +109,13 @@ def see_alone(recipe: Recipe, rank: int, world: int, seconds: float) -> dict[str
 
 def disk_check(recipe: Recipe, share: float) -> Check:
     """Room and speed for the run's checkpoints and exports; ``share``: the part of each that this node writes."""
-    section, shape = recipe.checkpoint, shape_of(planning_config(recipe))
+    section, architectures = recipe.checkpoint, planned_architectures(recipe)
     kept = section.keep_last_k + 1 + (section.keep_best is not None) if section.save_interval else 0
     in_between = (recipe.steps - 1) // section.export_interval if section.export_interval else 0
     return machine.disk_check(
         RunFolder(recipe.run_root, recipe.name).path,
-        machine.Files(kept, checkpoint_bytes(recipe, shape)),
-        machine.Files(in_between + section.export_at_end, export_bytes(recipe, shape)),
+        machine.Files(kept, checkpoint_bytes(recipe, architectures)),
+        machine.Files(in_between + section.export_at_end, export_bytes(recipe, architectures)),
         share,
     )
 

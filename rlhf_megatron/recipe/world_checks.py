@@ -24,30 +24,6 @@ def rollout_ranks(recipe: RolloutRecipe, world_size: int) -> list[int]:
     return ranks_of("rollout.ranks", recipe.rollout.ranks, world_size, recipe.cluster.gpus_per_node)
 
 
-def stage_layers(layout: LayoutSection, layers: int) -> list[int]:
-    """How many of ``layers`` decoder layers each pipeline stage holds, from the first to the last.
-
-    Raises RecipeError where the layers between the given edge stages do not divide evenly.
-    """
-    edge = {0: layout.first_stage_layers, layout.pipeline - 1: layout.last_stage_layers}
-    given = {stage: count for stage, count in edge.items() if count is not None}
-    left, stages = layers - sum(given.values()), layout.pipeline - len(given)
-    # Every stage has a layer: an empty one would only pass activations on.
-    if (stages and (left % stages or left < stages)) or (not stages and left):
-        besides = f" with first {layout.first_stage_layers} and last {layout.last_stage_layers} given" if given else ""
-        raise RecipeError(
-            f"layout.pipeline={layout.pipeline}: {layers} layers do not divide over {layout.pipeline} stages{besides}; "
-            "set first_stage_layers and last_stage_layers so that the stages between are equal"
-        )
-    counts = [given.get(stage, left // stages if stages else 0) for stage in range(layout.pipeline)]
-    if layout.virtual_pipeline and any(count % layout.virtual_pipeline for count in counts):
-        raise RecipeError(
-            f"layout.virtual_pipeline={layout.virtual_pipeline} does not divide the layers of every pipeline stage, "
-            f"{', '.join(map(str, counts))}; use a divisor"
-        )
-    return counts
-
-
 def check_world(recipe: Recipe, world_size: int) -> None:
     """Raises RecipeError where a layout does not fit on ``world_size`` GPUs."""
     for name, section in recipe.roles.items():

@@ -115,28 +115,37 @@ class Layout:
         """The groups of positions that differ only in the coordinates named by ``axes``, each in rising order."""
         yield from _alike([self.coordinates(position) for position in range(self.size)], axes)
 
+    def stage_layers(self, layers: int) -> list[int]:
+        """Return how many of ``layers`` decoder layers each pipeline stage holds, from the first to the last.
+
+        Raises RecipeError, which begins with the layout's key, where a stage would have none, the stages between the
+        given edges would not be equal, or ``virtual_pipeline`` does not divide each of them.
+        """
+        edges = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
+        given = {stage: count for stage, count in edges.items() if count is not None}
+        left, stages = layers - sum(given.values()), self.pipeline - len(given)
+        # Every stage has a layer: an empty one would only pass activations on.
+        if (stages and (left % stages or left < stages)) or (not stages and left):
+            besides = f" with first {self.first_stage_layers} and last {self.last_stage_layers} given" if given else ""
+            raise RecipeError(
+                f"layout.pipeline={self.pipeline}: {layers} layers do not divide over {self.pipeline} stages{besides}; "
+                "set first_stage_layers and last_stage_layers so that the stages between are equal"
+            )
+        counts = [given.get(stage, left // stages if stages else 0) for stage in range(self.pipeline)]
+        if any(count % self.virtual_pipeline for count in counts):
+            raise RecipeError(
+                f"layout.virtual_pipeline={self.virtual_pipeline} does not divide the layers of every pipeline stage, "
+                f"{', '.join(map(str, counts))}; use a divisor"
+            )
+        return counts
+
     def stage_chunks(self, layers: int) -> list[list[range]]:
         """The decoder layers of each pipeline stage; the first and last stage may hold a number of their own.
 
         Each stage has ``virtual_pipeline`` chunks, which the stages take in turns: the first chunks of all stages hold
-        the front of the model. Raises RecipeError where the layers cannot be split evenly.
+        the front of the model. Raises RecipeError as ``stage_layers``.
         """
-        edge = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
-        given = {stage: count for stage, count in edge.items() if count is not None}
-        even_stages = self.pipeline - len(given)
-        left = layers - sum(given.values())
-        if left < 0 or (left % even_stages if even_stages else left):
-            raise RecipeError(
-                f"layout: {layers} layers do not split over {self.pipeline} pipeline stages"
-                f"{f' with {given} given for the edge stages' if given else ''}; "
-                "set layout.first_stage_layers and layout.last_stage_layers"
-            )
-        counts = [given.get(stage, left // even_stages if even_stages else 0) for stage in range(self.pipeline)]
-        if any(count % self.virtual_pipeline for count in counts):
-            raise RecipeError(
-                f"layout: virtual_pipeline={self.virtual_pipeline} does not divide the {counts} layers of the stages"
-            )
-        in_turn = [count // self.virtual_pipeline for count in counts] * self.virtual_pipeline
+        in_turn = [count // self.virtual_pipeline for count in self.stage_layers(layers)] * self.virtual_pipeline
         starts = list(itertools.accumulate(in_turn, initial=0))
         chunks = [range(start, start + count) for start, count in zip(starts, in_turn, strict=False)]
         return [chunks[stage :: self.pipeline] for stage in range(self.pipeline)]

@@ -92,9 +92,10 @@ def test_a_row_says_what_the_records_say() -> None:
 
 
 def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
-    from rlhf_megatron.planning.feasibility import check_architecture
+    from rlhf_megatron.models.architecture import parse_architecture
+    from rlhf_megatron.planning.feasibility import check_architectures
     from rlhf_megatron.planning.memory import estimate
-    from rlhf_megatron.planning.model_shape import shape_of
+    from rlhf_megatron.planning.model_folders import role_architectures
     from rlhf_megatron.recipe import check_world, load_recipe
 
     for shape in yaml.safe_load((BENCH / "step_shapes.yaml").read_text()):
@@ -106,7 +107,8 @@ def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
         if "config" in shape:
             config = json.loads((ROOT / shape["config"] / "config.json").read_text())
             config["num_hidden_layers"] = shape.get("layers", config["num_hidden_layers"])
-            check_architecture(recipe, config)
-            needed = estimate(recipe, shape_of(config), shape["gpus"])
+            architectures = role_architectures(recipe, parse_architecture(config, shape["config"]))
+            check_architectures(recipe, architectures)
+            needed = estimate(recipe, architectures, shape["gpus"])
             assert max(needed.phases.values()) < 0.95 * GPU_GB, shape
-            assert needed.rollout.longest_sequences > 0
+            assert needed.rollout.full_length_sequences > 0

@@ -26,10 +26,11 @@ from rlhf_megatron.models.lora import (
     whole_adapter_blocks,
 )
 from rlhf_megatron.planning.dry_run import dry_run
-from rlhf_megatron.planning.memory import GB, checkpoint_bytes, estimate
-from rlhf_megatron.planning.model_shape import planning_config, shape_of
+from rlhf_megatron.planning.memory import checkpoint_bytes, estimate
+from rlhf_megatron.planning.model_folders import planned_architectures
+from rlhf_megatron.planning.parameters import adapter_parameters
+from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import LoraSection, RecipeError, load_recipe
-from rlhf_megatron.recipe.world_checks import roles_made
 from rlhf_megatron.topology.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +54,8 @@ def test_what_is_adapted_is_what_peft_adapts(model: Path) -> None:
         if parameter.requires_grad
     }
     assert factor_shapes(architecture, ALL) == expected
-    shape = shape_of(json.loads((model / "config.json").read_text()))
     learns = sum(rows * columns for rows, columns in expected.values())
-    assert shape.layers * shape.adapter_parameters(LoraSection(rank=3)) == learns
+    assert adapter_parameters(architecture, LoraSection(rank=3)) == learns
     some = {name for name in expected if ".q_proj." in name or ".down_proj." in name}
     assert set(factor_shapes(architecture, Adaptation(3, 1.0, ("q_proj", "down_proj")))) == some
 
@@ -174,19 +174,19 @@ def test_experts_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_of_a_recipe_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     recipe = load_recipe(ROOT / "recipes" / "qwen7b_lora.yaml")
-    assert list(roles_made(recipe)) == ["actor"] and recipe.reference_is_base
-    shape = shape_of(planning_config(recipe))
+    assert list(recipe.roles_made) == ["actor"] and recipe.reference_is_base
+    architectures = planned_architectures(recipe)
     learns = 80_740_352  # as PEFT counts for Qwen2.5-7B with r=32
     text = dry_run(recipe, 1)
     assert f"{learns:,} parameters of adapters learn, 1.06% of these: rank 32 on q_proj" in text
     assert "reference: the actor without its adapters" in text
-    assert checkpoint_bytes(recipe, shape) == 12 * learns
-    [stage] = estimate(recipe, shape, 1).roles["actor"]
+    assert checkpoint_bytes(recipe, architectures) == 12 * learns
+    [stage] = estimate(recipe, architectures, 1).roles["actor"]
     assert stage.gradients * GB == 4 * learns and stage.optimizer * GB == 8 * learns
     linear = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18944 * 3584)
     assert stage.adapters * GB == 4 * learns + 2 * linear
     on_host = load_recipe(ROOT / "recipes" / "qwen7b_lora.yaml", ["actor.lora.offload_base=true"])
-    [stage] = estimate(on_host, shape, 1).roles["actor"]
+    [stage] = estimate(on_host, architectures, 1).roles["actor"]
     assert stage.adapters * GB == 4 * learns and stage.base_on_host * GB == 2 * linear
     assert "12.2 of weights without adapters in host memory" in dry_run(on_host, 1)
 

@@ -15,19 +15,32 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_megatron.models.architecture import Head, ModelError, read_architecture
-from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks
+from rlhf_megatron.models.architecture import (
+    Architecture,
+    Head,
+    ModelError,
+    parse_architecture,
+    read_architecture,
+    read_config,
+)
+from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, rollout_blocks
 from rlhf_megatron.planning.dry_run import dry_run
-from rlhf_megatron.planning.memory import GB, estimate
-from rlhf_megatron.planning.model_shape import ModelShape, planning_config, shape_of
+from rlhf_megatron.planning.memory import Estimate, estimate
+from rlhf_megatron.planning.model_folders import role_architectures
+from rlhf_megatron.planning.parameters import (
+    active_parameters,
+    model_parameters,
+    rank_parameters,
+    rollout_parameters,
+)
 from rlhf_megatron.planning.report import plan_text
+from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import Recipe, RecipeError, check_world, load_recipe, make_recipe, resolved_yaml
-from rlhf_megatron.recipe.roles import LayoutSection
-from rlhf_megatron.recipe.world_checks import stage_layers
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.shard_specs import parameter_shapes, rollout_shards, trainer_shards
 from rlhf_megatron.regather.views import shareable
 from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.role_layout import make_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
@@ -59,8 +72,13 @@ def recipe_of(name: str, *overrides: str) -> Recipe:
     return load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
 
 
-def shape(model: str) -> ModelShape:
-    return shape_of(planning_config(recipe_of("smollm_grpo", f"model.path=recipes/models/{model}")))
+def architecture_of(model: str) -> Architecture:
+    return read_architecture(ROOT / "recipes" / "models" / model)
+
+
+def memory_of(recipe: Recipe, model: str, world: int) -> Estimate:
+    """The memory of a recipe whose roles are all made of ``model``, but those that have a folder of their own."""
+    return estimate(recipe, role_architectures(recipe, architecture_of(model)), world)
 
 
 def test_every_shipped_recipe_is_listed_here() -> None:
@@ -94,7 +112,7 @@ def test_shipped_recipes_plan_and_fit(name: str) -> None:
     ],
 )
 def test_parameters_are_the_published_ones(model: str, parameters: int) -> None:
-    assert shape(model).parameters == parameters
+    assert model_parameters(architecture_of(model)) == parameters
 
 
 def held(blocks: Sequence[Block]) -> int:
@@ -122,21 +140,22 @@ def held(blocks: Sequence[Block]) -> int:
     ],
 )
 def test_rank_parameters_agree_with_the_weight_map(model: str, tensor: int, pipeline: int, head: Head) -> None:
-    architecture = read_architecture(ROOT / "recipes" / "models" / model).with_head(head)
-    sizes = dataclasses.replace(shape(model), scalar_head=head == "scalar")
+    architecture = architecture_of(model).with_head(head)
     layout = Layout(tensor=tensor, pipeline=pipeline)
-    stages = stage_layers(LayoutSection(tensor=tensor, pipeline=pipeline), sizes.layers)
     for stage in range(pipeline):
-        blocks = megatron_blocks(architecture, layout, layout.position(0, 0, stage), "local")
-        assert sizes.rank_parameters(tensor, stages, stage) == held(blocks)
+        positions = (layout.position(rank, 0, stage) for rank in range(tensor))
+        fullest = max(held(megatron_blocks(architecture, layout, position, "local")) for position in positions)
+        assert rank_parameters(architecture, layout, stage).total == fullest
 
 
 def test_expert_parameters_agree_with_the_weight_map() -> None:
-    architecture, sizes = read_architecture(ROOT / "recipes" / "models" / "qwen3-30b-a3b"), shape("qwen3-30b-a3b")
-    assert int(sizes.active_parameters / 1e8) == 33  # the model card says 3.3B
+    architecture = architecture_of("qwen3-30b-a3b")
+    assert int(active_parameters(architecture) / 1e8) == 33  # the model card says 3.3B
     layout = Layout(tensor=2, data=4, expert=4, expert_tensor=2)
     blocks = megatron_blocks(architecture, layout, 5, "transformer_engine")
-    assert sizes.rank_parameters(2, [sizes.layers], 0, expert_shards=8) == held(blocks)
+    counted = rank_parameters(architecture, layout, 0)
+    assert counted.total == held(blocks)
+    assert counted.experts == held([block for block in blocks if is_expert(block.parameter)])
 
 
 @pytest.mark.parametrize(
@@ -145,18 +164,21 @@ def test_expert_parameters_agree_with_the_weight_map() -> None:
 )
 def test_rollout_parameters_agree_with_the_weight_map(model: str, tensor: int) -> None:
     """With 16 ranks and 8 key-value heads, vLLM repeats the heads."""
-    architecture, sizes = read_architecture(ROOT / "recipes" / "models" / model), shape(model)
-    expected = sizes.rank_parameters(tensor, [sizes.layers], 0, repeated_heads=True)
-    for whole_experts in {False, sizes.experts > 0}:
-        assert held(rollout_blocks(architecture, tensor, 0, whole_experts)) == expected
+    architecture = architecture_of(model)
+    for whole_experts in {False, architecture.experts is not None}:
+        expected = max(held(rollout_blocks(architecture, tensor, rank, whole_experts)) for rank in range(tensor))
+        assert rollout_parameters(architecture, tensor, whole_experts).total == expected
 
 
-def test_the_shipped_configs_are_read_the_same_by_the_trainer() -> None:
-    for model in MODELS:
-        architecture, sizes = read_architecture(ROOT / "recipes" / "models" / model), shape(model)
-        assert (architecture.qkv_bias, architecture.query_key_norm) == (sizes.qkv_bias, sizes.query_key_norm)
-        for tensor in (1, 2, 3, 8):
-            assert architecture.padded_vocabulary(tensor) == sizes.padded_vocabulary(tensor)
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_pad_a_vocabulary_count(tied: bool) -> None:
+    architecture = dataclasses.replace(architecture_of("smollm2-135m"), vocabulary=1000, tied_embeddings=tied)
+    hidden, padded = architecture.hidden, 1152  # a multiple of 64 that 3 ranks can share
+    matrices = 1 if tied else 2
+    assert rank_parameters(architecture, Layout(3), 0).embeddings == matrices * padded // 3 * hidden + hidden
+    assert rollout_parameters(architecture, 3).embeddings == matrices * padded // 3 * hidden + hidden
+    first, between, last = (rank_parameters(architecture, Layout(3, 3), stage).embeddings for stage in range(3))
+    assert (first, between, last) == (padded // 3 * hidden, 0, padded // 3 * hidden + hidden)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +201,7 @@ def test_shared_weights_agree_with_the_plan(model: str, tensor: int, pipeline: i
         counts.append(sum(math.prod(own[source]) for name, source in pairs.items() if own[source] == others[name]))
     overrides = [f"model.path=recipes/models/{model}", f"actor.layout={{tensor: {tensor}, pipeline: {pipeline}}}"]
     recipe = recipe_of("qwen7b_grpo", *overrides, f"rollout.layout.tensor={tensor}")
-    rollout = estimate(recipe, shape(model), world).rollout
+    rollout = memory_of(recipe, model, world).rollout
     assert rollout is not None and rollout.shared == pytest.approx(2 * min(counts) / GB)
 
 
@@ -225,23 +247,23 @@ def test_a_plan_says_what_it_lacks_to_reckon_a_time(name: str, overrides: list[s
 def test_memory_by_hand() -> None:
     """7B on one GPU in bfloat16: 2 bytes of weights, 4 of gradients and 12 of optimizer per parameter."""
     recipe = recipe_of("qwen7b_grpo", "actor.layout.tensor=1", "rollout.gpu_memory_utilization=0.5")
-    result = estimate(recipe, shape("qwen2.5-7b"), 1)
+    result = memory_of(recipe, "qwen2.5-7b", 1)
     [actor] = result.roles["actor"]
     billion = 7_615_616_512 / GB
     assert (actor.weights, actor.gradients, actor.optimizer) == pytest.approx((2 * billion, 4 * billion, 12 * billion))
     per_token = 28 * 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 3 * 18944)
     assert actor.activations == pytest.approx(16384 * per_token / GB)
     local = recipe_of("qwen7b_grpo", "actor.layout.tensor=1", "actor.transformer_implementation=local")
-    [unfused] = estimate(local, shape("qwen2.5-7b"), 1).roles["actor"]
+    [unfused] = memory_of(local, "qwen2.5-7b", 1).roles["actor"]
     assert unfused.activations == pytest.approx(16384 * (per_token + 28 * 2 * 2 * 18944) / GB)
     copies = recipe_of("qwen7b_grpo", "actor.layout.tensor=1", "rollout.share_weights=never")
-    copied = estimate(copies, shape("qwen2.5-7b"), 1).rollout
+    copied = memory_of(copies, "qwen2.5-7b", 1).rollout
     assert result.rollout is not None and copied is not None
     # Half of 80 GB, less 2 GB for vLLM's activations; the weights are the actor's.
-    assert result.rollout.cache == pytest.approx(40 - 2)
-    assert copied.cache == pytest.approx(40 - 2 * billion - 2)
+    assert result.rollout.kv_cache == pytest.approx(40 - 2)
+    assert copied.kv_cache == pytest.approx(40 - 2 * billion - 2)
     # Key and value of 28 layers x 4 heads x 128 numbers of 2 bytes for a token.
-    assert result.rollout.cache_tokens == int(result.rollout.cache * GB / (2 * 28 * 4 * 128 * 2))
+    assert result.rollout.cache_tokens == int(result.rollout.kv_cache * GB / (2 * 28 * 4 * 128 * 2))
     assert result.phases["generate"] > 80
 
 
@@ -250,7 +272,7 @@ def test_memory_as_it_was_measured(name: str, model: str) -> None:
     """Of forward and backward on an H200, within a tenth. No step was taken: Adam had master weights alone."""
     measured = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
     overrides = ("actor.layout.tensor=1", "actor.tokens_per_gpu=4096", "rollout.max_response_length=1024")
-    [actor] = estimate(recipe_of("qwen7b_grpo", *overrides), shape(model), 1).roles["actor"]
+    [actor] = memory_of(recipe_of("qwen7b_grpo", *overrides), model, 1).roles["actor"]
     expected = actor.weights + actor.gradients + actor.optimizer / 3 + actor.activations + actor.logits
     assert measured["parameters"] == actor.parameters
     assert expected * GB / 1e9 == pytest.approx(measured["role"]["peak_memory_gb"], rel=0.1)
@@ -266,42 +288,42 @@ def test_the_longest_response_that_is_given_goes_through_an_update_whole() -> No
         "data.max_prompt_length=512",
     )
     [budget], [longer] = (
-        estimate(recipe_of("qwen7b_grpo", *given, *more), shape("qwen2.5-7b"), 4).roles["actor"]
+        memory_of(recipe_of("qwen7b_grpo", *given, *more), "qwen2.5-7b", 4).roles["actor"]
         for more in ([], ["data.max_response_length=32256"])
     )
     assert longer.activations / budget.activations == pytest.approx(32768 / 16384)
 
 
 def test_the_optimizer_is_cut_over_data_parallel_ranks() -> None:
-    sizes = shape("qwen2.5-7b")
-    [one] = estimate(recipe_of("qwen7b_grpo"), sizes, 4).roles["actor"]
-    [many] = estimate(recipe_of("qwen7b_grpo"), sizes, 32).roles["actor"]
-    [uncut] = estimate(recipe_of("qwen7b_grpo", "actor.optimizer.distributed=false"), sizes, 32).roles["actor"]
+    model = "qwen2.5-7b"
+    [one] = memory_of(recipe_of("qwen7b_grpo"), model, 4).roles["actor"]
+    [many] = memory_of(recipe_of("qwen7b_grpo"), model, 32).roles["actor"]
+    [uncut] = memory_of(recipe_of("qwen7b_grpo", "actor.optimizer.distributed=false"), model, 32).roles["actor"]
     assert many.optimizer == pytest.approx(one.optimizer / 8)
     assert uncut.optimizer == one.optimizer and many.weights == one.weights
 
 
 def test_recomputing_needs_less_and_a_pipeline_holds_more_micro_batches() -> None:
-    sizes = shape("qwen2.5-7b")
+    model = "qwen2.5-7b"
     none, some, full = (
-        estimate(recipe_of("qwen7b_grpo", f"actor.recompute={{granularity: {text}}}"), sizes, 8).roles["actor"][0]
+        memory_of(recipe_of("qwen7b_grpo", f"actor.recompute={{granularity: {text}}}"), model, 8).roles["actor"][0]
         for text in ("none", "full, layers: 14", "full")
     )
     assert none.activations > some.activations > full.activations > 0
     few, all_of_chunks, all_of_stage = (
-        estimate(recipe_of("qwen7b_grpo", f"actor.recompute={text}", layout), sizes, 8).roles["actor"][0].activations
+        memory_of(recipe_of("qwen7b_grpo", f"actor.recompute={text}", layout), model, 8).roles["actor"][0].activations
         for layout in ["actor.layout={tensor: 2, pipeline: 2, virtual_pipeline: 2}"]
         for text in ("{granularity: full, layers: 6}", "{granularity: full, layers: 7}", "{granularity: full}")
     )
     assert few > all_of_chunks == all_of_stage
-    stages = estimate(recipe_of("qwen7b_grpo", "actor.layout={tensor: 2, pipeline: 4}"), sizes, 8).roles["actor"]
+    stages = memory_of(recipe_of("qwen7b_grpo", "actor.layout={tensor: 2, pipeline: 4}"), model, 8).roles["actor"]
     assert [stage.activations / stages[3].activations for stage in stages] == pytest.approx([4, 3, 2, 1])
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
 
 
 def test_uneven_stages_and_ranks_are_shown() -> None:
     recipe = recipe_of("qwen70b_dapo")
-    assert stage_layers(recipe.actor.layout, 80) == [12, 14, 14, 14, 14, 12]
+    assert make_layout(recipe.actor.layout, 96).stage_layers(80) == [12, 14, 14, 14, 14, 12]
     text = dry_run(recipe, 96)
     for line in (
         "actor: tensor 8 x pipeline 6 x data 2 on ranks 0-95, sequence parallel",
@@ -349,11 +371,13 @@ def test_critic_and_reward_model_count_in_every_phase() -> None:
     critic = "critic={tokens_per_gpu: 8192, optimizer: {learning_rate: 1e-5}, layout: {tensor: 2}}"
     judge = "reward_model={tokens_per_gpu: 8192, path: recipes/models/smollm2-135m, layout: {tensor: 1}}"
     gae = "algorithm.advantage=gae"
-    sizes = shape("qwen2.5-7b")
-    alone, both = (estimate(recipe_of("qwen7b_grpo", *more), sizes, 8) for more in ([], [critic, judge, gae]))
+    model = "qwen2.5-7b"
+    alone, both = (memory_of(recipe_of("qwen7b_grpo", *more), model, 8) for more in ([], [critic, judge, gae]))
     [value], [score] = both.roles["critic"], both.roles["reward_model"]
-    assert value.parameters == dataclasses.replace(sizes, scalar_head=True).rank_parameters(2, [28], 0)
-    assert score.parameters == shape("smollm2-135m").parameters + 576  # tied embeddings, and one row for the head
+    assert value.parameters == rank_parameters(architecture_of(model).with_head("scalar"), Layout(2), 0).total
+    assert (
+        score.parameters == model_parameters(architecture_of("smollm2-135m")) + 576
+    )  # tied embeddings, and one row for the head
     assert value.optimizer > 0 == value.logits and score.gradients == score.optimizer == 0
     for phase in ("generate", "logprobs", "update"):
         assert both.phases[phase] >= alone.phases[phase] + value.resident + score.resident - 1e-9
@@ -363,23 +387,23 @@ def test_critic_and_reward_model_count_in_every_phase() -> None:
 
 def test_what_leaves_between_phases_counts_only_where_it_is_used() -> None:
     everything = "{parameters: true, gradients: true, optimizer: true}"
-    sizes = shape("qwen2.5-7b")
-    stays = estimate(recipe_of("qwen7b_grpo"), sizes, 8)
-    leaves = estimate(recipe_of("qwen7b_grpo", f"actor.offload={everything}"), sizes, 8)
+    model = "qwen2.5-7b"
+    stays = memory_of(recipe_of("qwen7b_grpo"), model, 8)
+    leaves = memory_of(recipe_of("qwen7b_grpo", f"actor.offload={everything}"), model, 8)
     [actor] = leaves.roles["actor"]
     [reference] = leaves.roles["reference"]
     assert actor.resident == 0.0 and reference.resident == reference.weights > 0.0
-    assert leaves.phases["generate"] == pytest.approx(stays.phases["generate"] - actor.held)
+    assert leaves.phases["generate"] == pytest.approx(stays.phases["generate"] - actor.model_states)
     assert leaves.phases["update"] == pytest.approx(stays.phases["update"])
     text = dry_run(recipe_of("qwen7b_grpo", f"actor.offload={everything}"), 8)
-    assert f", of which {actor.held:.1f} leave between phases" in text
+    assert f", of which {actor.model_states:.1f} leave between phases" in text
 
 
 def test_logits_are_kept_where_there_is_memory_for_all_of_them() -> None:
-    sizes, tokens = shape("qwen2.5-7b"), recipe_of("qwen7b_grpo").actor.tokens_per_gpu
+    model, tokens = "qwen2.5-7b", recipe_of("qwen7b_grpo").actor.tokens_per_gpu
     gigabytes = 2 * tokens * 152_064 / 4 / 2**30  # over four tensor-parallel ranks
     none, less, enough = (
-        estimate(recipe_of("qwen7b_grpo", f"actor.kept_logits_gb={kept}"), sizes, 8).roles["actor"][-1].logits
+        memory_of(recipe_of("qwen7b_grpo", f"actor.kept_logits_gb={kept}"), model, 8).roles["actor"][-1].logits
         for kept in (0, 0.99 * gigabytes, 1.01 * gigabytes)
     )
     assert none == less < gigabytes < enough
@@ -396,26 +420,28 @@ def test_logits_that_there_is_memory_for_are_told_of() -> None:
 
 
 def test_a_streamed_optimizer_is_in_host_memory() -> None:
-    sizes = shape("qwen2.5-7b")
-    [whole] = estimate(recipe_of("qwen7b_grpo"), sizes, 8).roles["actor"]
-    [half] = estimate(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=0.5"), sizes, 8).roles["actor"]
-    [none] = estimate(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=1"), sizes, 8).roles["actor"]
+    model = "qwen2.5-7b"
+    [whole] = memory_of(recipe_of("qwen7b_grpo"), model, 8).roles["actor"]
+    [half] = memory_of(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=0.5"), model, 8).roles["actor"]
+    [none] = memory_of(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=1"), model, 8).roles["actor"]
     assert half.optimizer == half.streamed == pytest.approx(whole.optimizer / 2)
-    assert whole.streamed == whole.passing == none.optimizer == 0.0 < half.passing <= none.passing
+    assert whole.streamed == whole.stream_buffer == none.optimizer == 0.0 < half.stream_buffer <= none.stream_buffer
     assert none.resident == pytest.approx(whole.resident - whole.optimizer)
-    assert none.update == none.held + max(none.activations + none.logits, none.passing)
+    assert none.update == none.model_states + max(none.activations + none.logits, none.stream_buffer)
     text = dry_run(recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=1"), 8)
-    assert f"; {none.streamed:.1f} of its optimizer in host memory, {none.passing:.1f} at a time on the GPU" in text
+    assert (
+        f"; {none.streamed:.1f} of its optimizer in host memory, {none.stream_buffer:.1f} at a time on the GPU" in text
+    )
     with pytest.raises(RecipeError, match="streamed_optimizer=0.5 needs optimizer.distributed"):
         recipe_of("qwen7b_grpo", "actor.offload.streamed_optimizer=0.5", "actor.optimizer.distributed=false")
 
 
 def test_roles_on_ranks_of_their_own_share_no_memory() -> None:
     critic = "critic={tokens_per_gpu: 8192, optimizer: {learning_rate: 1e-5}, layout: {tensor: 2}, ranks: RANKS}"
-    sizes, gae = shape("qwen2.5-7b"), "algorithm.advantage=gae"
+    model, gae = "qwen2.5-7b", "algorithm.advantage=gae"
     actor = ["actor.ranks=0-3", "reference.ranks=0-3"]
-    apart = estimate(recipe_of("qwen7b_grpo", critic.replace("RANKS", "4-7"), gae, *actor), sizes, 8)
-    together = estimate(recipe_of("qwen7b_grpo", critic.replace("RANKS", "0-3"), gae, *actor), sizes, 8)
+    apart = memory_of(recipe_of("qwen7b_grpo", critic.replace("RANKS", "4-7"), gae, *actor), model, 8)
+    together = memory_of(recipe_of("qwen7b_grpo", critic.replace("RANKS", "0-3"), gae, *actor), model, 8)
     [value] = apart.roles["critic"]
     assert together.phases["generate"] - value.resident <= apart.phases["generate"] < together.phases["generate"]
     text = dry_run(recipe_of("qwen7b_grpo", critic.replace("RANKS", "4-7"), gae, *actor), 8)
@@ -423,15 +449,15 @@ def test_roles_on_ranks_of_their_own_share_no_memory() -> None:
 
 
 def test_rollout_on_ranks_of_its_own_shares_no_memory_and_keeps_its_own() -> None:
-    sizes, roles = shape("qwen2.5-7b"), ["actor.ranks=0-3", "reference.ranks=0-3"]
+    model, roles = "qwen2.5-7b", ["actor.ranks=0-3", "reference.ranks=0-3"]
     own = [*roles, "rollout.ranks=4-7", "rollout.layout.tensor=2", "rollout.gpu_memory_utilization=0.5"]
     ahead = [*own, "rollout.steps_ahead=1", "algorithm.rollout_correction={type: tis}"]
-    four = estimate(recipe_of("qwen7b_grpo", *roles, "rollout.ranks=0-3"), sizes, 4)
+    four = memory_of(recipe_of("qwen7b_grpo", *roles, "rollout.ranks=0-3"), model, 4)
     for overrides in (own, ahead):
-        apart = estimate(recipe_of("qwen7b_grpo", *overrides), sizes, 8)
+        apart = memory_of(recipe_of("qwen7b_grpo", *overrides), model, 8)
         assert apart.rollout is not None and four.rollout is not None
         assert apart.rollout.replicas == 2 and four.rollout.replicas == 4
-        assert apart.rollout.share == pytest.approx(0.5 * 80)
+        assert apart.rollout.reserved == pytest.approx(0.5 * 80)
         # Its GPUs hold it in every phase; those of the roles hold no sleeping engine.
         assert apart.phases["generate"] == pytest.approx(2.0 + 0.5 * 80 + 0.25)
         assert apart.phases["update"] == pytest.approx(four.phases["update"] - 2.0)
@@ -459,7 +485,7 @@ def test_a_plan_without_a_config_says_what_to_do() -> None:
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe"])
 def test_a_damaged_config_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(RecipeError, match="cannot be read as JSON"):
+    with pytest.raises(ModelError, match="not valid JSON .*; download the model again"):
         dry_run(recipe_of("smollm_grpo", f"model.path={tmp_path}"), 1)
     with pytest.raises(ModelError, match="not valid JSON"):
         read_architecture(tmp_path)
@@ -467,9 +493,11 @@ def test_a_damaged_config_is_refused(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("head_dim", "x"), ("num_attention_heads", 0), ("vocab_size", 1.5)])
 def test_sizes_that_are_none_are_refused(field: str, value: object) -> None:
-    config = planning_config(recipe_of("qwen7b_grpo")) | {field: value}
-    with pytest.raises(RecipeError, match=f"{field} must be a whole number above 0; it is {value!r}"):
-        shape_of(config)
+    config = read_config(ROOT / "recipes/models/qwen2.5-7b") | {field: value}
+    with pytest.raises(
+        ModelError, match=f"^here/config.json: {field} is {value!r}; it must be a whole number above 0$"
+    ):
+        parse_architecture(config, "here")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from end_to_end.commands import ROOT
+from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.planning.model_folders import role_architectures
 from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, lengths
 from rlhf_megatron.recipe import Recipe, load_recipe
 
@@ -23,10 +25,9 @@ MEASURED = [
 KEPT = "actor.kept_logits_gb=100"  # then an update is three forward passes
 
 
-def config_of(model: str) -> dict[str, Any]:
-    """config.json of a shape of the benchmark, such as 7B."""
-    config: dict[str, Any] = json.loads((ROOT / f"recipes/models/qwen2.5-{model.lower()}/config.json").read_text())
-    return config
+def architecture_of(model: str) -> Architecture:
+    """The architecture of a shape of the benchmark, such as 7B."""
+    return read_architecture(ROOT / f"recipes/models/qwen2.5-{model.lower()}")
 
 
 def recipe_of(folder: Path, *overrides: str, **values: Any) -> Recipe:
@@ -37,7 +38,7 @@ def recipe_of(folder: Path, *overrides: str, **values: Any) -> Recipe:
 
 
 def time_of(recipe: Recipe, model: str = "7B", world: int = 2) -> ExpectedTime:
-    found = expected_time(recipe, config_of(model), world)
+    found = expected_time(recipe, role_architectures(recipe, architecture_of(model)), world)
     assert found is not None
     return found
 
@@ -106,8 +107,8 @@ def test_of_uneven_stages_the_one_that_is_slowest_with_what_it_recomputes_counts
 
 def test_logits_that_are_kept_are_not_made_again(tmp_path: Path) -> None:
     twice, kept = time_of(recipe_of(tmp_path)), time_of(recipe_of(tmp_path, KEPT))
-    config = config_of("7B")
-    parameters, head = 7.07e9, config["vocab_size"] * config["hidden_size"]  # without the embedding
+    model = architecture_of("7B")
+    parameters, head = 7.07e9, model.vocabulary * model.hidden  # without the embedding
     assert twice.phases["update"] / kept.phases["update"] == pytest.approx(1 + head / parameters / 3, rel=0.01)
 
 
@@ -145,13 +146,10 @@ def test_a_pipeline_is_as_fast_as_its_slowest_stage(tmp_path: Path) -> None:
     even, better, worse = (
         time_of(recipe_of(tmp_path, KEPT, stages.format(first, 48 - first)), "14B") for first in (24, 25, 30)
     )
-    config = config_of("14B")
-    hidden, keys = (
-        config["hidden_size"],
-        config["hidden_size"] * config["num_key_value_heads"] // config["num_attention_heads"],
-    )
-    layer = hidden * (2 * hidden + 2 * keys + 3 * config["intermediate_size"])
-    head = config["vocab_size"] * hidden / layer * 1020 / 1276  # of responses only; attention itself is left out
+    model = architecture_of("14B")
+    hidden, keys = model.hidden, model.hidden * model.key_value_heads // model.heads
+    layer = hidden * (2 * hidden + 2 * keys + 3 * model.feed_forward)
+    head = model.vocabulary * hidden / layer * 1020 / 1276  # of responses only; attention itself is left out
     assert 24 + head > 25, "a layer less on the last stage helps"
     assert even.phases["update"] / better.phases["update"] == pytest.approx((24 + head) / (23 + head), rel=0.02)
     assert worse.phases["update"] / better.phases["update"] == pytest.approx(30 / (23 + head), rel=0.02)
@@ -171,7 +169,8 @@ def test_responses_are_half_as_long_as_they_may_be_where_nothing_is_known(tmp_pa
 
 @pytest.mark.parametrize("override", ["cluster.gpu=null", "model.dtype=float32"])
 def test_nothing_is_said_without_figures_to_say_it_by(tmp_path: Path, override: str) -> None:
-    assert expected_time(recipe_of(tmp_path, override), config_of("7B"), 2) is None
+    recipe = recipe_of(tmp_path, override)
+    assert expected_time(recipe, role_architectures(recipe, architecture_of("7B")), 2) is None
 
 
 def test_generating_ahead_takes_as_long_as_the_slower_half(tmp_path: Path) -> None:

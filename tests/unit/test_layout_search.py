@@ -12,7 +12,7 @@ import yaml
 from end_to_end.commands import ROOT, python
 from rlhf_megatron.planning.layout_search import Candidate, find_layouts
 from rlhf_megatron.planning.memory import estimate
-from rlhf_megatron.planning.model_shape import planning_config, shape_of
+from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.planning.step_time import expected_time
 from rlhf_megatron.recipe import RecipeError, load_rl
 
@@ -26,10 +26,10 @@ def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: 
     assert found
     for each in found:
         again = load_rl(path, [*GPUS, *each.overrides])
-        config = planning_config(again)
+        architectures = planned_architectures(again)
         assert again == each.recipe
-        assert expected_time(again, config, world) == each.time
-        assert max(estimate(again, shape_of(config), world).phases.values()) == each.memory <= 0.95 * 80
+        assert expected_time(again, architectures, world) == each.time
+        assert max(estimate(again, architectures, world).phases.values()) == each.memory <= 0.95 * 80
     assert all(later.memory < earlier.memory for earlier, later in pairwise(found))
 
 
@@ -54,7 +54,7 @@ def test_virtual_stages_are_kept_where_they_fit_and_hide_no_other_layout() -> No
 
 def test_the_first_is_no_slower_than_the_recipe_itself() -> None:
     recipe = load_rl(ROOT / "recipes" / "qwen7b_grpo.yaml", GPUS)
-    own = expected_time(recipe, planning_config(recipe), 8)
+    own = expected_time(recipe, planned_architectures(recipe), 8)
     assert own is not None and find_layouts(recipe, 8)[0].time.seconds <= own.seconds
 
 
@@ -85,7 +85,7 @@ def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
     "name, overrides, message",
     [
         ("qwen7b_grpo", [], "cluster.gpu: say what the GPUs are, such as cluster.gpu=H100"),
-        ("qwen3_30b_a3b_grpo", GPUS, "only steps of dense models are reckoned"),
+        ("qwen3_30b_a3b_grpo", GPUS, "only steps of reinforcement learning of dense models are reckoned"),
     ],
 )
 def test_what_cannot_be_reckoned_is_refused(name: str, overrides: list[str], message: str) -> None:
@@ -120,5 +120,5 @@ def test_the_command_lists_layouts_and_says_what_to_change_for_the_first(tmp_pat
     )
     assert told is not None
     changed = load_rl(recipe, [*GPUS, "cluster.gpu_memory_gb=10", model, *told[3].split()])
-    phases = estimate(changed, shape_of(planning_config(changed)), 8).phases
+    phases = estimate(changed, planned_architectures(changed), 8).phases
     assert max(phases, key=phases.__getitem__) == told[2] and f"{phases[told[2]]:.1f}" == told[1]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from hugging_face import make_model
 from rlhf_megatron.monitor.gpu import SLOWDOWNS, GpuState
 from rlhf_megatron.planning.memory import checkpoint_bytes
-from rlhf_megatron.planning.model_shape import planning_config, shape_of
+from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.preflight import agreement, links, machine
 from rlhf_megatron.preflight.check import Check, NoAnswer, as_json, over_ranks, print_table, run_check, within
 from rlhf_megatron.preflight.preflight import reward_check, tokenizer_check, turns_check
@@ -232,7 +232,7 @@ def test_a_checkpoint_holds_three_float32_numbers_for_each_parameter(
 ) -> None:
     recipe = recipe_of()
     parameters = AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters()
-    assert checkpoint_bytes(recipe, shape_of(planning_config(recipe))) == 12.0 * parameters
+    assert checkpoint_bytes(recipe, planned_architectures(recipe)) == 12.0 * parameters
 
 
 # Links

@@ -15,7 +15,9 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf_megatron.planning.feasibility import check_architecture
+from rlhf_megatron.models.architecture import ModelError, parse_architecture
+from rlhf_megatron.planning.feasibility import check_architectures
+from rlhf_megatron.planning.model_folders import role_architectures
 from rlhf_megatron.recipe import (
     Recipe,
     RecipeError,
@@ -56,12 +58,27 @@ PAIRS = (*SFT, "loop=reward_modeling")
 GAE = ("algorithm.advantage=gae", "batch.responses_per_prompt=1")
 
 CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "vocab_size": 152064,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "num_hidden_layers": 28,
     "intermediate_size": 18944,
     "max_position_embeddings": 1024,
 }
+MIXTURE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+}
+
+
+def check(recipe: Recipe, config: dict[str, Any]) -> None:
+    """Looks whether the layouts of a recipe fit a model with this config."""
+    check_architectures(recipe, role_architectures(recipe, parse_architecture(config, "model")))
 
 
 @pytest.fixture
@@ -338,6 +355,11 @@ def test_layouts_that_fill_the_world_pass(small: Path) -> None:
         (["actor.layout={pipeline: 2, first_stage_layers: 10, last_stage_layers: 10}"], "first 10 and last 10 given"),
         (["actor.layout={pipeline: 3, first_stage_layers: 28}"], "28 layers do not divide over 3 stages"),
         (
+            ["actor.layout={pipeline: 4, first_stage_layers: 14, last_stage_layers: 14}"],
+            "actor.layout.pipeline=4: 28 layers do not divide over 4 stages with first 14 and last 14 given",
+        ),
+        (["actor.layout.pipeline=56"], "actor.layout.pipeline=56: 28 layers do not divide over 56 stages"),
+        (
             ["actor.layout={tensor: 2, context: 4}", "actor.cp_comm_type=a2a"],
             "actor.layout.context=4 does not divide the 2 key-value heads of a GPU",
         ),
@@ -355,7 +377,7 @@ def test_layouts_that_fill_the_world_pass(small: Path) -> None:
 )
 def test_layouts_that_do_not_fit_the_model(small: Path, overrides: list[str], expected: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        check_architecture(load_recipe(small, overrides), CONFIG)
+        check(load_recipe(small, overrides), CONFIG)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -365,8 +387,8 @@ def test_the_critics_own_positions_are_looked_at(small: Path, tmp_path: Path) ->
     (own / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 149}))
     critic = f"critic={{tokens_per_gpu: 9, optimizer: {{learning_rate: 1}}, path: {own}}}"
     with pytest.raises(RecipeError, match="= 150 is beyond the critic's 149 positions"):
-        check_architecture(load_recipe(small, [critic, *GAE]), CONFIG)
-    check_architecture(load_recipe(small, [critic.replace(str(own), "elsewhere"), *GAE]), CONFIG)
+        check(load_recipe(small, [critic, *GAE]), CONFIG)
+    check(load_recipe(small, [critic.replace(str(own), "elsewhere"), *GAE]), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -389,19 +411,18 @@ def test_the_critics_own_positions_are_looked_at(small: Path, tmp_path: Path) ->
     ],
 )
 def test_layouts_and_experts(small: Path, overrides: list[str], expected: str | None) -> None:
-    config = CONFIG | {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
     with pytest.raises(RecipeError, match=expected) if expected else nullcontext():
-        check_architecture(load_recipe(small, overrides), config)
+        check(load_recipe(small, overrides), MIXTURE)
 
 
 def test_layouts_that_fit_the_model(small: Path) -> None:
-    check_architecture(load_recipe(small, ["actor.layout={tensor: 4, pipeline: 3, first_stage_layers: 8}"]), CONFIG)
-    check_architecture(load_recipe(small, ["rollout.layout.tensor=4"]), CONFIG)
-    check_architecture(load_recipe(small, ["actor.layout={tensor: 2, context: 2}", "actor.cp_comm_type=a2a"]), CONFIG)
-    check_architecture(load_recipe(small, [*SFT, "data.max_response_length=924"]), CONFIG)
-    check_architecture(load_recipe(small, [*PAIRS, "data.max_response_length=1024"]), CONFIG)
-    with pytest.raises(RecipeError, match="num_hidden_layers must be a whole number above 0; it is missing"):
-        check_architecture(load_recipe(small), {k: v for k, v in CONFIG.items() if k != "num_hidden_layers"})
+    check(load_recipe(small, ["actor.layout={tensor: 4, pipeline: 3, first_stage_layers: 8}"]), CONFIG)
+    check(load_recipe(small, ["rollout.layout.tensor=4"]), CONFIG)
+    check(load_recipe(small, ["actor.layout={tensor: 2, context: 2}", "actor.cp_comm_type=a2a"]), CONFIG)
+    check(load_recipe(small, [*SFT, "data.max_response_length=924"]), CONFIG)
+    check(load_recipe(small, [*PAIRS, "data.max_response_length=1024"]), CONFIG)
+    with pytest.raises(ModelError, match="num_hidden_layers is missing"):
+        check(load_recipe(small), {k: v for k, v in CONFIG.items() if k != "num_hidden_layers"})
 
 
 @pytest.mark.parametrize(
@@ -415,8 +436,9 @@ def test_layouts_that_fit_the_model(small: Path) -> None:
     ],
 )
 def test_a_config_with_a_size_that_is_none_is_refused(small: Path, field: str, value: object, shown: str) -> None:
-    with pytest.raises(RecipeError, match=rf"^config\.json: {field} must be a whole number above 0; it is {shown}$"):
-        check_architecture(load_recipe(small), CONFIG | {field: value})
+    told = rf"^model/config\.json: {field} is {shown}; it must be a whole number above 0$"
+    with pytest.raises(ModelError, match=told):
+        check(load_recipe(small), (CONFIG if field in CONFIG else MIXTURE) | {field: value})
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,9 @@ def test_layouts_and_experts_that_do_not_fit_are_refused() -> None:
         architecture().check_layout(Layout(data=2, expert=2))
     with pytest.raises(ModelError, match="layout.expert=4 does not divide the model's 6 experts"):
         architecture(experts=6).check_layout(Layout(data=4, expert=4))
-    with pytest.raises(ModelError, match=r"layout.expert_tensor=3 \(by default tensor\) does not divide"):
+    with pytest.raises(ModelError, match="layout.expert_tensor=3 does not divide the model's"):
         architecture(experts=6).check_layout(Layout(data=3, expert_tensor=3))
-    with pytest.raises(ModelError, match="neither divides the model's 2 key-value heads nor is a multiple"):
+    with pytest.raises(ModelError, match=r"neither divides the model's 2 key-value heads \(.*\) nor is a multiple"):
         dataclasses.replace(architecture(key_value_heads=2), heads=6).check_layout(Layout(tensor=3))
     architecture(key_value_heads=2).check_layout(Layout(tensor=4))
 
@@ -200,7 +200,9 @@ def test_what_is_no_number_is_named(field: str, value: object, told: str) -> Non
 def test_layouts_that_do_not_fit_are_refused_in_one_line() -> None:
     with pytest.raises(ModelError, match="layout.tensor=3 does not divide the model's 8 attention heads"):
         architecture().check_layout(Layout(3))
-    with pytest.raises(ValueError, match="4 layers do not split over 3 pipeline stages"):
+    with pytest.raises(
+        ValueError, match="^layout.pipeline=3: 4 layers do not divide over 3 stages; set first_stage_layers"
+    ):
         architecture().check_layout(Layout(1, 3))
     assert Layout(1, 3, first_stage_layers=1, last_stage_layers=1).stage_chunks(4) == [
         [range(0, 1)],
@@ -209,12 +211,23 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line() -> None:
     ]
 
 
+@pytest.mark.parametrize("edges", [{}, {"first_stage_layers": 1}, {"first_stage_layers": 1, "last_stage_layers": 1}])
+def test_no_stage_is_empty(edges: dict[str, int]) -> None:
+    layout = Layout(pipeline=4, **edges)
+    for split in (layout.stage_layers, layout.stage_chunks):
+        with pytest.raises(RecipeError, match="^layout.pipeline=4: 2 layers do not divide over 4 stages"):
+            split(2)
+    assert layout.stage_layers(4) == [1, 1, 1, 1]
+
+
 def test_virtual_stages_take_turns() -> None:
     assert Layout(pipeline=2, virtual_pipeline=2).stage_chunks(8) == [
         [range(0, 2), range(4, 6)],
         [range(2, 4), range(6, 8)],
     ]
-    with pytest.raises(RecipeError, match=r"virtual_pipeline=2 does not divide the \[3, 3\] layers"):
+    with pytest.raises(
+        RecipeError, match="^layout.virtual_pipeline=2 does not divide the layers of every pipeline stage, 3, 3; use"
+    ):
         Layout(pipeline=2, virtual_pipeline=2).stage_chunks(6)
 
 

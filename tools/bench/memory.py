@@ -22,9 +22,10 @@ from launching import run_on_ranks
 from random_role import make_parser, random_batch, random_role, run, timed
 from reports import exit_status, missed_by, write_report
 
-from rlhf_megatron.models.architecture import read_config
-from rlhf_megatron.planning.memory import GB, estimate
-from rlhf_megatron.planning.model_shape import shape_of
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.planning.memory import estimate
+from rlhf_megatron.planning.model_folders import role_architectures
+from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import Recipe, load_recipe
 
 # Names of switches, and the keys of a role's section that they are.
@@ -111,7 +112,8 @@ def _phases(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, A
 def reckoned(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, float]:
     """The same by the estimate, without what it sets aside for the CUDA context and for vLLM."""
     recipe = _recipe(options, section)
-    [actor] = estimate(recipe, shape_of(read_config(options.model)), 1).roles["actor"]
+    architectures = role_architectures(recipe, read_architecture(options.model))
+    [actor] = estimate(recipe, architectures, 1).roles["actor"]
     return {
         "reckoned_rollout_gb": actor.resident,
         "reckoned_logprobs_gb": actor.resident + actor.forward,

@@ -1,0 +1,71 @@
+"""Folders whose config.json describes the models of a recipe's roles, before any weights are there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.models.architecture import Architecture, Head, read_architecture, read_config
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.rl import RLRecipe
+from rlhf_megatron.recipe.roles import RoleSection
+from rlhf_megatron.recipe.supervised import RewardModelingRecipe
+from rlhf_megatron.rollout.vllm.model_config import check_generates
+from rlhf_megatron.untrusted import shown
+
+
+def planning_folder(recipe: Recipe) -> Path:
+    """Return ``model.path``, or ``model.config`` where the former has no config.json; raises RecipeError if neither
+    has."""
+    candidates = [Path(folder) for folder in (recipe.model.path, recipe.model.config) if folder is not None]
+    given = next(filter(_has_config, candidates), None)
+    if given is None:
+        tried = " nor ".join(shown(folder / "config.json") for folder in candidates)
+        raise RecipeError(
+            f"model.path: there is no {tried}; download the model, or set model.config to a folder with its config.json"
+        )
+    return given
+
+
+def role_folder(recipe: Recipe, section: RoleSection) -> Path | None:
+    """Return the role's own folder, if it names one that is here and is not the model's."""
+    own = section.weights_folder
+    return None if own in (None, recipe.model.path) or not _has_config(Path(own)) else Path(own)
+
+
+def role_architectures(recipe: Recipe, model: Architecture) -> dict[str, Architecture]:
+    """Return the architecture of each of ``recipe.roles`` with its head, where ``model`` is that of the recipe's model.
+
+    Raises ModelError where the config in a role's own folder, which is here, is damaged or not supported.
+    """
+    return {name: _role_architecture(recipe, name, section, model) for name, section in recipe.roles.items()}
+
+
+def model_architecture(recipe: Recipe, folder: Path) -> Architecture:
+    """Return the architecture of the recipe's model, whose config is in ``folder``.
+
+    Raises ModelError where it is damaged or not supported; RolloutError where it generates nothing and the recipe wants
+    it to.
+    """
+    architecture = read_architecture(folder)
+    if isinstance(recipe, RLRecipe):
+        check_generates(folder / "config.json", read_config(folder))
+    return architecture
+
+
+def planned_architectures(recipe: Recipe) -> dict[str, Architecture]:
+    """Return the ``role_architectures`` with the model of the ``planning_folder``; raises as both."""
+    return role_architectures(recipe, model_architecture(recipe, planning_folder(recipe)))
+
+
+def _role_architecture(recipe: Recipe, name: str, section: RoleSection, model: Architecture) -> Architecture:
+    own = role_folder(recipe, section)
+    scalar = name in ("critic", "reward_model") or isinstance(recipe, RewardModelingRecipe)
+    head: Head = "scalar" if scalar else "language"
+    return (model if own is None else read_architecture(own)).with_head(head)
+
+
+def _has_config(folder: Path) -> bool:
+    """Whether there is something of that name, which may be no file that can be read."""
+    return os.path.lexists(folder / "config.json")

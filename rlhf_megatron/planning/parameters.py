@@ -1,0 +1,207 @@
+"""Numbers of parameters: of a whole model, of one GPU of a role's pipeline stage, and of one GPU of a rollout.
+
+All numbers are sums over the weight map, whose names and rectangles say everything about a family. Layers with equal
+tensors count as often as there are of them, and are added up once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.weight_map import (
+    Block,
+    Region,
+    is_expert,
+    layer_of,
+    megatron_blocks,
+    rollout_blocks,
+    tensor_shapes,
+)
+from rlhf_megatron.recipe.roles import LoraSection
+from rlhf_megatron.topology.layout import Layout
+
+_Piece = tuple[str, Region, tuple[int, ...]]  # tensor, region and offset of a block
+
+
+class RankParameters(NamedTuple):
+    """Parameters of one rank: of its decoder layers without experts, of their experts, and of embedding, final norm and
+    head, with the rows that pad a vocabulary."""
+
+    dense: int
+    experts: int
+    embeddings: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return sum(self)
+
+
+def model_parameters(architecture: Architecture) -> int:
+    """Return the parameters of the whole model, without padding, as its model card counts them."""
+    return sum(map(math.prod, tensor_shapes(architecture).values()))
+
+
+def active_parameters(architecture: Architecture) -> int:
+    """Return those that work on one token: all, but of the experts only the chosen ones."""
+    total, experts = model_parameters(architecture), architecture.experts
+    if experts is None:
+        return total
+    routed = sum(math.prod(shape) for tensor, shape in tensor_shapes(architecture).items() if is_expert(tensor))
+    return total - routed // experts.count * (experts.count - experts.chosen)
+
+
+def rank_parameters(architecture: Architecture, layout: Layout, stage: int) -> RankParameters:
+    """Return what the fullest rank of a pipeline ``stage`` holds of a role in ``layout``; raises as ``stage_layers``.
+
+    That is the stage's first rank: parts are equal, and the first has never less of a vocabulary.
+    """
+    dense = experts = 0
+    for layer, count in _stage_kinds(architecture, layout, stage).items():
+        sizes = _layer_parameters(architecture, layout.tensor, layout.expert, layout.expert_parts, layer)
+        dense, experts = dense + count * sizes[0], experts + count * sizes[1]
+    embeddings = _embedding_parameters(architecture, layout.tensor, stage == 0, stage == layout.pipeline - 1)
+    return RankParameters(dense, experts, embeddings)
+
+
+@functools.cache
+def rollout_parameters(architecture: Architecture, tensor: int, expert_parallel: bool = False) -> RankParameters:
+    """Return what each of the ``tensor`` ranks of a vLLM replica holds."""
+    dense = experts = 0
+    for layer, count in Counter(_layer_kinds(architecture)).items():
+        blocks = _of_layers(rollout_blocks(architecture, tensor, 0, expert_parallel, [layer]))
+        sizes = _dense_and_experts(_sizes(architecture, blocks, tensor))
+        dense, experts = dense + count * sizes[0], experts + count * sizes[1]
+    embeddings = _sizes(architecture, rollout_blocks(architecture, tensor, 0, expert_parallel, []), tensor)
+    return RankParameters(dense, experts, sum(embeddings.values()))
+
+
+def shareable_parameters(architecture: Architecture, layout: Layout, stage: int) -> int:
+    """Return how many of a stage's ``rank_parameters`` vLLM lays out as Megatron does, over as many tensor ranks.
+
+    Not among them are experts, which vLLM stacks, and fused matrices of attention where vLLM repeats heads.
+    """
+    kinds = _stage_kinds(architecture, layout, stage)
+    layers = sum(_shareable_in_layer(architecture, layout.tensor, layer) * count for layer, count in kinds.items())
+    return layers + _embedding_parameters(architecture, layout.tensor, stage == 0, stage == layout.pipeline - 1)
+
+
+def adapter_parameters(architecture: Architecture, lora: LoraSection, layers: Iterable[int] | None = None) -> int:
+    """Return the parameters of the low-rank adapters of some decoder ``layers``, by default of all."""
+    adapted = _adapted_layers(architecture, lora.modules)
+    chosen = range(architecture.layers) if layers is None else layers
+    return sum(lora.rank * (rows + columns) for layer in chosen for rows, columns in adapted[layer])
+
+
+def adapted_parameters(architecture: Architecture, lora: LoraSection, layers: Iterable[int], tensor: int) -> int:
+    """Return the parameters of the linear layers with adapters in some decoder ``layers``, on one of ``tensor``
+    ranks."""
+    adapted = _adapted_layers(architecture, lora.modules)
+    return sum(sum(rows * columns for rows, columns in adapted[layer]) // tensor for layer in layers)
+
+
+def stage_layer_indices(architecture: Architecture, layout: Layout, stage: int) -> list[int]:
+    """Return the decoder layers of a pipeline ``stage``, over all of its chunks."""
+    return [layer for chunk in layout.stage_chunks(architecture.layers)[stage] for layer in chunk]
+
+
+@functools.cache
+def _adapted_layers(architecture: Architecture, modules: tuple[str, ...]) -> Sequence[Sequence[tuple[int, ...]]]:
+    """The (rows, columns) of those linear layers of each decoder layer that have these Hugging Face names."""
+    adapted: list[list[tuple[int, ...]]] = [[] for _ in range(architecture.layers)]
+    for tensor, shape in tensor_shapes(architecture).items():
+        layer = layer_of(tensor)
+        if layer is not None and len(shape) == 2 and tensor.split(".")[-2] in modules:
+            adapted[layer].append(shape)
+    return adapted
+
+
+@functools.cache
+def _layer_kinds(architecture: Architecture) -> Sequence[int]:
+    """For each decoder layer the first one whose tensors have the same names and shapes."""
+    tensors: dict[int, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for tensor, shape in tensor_shapes(architecture).items():
+        layer = layer_of(tensor)
+        if layer is not None:
+            tensors[layer].append((tensor.partition(f".{layer}.")[2], shape))
+    first: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
+    return [first.setdefault(tuple(tensors[layer]), layer) for layer in range(architecture.layers)]
+
+
+def _stage_kinds(architecture: Architecture, layout: Layout, stage: int) -> Mapping[int, int]:
+    """Number of layers of each kind in a pipeline stage."""
+    kinds = _layer_kinds(architecture)
+    return Counter(kinds[layer] for layer in stage_layer_indices(architecture, layout, stage))
+
+
+@functools.cache
+def _layer_parameters(
+    architecture: Architecture, tensor: int, expert: int, expert_tensor: int, layer: int
+) -> tuple[int, int]:
+    """(parameters without experts, of experts) of one decoder layer on the first rank that has it."""
+    alone = _stage_per_layer(architecture, tensor, expert, expert_tensor)
+    blocks = megatron_blocks(architecture, alone, alone.position(0, 0, layer), "local")
+    return _dense_and_experts(_sizes(architecture, _of_layers(blocks), tensor))
+
+
+@functools.cache
+def _embedding_parameters(architecture: Architecture, tensor: int, first: bool, last: bool) -> int:
+    """Parameters outside of decoder layers on the first rank of the first pipeline stage, of the last, or of both."""
+    if not first and not last:
+        return 0
+    layout = Layout(tensor) if first and last else _stage_per_layer(architecture, tensor, 1, tensor)
+    position = layout.position(0, 0, 0 if first else layout.pipeline - 1)
+    blocks = megatron_blocks(architecture, layout, position, "local")
+    outside = [block for block in blocks if layer_of(block.tensor) is None]
+    return sum(_sizes(architecture, outside, tensor).values())
+
+
+@functools.cache
+def _shareable_in_layer(architecture: Architecture, tensor: int, layer: int) -> int:
+    """Parameters of one decoder layer without experts that are made of the same blocks in both frameworks."""
+    alone = _stage_per_layer(architecture, tensor, 1, tensor)
+    held = _of_layers(megatron_blocks(architecture, alone, alone.position(0, 0, layer), "local"))
+    wanted = _of_layers(rollout_blocks(architecture, tensor, 0, only_layers=[layer]))
+    pieces, both = _pieces(held), set(_pieces(wanted).values())
+    sizes = _sizes(architecture, held, tensor)
+    return sum(size for name, size in sizes.items() if pieces[name] in both and not is_expert(name))
+
+
+def _stage_per_layer(architecture: Architecture, tensor: int, expert: int, expert_tensor: int) -> Layout:
+    """A layout whose pipeline stages have one decoder layer each."""
+    data = expert * expert_tensor
+    return Layout(tensor, architecture.layers, data, expert=expert, expert_tensor=expert_tensor)
+
+
+def _of_layers(blocks: Iterable[Block]) -> list[Block]:
+    return [block for block in blocks if layer_of(block.tensor) is not None]
+
+
+def _pieces(blocks: Iterable[Block]) -> dict[str, frozenset[_Piece]]:
+    """The pieces that each parameter is made of."""
+    pieces: dict[str, set[_Piece]] = defaultdict(set)
+    for block in blocks:
+        pieces[block.parameter].add((block.tensor, block.region, block.offset))
+    return {name: frozenset(parts) for name, parts in pieces.items()}
+
+
+def _sizes(architecture: Architecture, blocks: Iterable[Block], tensor: int) -> dict[str, int]:
+    """Elements of each parameter that ``blocks`` of one of ``tensor`` ranks fill, and that pad a vocabulary."""
+    shapes = tensor_shapes(architecture)
+    extents: dict[str, tuple[int, ...]] = {}
+    for block in blocks:
+        end = tuple(begin + stop - start for begin, (start, stop) in zip(block.offset, block.region, strict=True))
+        if layer_of(block.tensor) is None and len(end) == 2 and shapes[block.tensor][0] == architecture.vocabulary:
+            end = (architecture.padded_vocabulary(tensor) // tensor, end[1])
+        extents[block.parameter] = tuple(map(max, extents.get(block.parameter, end), end))
+    return {name: math.prod(extent) for name, extent in extents.items()}
+
+
+def _dense_and_experts(sizes: Mapping[str, int]) -> tuple[int, int]:
+    experts = sum(size for name, size in sizes.items() if is_expert(name))
+    return sum(sizes.values()) - experts, experts

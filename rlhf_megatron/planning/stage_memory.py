@@ -1,0 +1,268 @@
+"""Memory of one role on each GPU of its pipeline stages: weights, gradients, optimizer, activations and logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.planning.parameters import (
+    adapted_parameters,
+    adapter_parameters,
+    rank_parameters,
+    stage_layer_indices,
+)
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.roles import OffloadSection, RoleSection, transformer_engine_can
+from rlhf_megatron.recipe.world_checks import layout_of
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.role_layout import make_layout
+
+GB = 2**30
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STREAMED_PIECE_BYTES = 1 << 30  # as in roles.streaming
+_LOGIT_BLOCK_BYTES, _LOGIT_PIECE = 256 << 20, 4096  # as in kernels.linear_logprob
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """GB on each GPU of one pipeline stage of a role."""
+
+    stage: int
+    parameters: int
+    offload: OffloadSection
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    logprobs: float
+    streamed: float
+    """Optimizer state in host memory."""
+    stream_buffer: float
+    """Part of it that is on the GPU at a time, in the optimizer's step."""
+    adapters: float = 0.0
+    """Low-rank adapters, and the weights without them where these are on the GPU."""
+    base_on_host: float = 0.0
+    """Weights without adapters in host memory."""
+
+    @property
+    def model_states(self) -> float:
+        """Weights, gradients and optimizer together, as in an update."""
+        return self.weights + self.adapters + self.gradients + self.optimizer
+
+    @property
+    def resident(self) -> float:
+        """The model states that stay on the GPU in every phase."""
+        leaves = self.offload
+        away = self.weights * leaves.parameters + self.gradients * leaves.gradients + self.optimizer * leaves.optimizer
+        return self.model_states - away
+
+    @property
+    def forward(self) -> float:
+        """Memory that a pass for logprobs adds to what is resident."""
+        return self.logprobs + (self.weights if self.offload.parameters else 0.0)
+
+    @property
+    def update(self) -> float:
+        """Everything at once in an update: activations in the backward pass, or what is streamed in the step."""
+        return self.model_states + max(self.activations + self.logits, self.stream_buffer)
+
+    @property
+    def peak(self) -> float:
+        """Everything at once, in an update; without gradients, in a pass for logprobs."""
+        return max(self.update, self.model_states + self.logprobs)
+
+
+def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
+    """Tokens of the largest micro-batch of an update or of a pass for logprobs, over the GPUs that context parallelism
+    cuts it over: the budget, or a longer row (of preferences: a pair) alone."""
+    budget = section.tokens_per_gpu if gradients else section.logprob_tokens_per_gpu or section.tokens_per_gpu
+    alone = recipe.rows_per_response * recipe.longest_sequence
+    return max(budget * layout_of(recipe, section).context, alone)
+
+
+def all_logits(recipe: Recipe, section: RoleSection, architecture: Architecture) -> float:
+    """GB of all logits of the largest micro-batch of an update, on each GPU of the last stage."""
+    layout, size = layout_of(recipe, section), ELEMENT_BYTES[recipe.model.dtype]
+    tokens = micro_batch_tokens(recipe, section) // layout.context
+    return size * tokens * architecture.padded_vocabulary(layout.tensor) / layout.tensor / GB
+
+
+def keeps_logits(recipe: Recipe, section: RoleSection, architecture: Architecture) -> bool:
+    """Return whether an update has memory for all logits of its largest micro-batch, and does not make them again."""
+    return all_logits(recipe, section, architecture) <= section.kept_logits
+
+
+def role_memory(recipe: Recipe, section: RoleSection, architecture: Architecture, gpus: int) -> list[StageMemory]:
+    """Return the memory of every pipeline stage of a role on ``gpus``."""
+    layout, learning = make_layout(layout_of(recipe, section), gpus), section.learns_by
+    size = ELEMENT_BYTES[recipe.model.dtype]
+    tokens = micro_batch_tokens(recipe, section)
+    forward_tokens = micro_batch_tokens(recipe, section, gradients=False) // layout.context
+    forward_layer = forward_tokens * _layer_activations(section, architecture, layout, size)
+    per_stage = []
+    for stage, layers in enumerate(layout.stage_layers(architecture.layers)):
+        held = rank_parameters(architecture, layout, stage)
+        last = stage == layout.pipeline - 1
+        activations = logits = 0.0
+        state = _LearningState()
+        if learning is not None:
+            state = _learning_state(section, architecture, layout, stage, size)
+            in_flight = min(_micro_batches_in_flight(layout, stage), _most_micro_batches(recipe, tokens, layout.data))
+            activations = _stage_activations(section, architecture, layout, layers, tokens, size, in_flight)
+            activations /= layout.context
+        if learning is not None and last:
+            kept, frozen = keeps_logits(recipe, section, architecture), section.adapters is not None
+            logits = _logit_bytes(
+                architecture, tokens // layout.context, layout.tensor, size, gradients=True, kept=kept, frozen=frozen
+            )
+        forward = _logit_bytes(architecture, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
+        parts = (
+            size * held.total, state.gradients, state.optimizer, activations, logits, max(forward, forward_layer),
+            state.streamed, state.stream_buffer, state.adapters, state.base_on_host,
+        )  # fmt: skip
+        per_stage.append(StageMemory(stage, held.total, section.offload, *(part / GB for part in parts)))
+    return per_stage
+
+
+@dataclasses.dataclass(frozen=True)
+class _LearningState:
+    """Bytes of what learning adds to the weights on each GPU of a stage; the fields are those of StageMemory."""
+
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    streamed: float = 0.0
+    stream_buffer: float = 0.0
+    adapters: float = 0.0
+    base_on_host: float = 0.0
+
+
+def _learning_state(
+    section: RoleSection, architecture: Architecture, layout: Layout, stage: int, size: int
+) -> _LearningState:
+    """Gradients and Adam's state of a stage whose weights have ``size`` bytes, or those of its adapters."""
+    learning, lora, share = section.learns_by, section.adapters, section.offload.streamed_optimizer
+    assert learning is not None
+    gpus = layout.size // layout.pipeline
+    if lora is not None:
+        layers = stage_layer_indices(architecture, layout, stage)
+        trainable = adapter_parameters(architecture, lora, layers)  # whole on every GPU of the stage
+        # Adam's moments; the adapters are in float32, and their own master weights.
+        optimizer = 8.0 * trainable / (gpus if learning.distributed else 1)
+        streamed = share * optimizer
+        base = float(size * adapted_parameters(architecture, lora, layers, layout.tensor))
+        return _LearningState(
+            gradients=4.0 * trainable,
+            optimizer=optimizer - streamed,
+            streamed=streamed,
+            stream_buffer=min(streamed, 3.0 * _STREAMED_PIECE_BYTES),
+            adapters=4.0 * trainable + (0.0 if lora.offload_base else base),
+            base_on_host=base if lora.offload_base else 0.0,
+        )
+    # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
+    held, moments = rank_parameters(architecture, layout, stage), 8.0 if size == 4 else 12.0
+    copies, expert_copies = layout.data * layout.context, gpus // (layout.expert * layout.expert_parts)
+    if not learning.distributed:
+        copies = expert_copies = 1
+    optimizer = moments * ((held.total - held.experts) / copies + held.experts / expert_copies)
+    streamed = share * optimizer
+    # No parameter is cut, and the largest are the last to be streamed: the vocabulary's.
+    vocabulary = moments * architecture.padded_vocabulary(layout.tensor) // layout.tensor * architecture.hidden / copies
+    piece = vocabulary if share == 1 else 0.0
+    return _LearningState(
+        gradients=4.0 * held.total,
+        optimizer=optimizer - streamed,
+        streamed=streamed,
+        stream_buffer=min(streamed, max(piece, _STREAMED_PIECE_BYTES) + 2 * _STREAMED_PIECE_BYTES),
+    )
+
+
+def recomputed_layers(section: RoleSection, layout: Layout, layers: int) -> int:
+    """Return how many of a pipeline stage's ``layers`` an update recomputes; Megatron counts them chunk by chunk."""
+    if section.recompute.granularity != "full":
+        return 0
+    chunks = layout.virtual_pipeline
+    return chunks * min(layers // chunks, section.recompute.layers or layers)
+
+
+def _micro_batches_in_flight(layout: Layout, stage: int) -> float:
+    """Most micro-batches whose activations a stage holds at a time, by the one-forward-one-backward schedule.
+
+    With virtual stages, the interleaved one (arXiv 2104.04473, section 2.2, with the warm-up of megatron-core's
+    schedules.py): its forward passes before the first backward pass are each of one chunk.
+    """
+    behind, chunks = layout.pipeline - stage - 1, layout.virtual_pipeline
+    if chunks == 1:
+        return behind + 1
+    return (2 * behind + (chunks - 1) * layout.pipeline + 1) / chunks
+
+
+def _most_micro_batches(recipe: Recipe, tokens: int, data: int) -> int:
+    """Micro-batches of one data-parallel rank in one optimizer step, if every row were as long as it may be."""
+    rows = -(-recipe.batch.prompts_per_update * recipe.batch.rows_per_prompt // data)
+    return max(1, -(-rows * recipe.rows_per_response * recipe.longest_sequence // tokens))
+
+
+def _sequence_parts(section: RoleSection, architecture: Architecture, layout: Layout) -> int:
+    """Number of GPUs that norms are cut over; with experts always the tensor-parallel ones."""
+    return layout.tensor if section.sequence_parallel or architecture.experts else 1
+
+
+def _layer_activations(section: RoleSection, architecture: Architecture, layout: Layout, size: int) -> float:
+    """Bytes per token that one decoder layer keeps for its backward pass, in the manner of arXiv 2205.05198, section 4.
+
+    Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden). Inside: query, key, value and
+    the attention's output; and of the gated feed-forward layer gate, up and their product, and where the activation is
+    not fused, also silu(gate) and a copy of up. Attention itself keeps nothing of the order of tokens squared. Experts,
+    taken to be equally busy, keep the same of each token that they get, and its input and output.
+    """
+    a, experts = architecture, architecture.experts
+    outside = 4 * a.hidden / _sequence_parts(section, a, layout)
+    fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
+    kept = 3 if fused else 5  # Transformer Engine is taken to be installed
+    feed_forward = kept * a.feed_forward
+    if experts is not None:
+        feed_forward = experts.chosen * (kept * experts.feed_forward + 2 * a.hidden * layout.expert_parts)
+    inside = (2 * a.heads * a.head_dim + 2 * a.key_value_heads * a.head_dim + feed_forward) / layout.tensor
+    return size * (outside + inside)
+
+
+def _stage_activations(
+    section: RoleSection,
+    architecture: Architecture,
+    layout: Layout,
+    layers: int,
+    tokens: int,
+    size: int,
+    in_flight: float,
+) -> float:
+    """Bytes that one stage keeps; layers that are recomputed keep their input, and one of them at a time is whole."""
+    whole = _layer_activations(section, architecture, layout, size)
+    if section.recompute.granularity != "full":  # selective: fused attention has nothing large to give up
+        return tokens * layers * whole * in_flight
+    recomputed = recomputed_layers(section, layout, layers)
+    layer_input = size * architecture.hidden / _sequence_parts(section, architecture, layout)
+    kept = (layers - recomputed) * whole + recomputed * layer_input
+    return tokens * (kept * in_flight + whole)
+
+
+def _logit_bytes(
+    architecture: Architecture,
+    tokens: int,
+    tensor: int,
+    size: int,
+    *,
+    gradients: bool,
+    kept: bool = False,
+    frozen: bool = False,
+) -> float:
+    """A block of logits, or all where they are ``kept``; the tokens that are read, their gradient in float32 and,
+    unless it is ``frozen``, the gradient of the output layer."""
+    if architecture.head == "scalar":
+        return 0.0
+    columns = architecture.padded_vocabulary(tensor) // tensor
+    pieces = max(1, _LOGIT_BLOCK_BYTES // (size * tokens * _LOGIT_PIECE))
+    block = size * tokens * (columns if kept else min(columns, pieces * _LOGIT_PIECE))
+    of_layer = 0 if frozen else size * columns * architecture.hidden
+    learning = 4 * tokens * architecture.hidden + of_layer if gradients else 0
+    return float(block + size * tokens * architecture.hidden + learning)
