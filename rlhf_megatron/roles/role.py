@@ -367,6 +367,7 @@ class Role:
         taken = math.isfinite(grad_norm) and grad_norm <= highest
         if taken:
             self._optimizer.step()
+            faults.spoil_weights(self.learning.parameters())
             self.merge_adapters()
         elif math.isfinite(grad_norm):
             self.bad_gradients = f"its norm {grad_norm:.4g} is above optimizer.skip_grad_norm={highest:g}"

@@ -26,7 +26,7 @@ import torch
 from rlhf_megatron.errors import UserError
 
 VARIABLE = "RLHF_MEGATRON_FAULT"
-KINDS = ("kill", "stop", "exception", "out_of_memory", "nan", "disk_full", "clock", "store", "network")
+KINDS = ("kill", "stop", "exception", "out_of_memory", "nan", "overflow", "disk_full", "clock", "store", "network")
 # disk_full: no file of this process grows beyond it. Metrics and logs of a test are smaller, a model's files larger.
 LARGEST_FILE_BYTES = 1 << 18
 CLOCK_SECONDS = 3600.0
@@ -70,7 +70,7 @@ class _Armed:
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
-        self.is_read, self.spoils_gradients = False, False
+        self.is_read, self.spoils_gradients, self.spoils_weights = False, False, False
         self.undo: Callable[[], None] | None = None
 
 
@@ -82,7 +82,7 @@ def at(phase: str, step: int) -> None:
     if not _armed.is_read:
         _armed.fault, _armed.is_read = fault_of(os.environ), True
     fault = _armed.fault
-    _armed.spoils_gradients = False
+    _armed.spoils_gradients = _armed.spoils_weights = False
     if fault is None:
         return
     if _armed.undo and step > fault.last:
@@ -106,6 +106,8 @@ def _happen(kind: str, words: str) -> None:
             raise torch.OutOfMemoryError(words)
         case "nan":
             _armed.spoils_gradients = True
+        case "overflow":
+            _armed.spoils_weights = True
         case "disk_full" if _armed.undo is None:
             _armed.undo = _limit_files(LARGEST_FILE_BYTES)
         case "clock":  # what a correction of the system's clock looks like; time.monotonic() goes on
@@ -137,3 +139,9 @@ def spoil(parameters: Iterable[torch.nn.Parameter]) -> None:
     if _armed.spoils_gradients:
         gradient: torch.Tensor = getattr(next(iter(parameters)), "main_grad")  # noqa: B009  (Megatron's own attribute)
         gradient.view(-1)[0] = float("nan")
+
+
+def spoil_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Makes an element of the weights infinite after the optimizer's step, where that is due in this phase."""
+    if _armed.spoils_weights:
+        next(iter(parameters)).data.view(-1)[0] = float("inf")

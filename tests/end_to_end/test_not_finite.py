@@ -17,10 +17,9 @@ from end_to_end.commands import Finished, python, torchrun
 from end_to_end.runs import SUPERVISED, TRAIN, decisions, make_model, make_sums
 from rlhf_megatron.checkpoint.storage import TensorFile, publish, read_manifest, write_tensors
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
+from rlhf_megatron.runtime.faults import VARIABLE
 
 SECONDS_TO_END = 60.0
-# Decay alone takes weights beyond float32 with the first step, whatever the gradients, which are finite.
-DIVERGES = ("actor.optimizer.learning_rate=1.0e+30", "actor.optimizer.weight_decay=1.0e+30")
 NORM = "decoder.final_layernorm.weight"
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
 RECIPE = SUPERVISED | {
@@ -49,10 +48,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(folder: Path, tmp_path: Path) -> Callable[..., Finished]:
+def train(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
     """Runs the recipe on two ranks to its end."""
 
-    def run(*overrides: str) -> Finished:
+    def run(*overrides: str, fault: str = "") -> Finished:
+        monkeypatch.setenv(VARIABLE, fault)
         with torchrun(2, TRAIN, "sft.yaml", f"run_root={tmp_path}", *overrides, folder=folder) as command:
             return command.finish()
 
@@ -85,7 +85,9 @@ def test_a_run_that_diverges_ends_and_its_good_checkpoint_stays(
     train().check()
     checkpoints = tmp_path / "run" / "checkpoints"
     before = (checkpoints / "step-2" / "manifest.json").read_bytes()
-    finished = train("steps=4", *DIVERGES, "checkpoint.export_at_end=true", "checkpoint.export_interval=4")
+    finished = train(
+        "steps=4", "checkpoint.export_at_end=true", "checkpoint.export_interval=4", fault="overflow@update:3"
+    )
     line = finished.only_error().removeprefix("[rank 1] ")
     assert line.startswith("error: step 3: actor is not finite, and not saved: ")
     assert line.endswith("; lower actor.optimizer.learning_rate, and the same command goes on from step 2")
@@ -101,7 +103,7 @@ def test_a_run_that_diverges_ends_and_its_good_checkpoint_stays(
 def test_a_run_without_checkpoints_does_not_end_well_with_weights_that_are_not_finite(
     train: Callable[..., Finished],
 ) -> None:
-    finished = train("steps=1", *DIVERGES, "checkpoint.save_interval=0")
+    finished = train("steps=1", "checkpoint.save_interval=0", fault="overflow@update:1")
     line = finished.only_error()
     assert "step 1: actor is not finite" in line and line.endswith("goes on from the beginning")
 
@@ -113,7 +115,7 @@ def test_an_export_that_would_not_be_finite_leaves_the_older_one(
     train(*exporting, "steps=1").check()
     exported = tmp_path / "run" / "export" / "step-1" / "model.safetensors"
     before = exported.read_bytes()
-    finished = train(*exporting, "steps=2", *DIVERGES)
+    finished = train(*exporting, "steps=2", fault="overflow@update:1")
     assert "step 1: the actor is not finite, and not exported: " in finished.only_error()
     assert exported.read_bytes() == before
     assert [path.name for path in exported.parents[1].iterdir()] == ["step-1"]
