@@ -227,6 +227,11 @@ def test_old_logprobs_of_the_pass_itself_are_those_of_a_pass_before(correction: 
         assert own_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
+def covariance_of(policy_loss: str, **settings: float) -> dict[str, Any]:
+    """The section of covariance where a loss selects tokens by it."""
+    return {"covariance": settings} if policy_loss in SELECTING_LOSSES else {}
+
+
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_neither_micro_batches_nor_ranks_nor_row_order_change_anything(name: str) -> None:
     batch, logprobs, entropy = minibatch()
@@ -236,7 +241,7 @@ def test_neither_micro_batches_nor_ranks_nor_row_order_change_anything(name: str
             loss_aggregation=aggregation,
             kl_coef=0.1,
             entropy_coef=0.01,
-            covariance={"fraction": 0.2, "low": 0.0},
+            **covariance_of(name, fraction=0.2, low=0.0),
         )
         whole, gradient, metrics = loss_and_gradient(batch, logprobs, entropy, section, 10**6, 1)
         assert gradient[batch.response_mask].any() and not gradient[~batch.response_mask].any()
@@ -371,7 +376,7 @@ def test_the_penalty_reaches_the_advantage_and_the_controller_what_it_did() -> N
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_every_policy_loss_raises_what_was_rewarded(name: str) -> None:
-    learner, _, metrics = run_step(policy_loss=name, covariance={"low": 1e6, "high": 1e7})
+    learner, _, metrics = run_step(policy_loss=name, **covariance_of(name, low=1e6, high=1e7))
     changes = (learner.logprobs + 1.0)[batch_mask()].view(6, 2).sum(1)
     if name == "kl_cov":  # its penalty has no gradient at ratio 1
         assert metrics["train/clip_fraction"] > 0

@@ -312,7 +312,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     ("section", "message"),
     [
         (
-            RolloutSection(max_response_length=4, max_num_seqs=8, max_num_batched_tokens=4),
+            RolloutSection(max_response_length=4, max_num_seqs=1, max_num_batched_tokens=4),
             "rollout: vLLM refuses these settings: .*max_num_batched_tokens",
         ),
         (
