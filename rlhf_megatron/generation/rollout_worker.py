@@ -27,9 +27,9 @@ from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.shard_specs import rollout_shards
 from rlhf_megatron.regather.views import describe_sharing, shareable
 from rlhf_megatron.rewards.score import Scorer, reward_metrics, reward_totals
-from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Sampling, request_seed
+from rlhf_megatron.rollout.engine import Completion, GenerationRecord, RolloutEngine, Sampling, request_seed
+from rlhf_megatron.rollout.engines import make_engine
 from rlhf_megatron.rollout.response_lengths import LATEST
-from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_megatron.rollout.work_queue import WorkQueues
 from rlhf_megatron.topology.exchange import gather_objects, sum_over_ranks
 from rlhf_megatron.topology.team import world_of_their_own
@@ -48,7 +48,7 @@ _STATE = TypeAdapter(_State)
 
 
 class Rollouts:
-    """This rank's vLLM engine as one of several replicas, and the regathering that feeds it from the actor."""
+    """This rank's engine as one of several replicas, and the regathering that feeds it from the actor."""
 
     def __init__(self, session: Session) -> None:
         """Builds the engine; collective over the world."""
@@ -86,11 +86,11 @@ class Rollouts:
         why_copied = recipe.why_weights_are_copied
         actors = {} if why_copied else session.actor.parameters()
         shared = {name: actors[source] for name, source in shareable(plan).items()} if actors else {}
-        self.engine: VllmEngine | None = None
+        self.engine: RolloutEngine | None = None
         with session.phase("engine"):
             with world_of_their_own(ranks):
                 if self._replica is not None:
-                    self.engine = VllmEngine(
+                    self.engine = make_engine(
                         recipe.model.path,
                         section,
                         recipe.model.dtype,

@@ -191,7 +191,7 @@ def beside_llm_generate(
     engine: VllmEngine, sampling: Sampling, requests: Sequence[Request], repeats: int
 ) -> dict[str, Any]:
     """Tokens per second of both on the same requests."""
-    from rlhf_megatron.rollout.vllm.pulling import sampling_params
+    from rlhf_megatron.rollout.vllm.core import sampling_params
 
     tokens = sum(request.max_tokens or 0 for request in requests)
     given = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
@@ -263,7 +263,7 @@ class Round:
         from rlhf_megatron.rollout.work_queue import WorkQueues
 
         self._engine, self._sampling, self._load, self._oversample = engine, sampling, load, oversample
-        self._office = WorkQueues(scheduling, dist.get_rank(), dist.get_world_size(), name=f"{scheduling}{oversample}")
+        self._queues = WorkQueues(scheduling, dist.get_rank(), dist.get_world_size(), name=f"{scheduling}{oversample}")
         self._waiting: list[Group] = []
 
     def run(self, drawn: Sequence[Group]) -> dict[str, float]:
@@ -278,13 +278,13 @@ class Round:
             groups = [*self._waiting, *self._load.draw(more)]
         requests = self._load.requests(groups)
         before = sum(group.whole() == responses for group in groups)
-        tickets = self._office.open(
+        queue = self._queues.open(
             len({request.group_id for request in requests}), None if wanted is None else max(wanted - before, 0)
         )
         self._engine.weights_updated(0)
         dist.barrier()
         started = time.perf_counter()
-        completions = self._engine.generate(requests, self._sampling, tickets=tickets)
+        completions = self._engine.generate(requests, self._sampling, queue=queue)
         records = gather_objects(self._engine.record)
         seconds = time.perf_counter() - started
         if wanted is not None:

@@ -1,0 +1,68 @@
+"""Checks of a model's config.json and generation_config.json before vLLM reads them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlhf_megatron.rollout.engine import RolloutError
+from rlhf_megatron.rollout.vllm.refusals import one_line
+from rlhf_megatron.untrusted import read_json, shown
+
+_MOST_LAYERS = 10_000
+
+
+def checked_vocabulary(folder: Path) -> int:
+    """Return the size of the vocabulary of a model that generates and that vLLM computes as its config.json says.
+
+    Raises:
+        RolloutError: it is missing, malformed, or of a model that vLLM would misread.
+    """
+    path = folder / "config.json"
+    try:
+        config = read_json(path, RolloutError)
+    except RolloutError as error:
+        raise RolloutError(f"{error}; model.path must be a folder in Hugging Face format") from error
+    if not isinstance(config, dict):
+        raise RolloutError(
+            f"{shown(path)}: must hold a JSON object; model.path must be a folder in Hugging Face format"
+        )
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise RolloutError(f"{path}: num_hidden_layers is {shown(layers, 80)}; at most {_MOST_LAYERS} are possible")
+    _read_as_vllm_does(folder, config.get("model_type"))
+    classes = config.get("architectures")
+    if not classes:
+        # Without it vLLM guesses, and takes some families for embedding models.
+        raise RolloutError(f'{path}: "architectures" is missing; add it, for example ["Qwen3ForCausalLM"]')
+    if isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes):
+        raise RolloutError(
+            f"{path}: architectures is {shown(classes)}: a classifier generates nothing; name another model"
+        )
+    vocabulary, heads, hidden = (config.get(key) for key in ("vocab_size", "num_attention_heads", "hidden_size"))
+    if vocabulary is None:
+        raise RolloutError(f"{path}: vocab_size is missing; model.path must be a text model")
+    if type(vocabulary) is not int or vocabulary < 1:
+        raise RolloutError(f"{path}: vocab_size is {shown(repr(vocabulary), 80)}; it must be a whole number above 0")
+    head_dim = config.get("head_dim")
+    if config.get("model_type") == "qwen2" and head_dim is not None and hidden != head_dim * heads:
+        raise RolloutError(
+            f"{path}: head_dim is {head_dim}, and vLLM takes hidden_size / num_attention_heads for qwen2"
+        )
+    return vocabulary
+
+
+def _read_as_vllm_does(folder: Path, kind: object) -> None:
+    """Raise RolloutError where transformers, by which vLLM reads a folder's configs, refuses one."""
+    from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
+
+    try:
+        if kind in CONFIG_MAPPING:  # vLLM has some of its own
+            AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        if os.path.lexists(folder / "generation_config.json"):
+            read_json(folder / "generation_config.json", RolloutError)
+            GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    except RolloutError:
+        raise
+    except Exception as error:  # of any kind: a field of the file may replace a method of transformers'
+        raise RolloutError(f"rollout: {folder} has configs that transformers refuses: {one_line(error)}") from error
