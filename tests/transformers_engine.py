@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, Sampling
 from rlhf_megatron.rollout.engine_core import EngineOutput, EngineRequest
+from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.request_checks import check_requests
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.scheduler import GenerationScheduler
-from rlhf_megatron.rollout.vllm.random_state import preserved_random_state
 from rlhf_megatron.rollout.work_queue import WorkQueue
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {

@@ -60,11 +60,11 @@ def _is_defined(private: PrivateName, root: Path) -> bool:
     module = _tree(file)
     name, _, parameters = private.name.removesuffix(")").partition("(")
     owner, _, member = name.rpartition(".")
-    found = list(_members(module, owner, member) if owner else _definitions(module, member))
+    bindings = list(_members(module, owner, member) if owner else _definitions(module, member))
     if not parameters:
-        return bool(found)
+        return bool(bindings)
     wanted = parameters.split(", ")
-    return any(_parameters(node)[: len(wanted)] == wanted for node in found)
+    return any(_parameters(node)[: len(wanted)] == wanted for node in bindings)
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ class RolloutError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 takes the likeliest; ``top_k`` -1 is off.
+    """Settings of sampling. Temperature 0 takes the likeliest token; ``top_k`` -1 is off.
 
     ``stop_token_ids`` alone end a response: what the model's generation_config.json says is not looked at.
     """
@@ -46,21 +46,21 @@ class Completion:
     logprobs: list[float]  # of each sampled token, under the distribution that it was drawn from
     finish_reason: str  # "stop" or "length"; "abort": it was given up, and can be resumed
     weight_versions: list[int]  # of the weights that sampled each token
-    sampled: list[bool] | None = None  # which tokens are the model's, where others have spoken between its turns
+    sampled: list[bool] | None = None  # which tokens are the model's, where an environment has spoken between its turns
 
     @property
     def turns(self) -> int:
-        """How often the model has spoken."""
+        """Number of the model's turns."""
         marks = self.sampled if self.sampled is not None else [True] * len(self.token_ids)
         return sum(mark and not before for before, mark in itertools.pairwise([False, *marks]))
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens are the model's."""
+        """Number of tokens that are the model's."""
         return len(self.token_ids) if self.sampled is None else sum(self.sampled)
 
     def answered(self, token_ids: Sequence[int]) -> Completion:
-        """With ``token_ids`` of somebody else behind it."""
+        """Return it with ``token_ids`` of somebody else behind it."""
         count, before = len(token_ids), self.sampled or [True] * len(self.token_ids)
         return dataclasses.replace(
             self,
@@ -77,7 +77,7 @@ class Completion:
 
     @property
     def weight_version(self) -> int:
-        """The oldest of its tokens'."""
+        """Oldest weight version of its tokens."""
         return min(self.weight_versions)
 
 
@@ -110,7 +110,7 @@ class GenerationRecord:
 
 
 def request_seed(seed: int, step: int, row: int) -> int:
-    """The sampling seed of one trajectory: the same in every layout, unrelated between rows and steps."""
+    """Return the sampling seed of one trajectory: the same in every layout, unrelated between rows and steps."""
     digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 

@@ -1,4 +1,4 @@
-"""What an inference engine has to do for the scheduler: take a request, step, say what room it has, give up.
+"""Interface of an inference engine to the scheduler: take a request, step, say what room there is, abort.
 
 The scheduling policy (`scheduler.GenerationScheduler`) talks to an engine through this and nothing else. An engine
 names requests by the numbers that the scheduler gives them.
@@ -24,7 +24,7 @@ class EngineRequest:
 
 @dataclasses.dataclass(frozen=True)
 class EngineOutput:
-    """The tokens that a request has sampled; a stop token, if it ended by one, is the last of them."""
+    """Tokens that a request has sampled; a stop token, if it ended by one, is the last of them."""
 
     number: int
     token_ids: list[int]

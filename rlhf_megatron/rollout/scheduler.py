@@ -83,7 +83,7 @@ class GenerationScheduler:
 
     @property
     def record(self) -> GenerationRecord:
-        """What has been done so far."""
+        """Counts and time so far."""
         return GenerationRecord(self._seconds, self._steps, self._sampled_tokens, self._resumed, self._aborted)
 
     def generate(

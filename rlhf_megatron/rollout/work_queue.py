@@ -21,7 +21,7 @@ class WorkQueue:
     """Groups of one generation that are this replica's from the start."""
 
     replicas = 1
-    """How many claim from the same queue."""
+    """Number of replicas that claim from the same queue."""
 
     def __init__(self, numbers: Sequence[int], wanted: int | None = None) -> None:
         """Queue these group numbers; `wanted` finished groups are enough, None wants all of them."""

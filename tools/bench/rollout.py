@@ -196,8 +196,8 @@ def beside_llm_generate(
     tokens = sum(request.max_tokens or 0 for request in requests)
     given = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
     parameters = [sampling_params(sampling, request.seed, request.max_tokens or 0) for request in requests]
-    for of_request in parameters:
-        of_request.flat_logprobs = True  # the quicker of the two forms that vLLM has
+    for request_parameters in parameters:
+        request_parameters.flat_logprobs = True  # the quicker of the two forms that vLLM has
 
     def ours() -> int:
         return sum(len(completion.token_ids) for completion in engine.generate(requests, sampling))
@@ -240,12 +240,12 @@ def beside_a_static_split(
     for repeat in range(WARM_UPS + repeats):
         drawn = load.draw(load.prompts)
         for name, one_round in rounds.items():
-            found = one_round.run(drawn)
+            metrics = one_round.run(drawn)
             if repeat >= WARM_UPS:
-                for metric, value in found.items():
+                for metric, value in metrics.items():
                     measured[name][metric].append(value)
     result: dict[str, Any] = {
-        name: {metric: spread(values) for metric, values in found.items()} for name, found in measured.items()
+        name: {metric: spread(values) for metric, values in metrics.items()} for name, metrics in measured.items()
     }
     for name in ("queue", "resumed"):
         for metric, ending in (("tokens_per_second", ""), ("tokens_per_engine_step", "_in_engine_steps")):

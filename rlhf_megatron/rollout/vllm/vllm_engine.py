@@ -23,13 +23,13 @@ from rlhf_megatron.compat.vllm.names import check_version
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, RolloutError, Sampling
 from rlhf_megatron.rollout.lockstep import ReplicaRanks
+from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.request_checks import check_requests
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.scheduler import GenerationScheduler
 from rlhf_megatron.rollout.vllm.core import VllmCore
 from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments
 from rlhf_megatron.rollout.vllm.model_config import checked_vocabulary
-from rlhf_megatron.rollout.vllm.random_state import preserved_random_state
 from rlhf_megatron.rollout.vllm.refusals import refusal_of
 from rlhf_megatron.rollout.work_queue import WorkQueue
 

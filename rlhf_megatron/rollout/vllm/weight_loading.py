@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class LoadTrace:
-    """What a loader does with a checkpoint on one rank.
+    """Copies that a loader makes of a checkpoint on one rank.
 
     Attributes:
         copies: every copy, in the loader's order.
