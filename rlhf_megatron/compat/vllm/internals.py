@@ -93,7 +93,8 @@ def keep_logprobs_as_numbers(engine: Any, request_id: str) -> None:
 def abort_all(engine: Any) -> Iterator[Any]:
     """Abort each request, and yield vLLM's output of what it has sampled.
 
-    One at a time: of several, vLLM frees the cache blocks in an order that differs between the ranks of a replica.
+    One at a time: of several, vLLM frees the cache blocks in an order that differs between the ranks of a replica, and
+    their schedules must be the same (https://github.com/vllm-project/vllm/pull/12071).
     """
     from vllm.v1.engine import FinishReason
 

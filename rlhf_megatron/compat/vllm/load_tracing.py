@@ -1,7 +1,7 @@
 """A model of vLLM on the meta device, for any rank of a replica, in a process that is one rank: for tracing of loaders.
 
 Only the sizes and the rank of vLLM's group objects are set, and no function is replaced but the two that could not do
-their work on meta. vLLM has no public way to any of it, and no issue that asks for one.
+their work on meta. vLLM has no public way to either; on models on meta: https://github.com/vllm-project/vllm/issues/18009
 """
 
 from __future__ import annotations

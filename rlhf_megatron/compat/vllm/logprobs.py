@@ -4,8 +4,8 @@ On a GPU vLLM reads each row of logits twice and in many small pieces for the lo
 rank among all, which nobody asks for here; one kernel (``kernels.token_logprob``) reads it once and in a few. Then vLLM
 brings three arrays to the host, slices them for every token and appends to six lists in Python. Where a model is small
 that was a sixth of the time of an engine's step (0.5B with 256 sequences on an H200); what is here stands in for the
-three classes that do it and needs one array and one slice. No issue of vLLM's asks for it: it is the price of answering
-for any number of likeliest tokens.
+three classes that do it and needs one array and one slice. The same for vLLM itself, of its server:
+https://github.com/vllm-project/vllm/pull/57442
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Parameters of vLLM as views of tensors that somebody else owns: a model loader for vLLM, alike in 0.25 to 0.33.
 
 The views are there before vLLM looks at its memory, compiles and captures CUDA graphs, so all of these see the final
-addresses. What is shared is no part of vLLM's pools: it survives its sleep, and is never vLLM's to free.
+addresses. What is shared is no part of vLLM's pools: it survives its sleep, and is never vLLM's to free. vLLM's own way
+is to copy weights; on shards that a trainer holds already: https://github.com/vllm-project/vllm/issues/29701
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ def offered(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
     A parameter of another shape, type or device than the tensor of its name, or without one, has memory of its own,
     with small random numbers. Import vLLM before.
-
-    vLLM's registry of loaders would do for another name than "dummy", but see below; no issue of vLLM's asks for it.
     """
     from vllm.model_executor import model_loader
 
