@@ -35,8 +35,9 @@ fuzz: $(READY) ## Malformed input of all kinds, 5,000 examples of each (`make te
 chaos: $(READY) ## A small run with each fault, and what became of it, in about 20 minutes; ARGS="--only kill"
 	@$(PYTHON) tools/chaos/campaign.py $(ARGS)
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, its format too, and mypy
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy $(SOURCES)
 
 gpu-test: ## Tests on GPUs, with the Python of GPU_PYTHON

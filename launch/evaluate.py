@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 
-from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.recipe import RolloutRecipe, load_evaluation
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.runtime.command import (
     INPUT_STATUS,
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("recipe", help="a YAML file, see recipes/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
     arguments = parser.parse_intermixed_args()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_evaluation(arguments.recipe, arguments.overrides)
     prepare_environment()  # before torch is imported
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -42,7 +42,7 @@ def main() -> int:
     return record(on_this_rank)(functools.partial(evaluate, recipe)) or 0
 
 
-def evaluate(recipe: Recipe) -> int:
+def evaluate(recipe: RolloutRecipe) -> int:
     """Does this rank's part."""
     from rlhf_megatron.evaluation.standalone import evaluate as run
 

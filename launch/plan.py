@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.planning.layout_search import Candidate, find_layouts, nearest_layout
-from rlhf_megatron.recipe import load_recipe, role_ranks
+from rlhf_megatron.recipe import load_rl, role_ranks
 from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpus
 
 
@@ -25,20 +25,20 @@ def main() -> int:
     )
     parser.add_argument("recipe", help="a YAML file, see recipes/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
-    parser.add_argument("--world", type=int, required=True, help="the number of GPUs")
+    parser.add_argument("--world", required=True, help="the number of GPUs")
     parser.add_argument("--price", type=float, help="of a GPU for an hour, to reckon what the recipe's steps cost")
     arguments = parser.parse_intermixed_args()
-    number_of_gpus("--world", str(arguments.world))
+    world = number_of_gpus("--world", arguments.world)
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise UserError(f"--price={arguments.price}: must be 0 or more")
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    found = find_layouts(recipe, arguments.world)
-    nearest = "" if found else nearest_layout(recipe, arguments.world)
+    recipe = load_rl(arguments.recipe, arguments.overrides)
+    found = find_layouts(recipe, world)
+    nearest = "" if found else nearest_layout(recipe, world)
     if not found:
-        gpus = f"{arguments.world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB"
+        gpus = f"{world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB"
         print(f"error: no layout fits {gpus}; {nearest}", file=sys.stderr)
         return 1
-    shown = table(found, arguments.world, recipe.steps, arguments.price)
+    shown = table(found, world, recipe.steps, arguments.price)
     needed = Console(width=1000).measure(shown).maximum  # rich would cut what is wider than a file's 80 columns
     Console(width=max(needed, Console().width)).print(shown)
     print("the first:", " ".join(found[0].overrides) or "the recipe as it is")
@@ -66,7 +66,7 @@ def table(candidates: Sequence[Candidate], world: int, steps: int, price: float 
             f"TP{actor.layout.tensor} PP{actor.layout.pipeline} DP{gpus // actor.layout.model_gpus}",
             actor.recompute.granularity,
             f"{actor.offload.streamed_optimizer:.0%}",
-            f"TP{each.recipe.rollout.layout.tensor}" if each.recipe.rollout else "",
+            f"TP{each.recipe.rollout.layout.tensor}",
         )
     return found
 

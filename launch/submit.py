@@ -15,7 +15,7 @@ import jinja2
 
 from rlhf_megatron.monitor.environment_report import redact_argument
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, UserError, check_world, load_recipe, unsupported
+from rlhf_megatron.recipe import Recipe, RecipeError, UserError, check_world, load_recipe
 from rlhf_megatron.recipe.slurm import SlurmSection
 from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpus
 from rlhf_megatron.untrusted import read_text, reason_of, shown
@@ -24,6 +24,7 @@ LAUNCH = Path(__file__).resolve().parent
 # Between the signal and the end of the job, what is left for requeueing a run that has not ended.
 SECONDS_TO_REQUEUE = 30
 MOST_BYTES_OF_ARRAY = 2**20
+MOST_LINES_OF_ARRAY = 4000  # Slurm takes 1,001 where nobody has raised its MaxArraySize
 # What the script is made of beside its tasks. It is one for all runs of an array, so none can have values of its own.
 JOB_KEYS = (
     "cluster.gpus_per_node",
@@ -72,11 +73,14 @@ def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | N
     if array is None:
         return [_task(path, list(overrides), recipe, f"{path}")]
     try:
-        lines = read_text(array, UserError, MOST_BYTES_OF_ARRAY).splitlines()
+        lines = read_text(array, UserError, MOST_BYTES_OF_ARRAY).removeprefix("\ufeff").splitlines()
     except UserError as error:
-        reason = str(error).removeprefix(f"{shown(array)}: ").removeprefix("cannot be read ").strip("()")
+        reason = str(error).removeprefix(f"{shown(array)}: ").removeprefix("cannot be read ")
+        reason = reason[1:-1] if reason.startswith("(") else reason
         line = f"--array {shown(array)}: cannot be read ({reason}); write one line of overrides per run"
         raise UserError(line) from error
+    if len(lines) > MOST_LINES_OF_ARRAY:
+        raise UserError(f"--array {shown(array)}: has {len(lines):,} lines; at most {MOST_LINES_OF_ARRAY:,} are a job")
     tasks: list[Task] = []
     for number, line in enumerate(lines, start=1):
         where = f"{array}, line {number}"
@@ -87,7 +91,10 @@ def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | N
         if own:
             named = [] if any(text.startswith("name=") for text in own) else [f"name={recipe.name}-{len(tasks)}"]
             all_overrides = [*overrides, *own, *named]
-            of_run = load_recipe(path, all_overrides)
+            try:
+                of_run = load_recipe(path, all_overrides)
+            except RecipeError as error:
+                raise RecipeError(f"{error} ({shown(where)})") from error
             _check_same_job(recipe, of_run, where)
             tasks.append(_task(path, all_overrides, of_run, where))
     if not tasks:
@@ -119,9 +126,6 @@ def _check_no_secret(overrides: Sequence[str], where: str) -> None:
 
 def _task(path: str, overrides: list[str], recipe: Recipe, where: str) -> Task:
     _check_no_secret(overrides, where)
-    impossible = unsupported(recipe)
-    if impossible:
-        raise UserError(f"{where}: this version cannot do what the recipe asks for: " + "; ".join(impossible))
     gpus = number_of_gpus("slurm.nodes x cluster.gpus_per_node", str(recipe.slurm.nodes * recipe.cluster.gpus_per_node))
     check_world(recipe, gpus)
     return Task(str(RunFolder(recipe.run_root, recipe.name).path), [path, *overrides])

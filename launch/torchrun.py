@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -34,6 +36,7 @@ from rlhf_megatron.topology.store import serve_store
 from rlhf_megatron.untrusted import reason_of, shown
 
 LOOPBACK = "127.0.0.1"
+MOST_RANKS = 1024  # of one machine
 LOGGER = "torch.distributed.elastic.multiprocessing.api"
 
 
@@ -106,6 +109,8 @@ def refuse(message: str) -> NoReturn:
 def serve_rendezvous(options: argparse.Namespace) -> dist.TCPStore | None:
     """Serves the store of the rendezvous where that is on this machine, and has torchrun use it."""
     nodes = run.parse_min_max_nnodes(options.nnodes)[1]
+    if options.standalone and nodes > 1:
+        raise UserError(f"--standalone is one node, and --nnodes={shown(options.nnodes)} would wait for more; give one")
     says_nothing = options.rdzv_backend == "static" and not options.rdzv_endpoint and options.master_port is None
     if options.standalone or (nodes == 1 and says_nothing):
         options.standalone, options.rdzv_id, options.local_addr = False, f"standalone-{os.getpid()}", LOOPBACK
@@ -130,8 +135,13 @@ def serve_rendezvous(options: argparse.Namespace) -> dist.TCPStore | None:
 def configured(options: argparse.Namespace) -> tuple[api.LaunchConfig, Any, list[str]]:
     """What to launch, and how; raises ValueError or AssertionError where the options are not right."""
     ranks = run.determine_local_world_size(options.nproc_per_node)
-    if ranks < 1:
-        raise UserError(f"--nproc-per-node={ranks}: must be 1 or more")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UserError(f"--nproc-per-node={ranks}: must be from 1 to {MOST_RANKS}")
+    unknown = [name for name in options.signals_to_handle.split(",") if name.strip() not in signal.Signals.__members__]
+    if unknown:
+        raise UserError(f"--signals-to-handle: there is no signal {shown(unknown[0], 40)}; name some such as SIGTERM")
+    if not 0 < options.monitor_interval < math.inf:
+        raise UserError(f"--monitor-interval={options.monitor_interval}: must be a time above 0")
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it, after a banner
     if options.master_port is None:

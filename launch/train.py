@@ -6,8 +6,7 @@ import functools
 import os
 import sys
 
-from rlhf_megatron.errors import UserError
-from rlhf_megatron.recipe import Recipe, load_recipe, unsupported
+from rlhf_megatron.recipe import AnyRecipe, load_recipe
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.runtime.command import (
     INPUT_STATUS,
@@ -40,7 +39,7 @@ def main() -> int:
         help="go on from the run's newest sound checkpoint if it has one (auto), start anew, or from a given one",
     )
     parser.add_argument("--preflight", action="store_true", help="check machines, files and rewards before training")
-    parser.add_argument("--world", type=int, help="with --dry-run: the number of GPUs to plan for")
+    parser.add_argument("--world", help="with --dry-run: the number of GPUs to plan for")
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
@@ -48,7 +47,6 @@ def main() -> int:
 
         print(plan_text(recipe, planned_world(arguments.world)))
         return 0
-    refuse_unsupported(recipe)
     if "RANK" in os.environ:
         end_with_parent()
     stop_signals.listen()
@@ -59,20 +57,13 @@ def main() -> int:
     return record(on_this_rank)(functools.partial(train, recipe, arguments.resume, arguments.preflight)) or 0
 
 
-def planned_world(asked: int | None) -> int:
+def planned_world(asked: str | None) -> int:
     """The GPUs to plan for: those of ``--world``, or torchrun's; raises UserError where that is no number above 0."""
-    where, text = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) if asked is None else ("--world", str(asked))
+    where, text = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) if asked is None else ("--world", asked)
     return number_of_gpus(where, text)
 
 
-def refuse_unsupported(recipe: Recipe) -> None:
-    """Raises UserError with one line for each key that asks for what cannot be done."""
-    lines = unsupported(recipe)
-    if lines:
-        raise UserError("this version cannot do what the recipe asks for:\n  " + "\n  ".join(lines))
-
-
-def train(recipe: Recipe, resume: str, check_first: bool) -> int:
+def train(recipe: AnyRecipe, resume: str, check_first: bool) -> int:
     """Runs the recipe's loop on this rank; returns the exit status."""
     from rlhf_megatron.loops.run import run
 

@@ -38,6 +38,14 @@ class DataError(UserError):
     """Bad training data or a bad tokenizer: one line that names file, row and column, and says what to do."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used, with the file and the reason."""
+
+
+class ForeignCheckpoint(CheckpointError):
+    """A sound checkpoint of another model or another kind of run, as the older ones beside it will be."""
+
+
 class RewardError(UserError):
     """A reward that cannot be computed: one line that names the function or data source, the sample, and what to do."""
 

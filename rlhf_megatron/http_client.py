@@ -83,7 +83,7 @@ class HttpClient:
             self._client = httpx2.AsyncClient(
                 headers=_HEADERS | dict(headers or {}),
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # no request depends on one before
-                verify=ssl.create_default_context(),
+                verify=_certificates(),
                 proxy=_proxy_of(url),
                 timeout=None,  # the exchange's deadline is the only one
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
@@ -147,6 +147,12 @@ def _settle(future: concurrent.futures.Future[Any], function: Callable[..., Any]
         future.set_result(function(*arguments))
     except BaseException as error:
         future.set_exception(error)
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """The authorities that this machine trusts, whose reading takes as long as many exchanges."""
+    return ssl.create_default_context()
 
 
 @functools.cache

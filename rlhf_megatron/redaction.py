@@ -7,21 +7,26 @@ cannot be told from other text.
 
 from __future__ import annotations
 
+import base64
+import functools
+import html
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, quote_plus, unquote, urlsplit
 
 HIDDEN = "***"
-# A shorter value of a variable would be met in text that is no secret.
+# A shorter value of a variable would be met in text that is no secret, and so would a shorter one of its lines.
 SHORTEST = 6
+_SHORTEST_LINE = 12
 
 # A name with one of these words anywhere in it is a secret's.
 _SECRET_WORDS = {
     "secret", "secrets", "password", "passwords", "passwd", "passphrase", "passphrases", "passcode", "pwd",
     "credential", "credentials", "cred", "creds", "authorization", "auth", "oauth", "bearer", "cookie", "cookies",
-    "jwt", "dsn", "webhook", "webhooks",
+    "jwt", "dsn", "webhook", "webhooks", "pw", "csrf", "xsrf", "totp", "mnemonic", "pem", "hmac",
 }  # fmt: skip
 # So is one whose last word is one of these; of keys and tokens, unless the words before say what they are.
 _SECRET_ENDINGS = {
@@ -45,7 +50,7 @@ _PLAIN_TOKENS = {
 # Names that are written without a separator, such as apikey and AccessKeyId.
 _JOINED = re.compile(
     r"(api|access|secret|private|signing|encryption|account|storage|shared|license|master|deploy|ssh)keys?"
-    r"|secret(?!ar)|password|passwd|passphrase|credential|connectionstring|connstr|sessionid|pwd$"
+    r"|secret(?!ar)|password|passwd|passphrase|passcode|credential|connectionstring|connstr|sessionid|pwd$|(pg|ssh)pass$"
     r"|(api|auth|access|refresh|bearer|session|hf|bot|security)tokens?$"
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+")
@@ -53,20 +58,37 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+")
 _URL_PARAMETERS = frozenset({"code", "state", "sig", "ticket"})
 
 _PEM = re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL)
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s]*@")
-_WEBHOOK_PATH = re.compile(r"(?<=://)(hooks\.slack\.com/|discord(?:app)?\.com/api/webhooks/)[^\s\"'<>]+")
+_URL_LOGIN = re.compile(r"(?:(?<=://)|(?<=:\\/\\/))[^/\s]*@")
+_WEBHOOK_PATH = re.compile(
+    r"(?<=://)(hooks\.slack\.com/|api\.telegram\.org/bot|[^\s\"'<>]{1,200}?/(?:webhooks?|webhookb2|hooks?|with/key)/)"
+    r"[^\s\"'<>]+"
+)
 _SCHEME = re.compile(r"\b(bearer|basic)(\s+)(?=[^\s]*[0-9=_.-])[\w.~+/=-]{8,}", re.IGNORECASE)
 _TOKEN_SHAPES = re.compile(
     r"(?<![A-Za-z0-9])("
     r"sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|(AKIA|ASIA)[A-Z0-9]{16}|xox[a-z]-[\w-]{8,}|AIza[\w-]{30,}|ya29\.[\w-]{16,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}"
-    r"|eyJ[\w-]{8,}\.[\w-]{8,}(\.[\w-]*)?"
+    r"|(xapp|nvapi|tvly|pplx|xai)-[\w-]{16,}|(dckr_pat|dop_v1|r8|gsk|[sr]k_live|[sr]k_test|shpat|lin_api|wandb_v1)_[\w-]{16,}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|AGE-SECRET-KEY-\w{16,}"
+    r"|eyJ[\w-]{8,2000}+\.[\w-]{8,}(\.[\w-]*)?"
     r")"
 )
+# Headers that end with their line; arguments of a command line; elements of XML.
+_AUTHORIZATION = re.compile(
+    r"(authorization[\"']?\s{0,4}[:=]\s{0,4}[\"']?)[\w-]{1,40}[ \t]{1,4}[^\n\"']+", re.IGNORECASE
+)
+_COOKIE = re.compile(r"(cookie[\"']?\s{0,4}[:=]\s{0,4}[\"']?)[\w.-]{1,100}+=[^\n\"']+", re.IGNORECASE)
+_LOGIN_ARGUMENT = re.compile(r"(?<!\S)((?:-u|--user)[ \t=]{1,4}[\"']?[^\s:\"']{1,100}:)[^\s\"']+")
+_ARGUMENT = re.compile(rf"(?<!\S)(--([A-Za-z][\w-]{{0,100}})[ \t]{{1,4}})[\"']?(?!-)[^\s\"']{{{SHORTEST},}}")
+_ELEMENT = re.compile(r"(<([A-Za-z][\w.:-]{0,100})>)[^<>]+(?=</)")
 # What stands before a value in `name=value`, `"name": "value"` and `?name=value`, and the value.
-_NAME = re.compile(r"(?<![\w.])([A-Za-z_][\w.\-]{0,100}+)([\"']?\s{0,4}[:=]\s{0,4})")
+_NAME = re.compile(
+    r"(?:(?<![\w.])|(?<=%3F)|(?<=%26))([A-Za-z_][\w.\-]{0,100}+)(\\{0,3}[\"']?\s{0,4}(?:=>|->|[:=]|%3[Dd])\s{0,4})"
+)
 # A value that ends in a sign, as in `auth= key: x`, goes on behind it.
-_VALUE = re.compile(r"(?:[^\s,;&\"'\])}]+[:=]\s{1,4})*+(?:\"[^\"]*\"|'[^']*'|[^\s,;&\"'\])}]+)")
+_VALUE = re.compile(
+    r"(?:[^\s,;&\"'\])}]+[:=]\s{1,4})*+(?:\\{1,3}[\"'][^\"']*|b?\"[^\"]*\"|b?'[^']*'|[^\s,;&\"'\])}]+)?"
+)
 # In prose these alone say nothing: "unknown token: x", "write KEY=VALUE".
 _PROSE = {
     "key", "keys", "token", "tokens", "session", "sessions", "signature", "signatures", "auth", "cookie",
@@ -126,8 +148,9 @@ def secret_values(variables: Sequence[str] = ()) -> list[str]:
     `Bearer x` also the x, and of a URL also its path, which is a webhook's secret part.
     """
     named = {name for name in os.environ if is_secret_name(name) and not _is_no_secret_of_a_shell(name)}
-    found = {part for name in named.union(_declared, variables) for part in _parts(os.environ.get(name, "").strip())}
-    return sorted((part for part in found if len(part) >= SHORTEST), key=len, reverse=True)
+    found = {form for name in named.union(_declared, variables) for form in _forms(os.environ.get(name, "").strip())}
+    found.update(form for value in os.environ.values() if "@" in value for form in _forms(_url_password(value)))
+    return sorted(found, key=len, reverse=True)
 
 
 def _is_no_secret_of_a_shell(name: str) -> bool:
@@ -135,15 +158,43 @@ def _is_no_secret_of_a_shell(name: str) -> bool:
     return name in ("PWD", "OLDPWD") or name.endswith(("_SOCK", "SESSION", "_FILE", "_PATH", "_DIR", "_DIRECTORY"))
 
 
+@functools.lru_cache(maxsize=1024)
+def _forms(value: str) -> frozenset[str]:
+    """A secret and its parts, each also as URLs, JSON, Python, HTML, hexadecimal digits and base64 would hold it."""
+    parts = [part for part in _parts(value) if len(part) >= SHORTEST]
+    return frozenset(form for part in parts for form in _encoded(part) if len(form) >= SHORTEST)
+
+
+def _encoded(part: str) -> Iterator[str]:
+    data = part.encode(errors="surrogateescape")
+    yield from (part, quote(data, safe=""), quote(data), quote_plus(data))
+    yield from (json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1], repr(part)[1:-1], repr(data)[2:-1])
+    yield from (html.escape(part), data.hex())
+    for before in range(3):  # as it may stand behind other text, such as a login's name
+        coded = base64.b64encode(bytes(before) + data).decode()
+        own = coded[-(-8 * before // 6) : 8 * (before + len(data)) // 6]
+        yield from (own, own.replace("+", "-").replace("/", "_"))
+
+
+def _url_password(value: str) -> str:
+    try:
+        return unquote(urlsplit(value).password or "")
+    except ValueError:
+        return ""
+
+
 def _parts(value: str) -> Iterator[str]:
     yield value
+    lines = value.splitlines() if "\n" in value else []
+    yield from (line.strip() for line in lines if len(line.strip()) >= _SHORTEST_LINE)
     yield from re.findall(r"^(?:bearer|basic|token)\s+(\S+)$", value, re.IGNORECASE)
+    yield from re.findall(r"(?:key|password|pwd|secret|signature)=([^;&]+)", value, re.IGNORECASE)
     if "://" in value:
         try:
             url = urlsplit(value)
         except ValueError:
             return
-        yield from (f"{url.path}?{url.query}" if url.query else url.path, url.query, url.password or "")
+        yield from (f"{url.path}?{url.query}", url.path, url.query, url.password or "", _url_password(value))
 
 
 def _variables_named_in(value: Any) -> list[str]:
@@ -194,16 +245,25 @@ def _without_values(text: str, secrets: Sequence[str]) -> str:
 def _without_shapes(text: str) -> str:
     text = _URL_LOGIN.sub(f"{HIDDEN}@", _PEM.sub(HIDDEN, text))
     text = _TOKEN_SHAPES.sub(HIDDEN, _WEBHOOK_PATH.sub(rf"\1{HIDDEN}", text))
+    for pattern in (_AUTHORIZATION, _COOKIE, _LOGIN_ARGUMENT):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    for pattern in (_ARGUMENT, _ELEMENT):
+        text = pattern.sub(lambda match: match[1] + HIDDEN if is_secret_name(match[2]) else match[0], text)
     return _without_pairs(_SCHEME.sub(rf"\1\2{HIDDEN}", text))
 
 
 def _without_pairs(text: str) -> str:
-    """Hides the value in each `name=value` and `name: value` with a secret's name; values may hold further pairs."""
+    """Hides the value in each `name=value` and `name: value` with a secret's name; values may hold further pairs.
+
+    Linear in the text: a value is looked for behind a secret's name alone, and what it covers is passed over.
+    """
     kept, done = [], 0
     for match in _NAME.finditer(text):
+        before = text[max(0, match.start() - 1) : match.start()]
+        if match.start() < done or not _names_secret(match, before):
+            continue
         value = _VALUE.match(text, match.end())
-        is_new = value and match.start() >= done and value[0].strip("\"'") != HIDDEN
-        if value and is_new and _names_secret(match, text[max(0, match.start() - 1) : match.start()]):
+        if value and value[0] and value[0].strip("\"'") != HIDDEN:
             kept += [text[done : match.end()], HIDDEN]
             done = value.end()
     return "".join([*kept, text[done:]])
@@ -211,7 +271,7 @@ def _without_pairs(text: str) -> str:
 
 def _names_secret(match: re.Match[str], before: str) -> bool:
     name, sign = match.groups()
-    if before in tuple("?&;#") and sign == "=":
+    if (before in tuple("?&;#") and sign == "=") or sign.lower() == "%3d":
         return is_secret_parameter(name)
     is_prose = name.lower() in _PROSE and before not in tuple("{,\"'(-")
     return is_secret_name(name) and not is_prose

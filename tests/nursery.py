@@ -6,13 +6,23 @@
 Torch, Megatron and vLLM take ten seconds to import, on each rank of each launch. A fork of a process that has imported
 them is there at once, and is otherwise what it would be: a process with an identifier, an environment (in /proc too), a
 working folder, files and a session of its own, that runs the script as `__main__`, takes signals and ends by itself.
-torchrun is run in the same way, by its own code: only how it starts a rank is replaced.
+torchrun and tools/tune.py are run in the same way, by their own code: only how they start a process is replaced.
+
+The environment in /proc: the kernel shows the memory that a process was started with, which a fork has from the
+nursery, and of which `os.environ` is a copy. Others go by it: `rlhf_megatron.runtime` finds a rank's torchrun, and the
+ranks that have ended, by TORCHELASTIC_RUN_ID and LOCAL_RANK, and tests find a rank to kill by RANK. So the nursery is
+started with a long variable, ROOM, and a fork writes its own environment over that memory, through /proc/self/mem,
+where a wrong address is an OSError. What a process shows:
+
+    tr '\\0' '\\n' < /proc/PID/environ
+
+Where a test fails, start its command with `warm=False` (tests/end_to_end/commands.py): an ordinary process, ten seconds
+slower. If it then passes, the nursery is to blame.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import gc
 import importlib
@@ -55,6 +65,11 @@ class Nursling:
     def poll(self) -> int | None:
         """The exit status (minus the signal that ended it), or None while it runs."""
         return self._nursery.status(self.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        """As ``poll``."""
+        return self.poll()
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status; raises subprocess.TimeoutExpired after ``timeout`` seconds."""
@@ -186,11 +201,14 @@ def become(request: list[Any]) -> None:
     while arguments[0] in ("-P", "-u"):
         flags.append(arguments.pop(0))
     sys.stdout.reconfigure(write_through="-u" in flags)  # type: ignore[union-attr]
+    further = None
     if arguments[:2] == TORCHRUN or arguments[0].endswith("launch/torchrun.py"):
-        request_of_rank = take_over_torchrun()
-        if request_of_rank is not None:
-            become(request_of_rank)
-            return
+        further = take_over(starts_of_torchrun)
+    elif arguments[0].endswith("tools/tune.py"):
+        further = take_over(starts_of_tune)
+    if further is not None:
+        become(further)
+        return
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -201,13 +219,11 @@ def become(request: list[Any]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def take_over_torchrun() -> list[Any] | None:
-    """Lets torchrun's code start ranks as forks of a process that stays as it is now, without torchrun's threads.
+def take_over(starts: Callable[[Nursery], None]) -> list[Any] | None:
+    """Lets a command's code start processes as forks of one that stays as it is now, without the command's threads.
 
-    Returns None in torchrun, and in each rank its request.
+    ``starts`` replaces how it does that. Returns None in the command, and in each fork its request.
     """
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
-
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         here.close()
@@ -216,24 +232,46 @@ def take_over_torchrun() -> list[Any] | None:
             os._exit(0)
         return request
     there.close()
-    nursery = Nursery(here)
+    starts(Nursery(here))
+    return None
+
+
+def starts_of_torchrun(nursery: Nursery) -> None:
+    """Its ranks."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     def popen(handler: Any, command: Sequence[str], environment: Mapping[str, str]) -> Nursling:
         files = [0, *(file.fileno() if file else n for n, file in ((1, handler._stdout), (2, handler._stderr)))]
         return nursery.start(command, Path.cwd(), environment, files, new_session=True)
 
     SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
-    return None
+
+
+def starts_of_tune(nursery: Nursery) -> None:
+    """Its runs; other programs are started as ever."""
+    usual = subprocess.Popen
+
+    def popen(command: Sequence[str], *arguments: Any, **named: Any) -> Any:
+        if list(command[:1]) != [sys.executable] or not named.get("start_new_session"):
+            return usual(command, *arguments, **named)
+        log = named["stdout"].fileno()
+        return nursery.start(command, Path.cwd(), os.environ, [0, log, log], new_session=True)
+
+    subprocess.Popen = popen  # type: ignore[misc, assignment]
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """Makes it this process's, also where the kernel shows it to others: in the memory that ROOM has made large."""
+    """Makes it this process's, also where the kernel shows it to others: in the memory that ROOM has made large.
+
+    What is longer than that memory is cut off there, and only there: a process started without ROOM has little.
+    """
     os.environ.clear()
     os.environ.update(environment)  # copies: nothing points into the old memory any more
     shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     start, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, shown, min(len(shown), end - start))
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(shown[: end - start].ljust(end - start, b"\0"))
 
 
 def end_with(action: Callable[[], None]) -> None:

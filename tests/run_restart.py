@@ -18,7 +18,7 @@ import pyarrow.parquet
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.checkpoint.manager import Checkpoints, choose_checkpoint
+from rlhf_megatron.checkpoint.manager import Checkpoints, sound_checkpoints
 from rlhf_megatron.checkpoint.storage import MetricValue, forget_best, publish, random_state, step_of, write_tensors
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.evaluation.history import History
@@ -116,13 +116,13 @@ def _go_on(recipe: Recipe, folder: RunFolder, resume: str, out: io.StringIO) -> 
     def tell(text: str) -> None:
         out.write(text + "\n")
 
-    found = choose_checkpoint(folder.checkpoints, resume, tell)
-    step = step_of(found) if found else 0
-    folder.prepare(resume=step > 0)
+    candidates = sound_checkpoints(folder.checkpoints, resume, tell)
+    found, step = next(candidates, None), 0
+    folder.prepare(resume=found is not None)
     history = History()
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint, {}, {"history": history}, tell)
     if found:
-        assert checkpoints.restore(found) == step
+        step = step_of(checkpoints.restore_one_of(candidates, found))
         assert history.summary() == {"first": 0.5, "last": 0.5}
     else:
         forget_best(folder.checkpoints)

@@ -17,25 +17,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
-import shutil
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.errors import DataError, UserError
+from rlhf_megatron.models.gguf import GgufFile
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
-from rlhf_megatron.runtime.command import ArgumentParser, command
+from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
 from rlhf_megatron.untrusted import read_text, reason_of, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
+    from rlhf_megatron.models.architecture import Architecture
     from rlhf_megatron.models.hf_files import Companions
 
 DTYPES = ("bfloat16", "float32")
@@ -60,108 +61,87 @@ TOP_NAMES = {
 CONTROL_TOKEN = 3
 # The value of tokenizer.ggml.pre whose splitting rule `build_tokenizer` knows.
 PRE_TOKENIZER = "smollm"
-
-
-class GgufFile:
-    """A GGUF file's fields and tensors, read through the gguf package."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file; raise UserError if it or the gguf package is missing, or if it is no GGUF file."""
-        try:
-            package: Any = importlib.import_module("gguf")
-            self._quants: Any = importlib.import_module("gguf.quants")
-        except ImportError as error:
-            raise UserError(
-                "reading GGUF files needs the gguf package: pip install 'rlhf-megatron[convert]' (or gguf)"
-            ) from error
-        if not path.is_file():
-            raise UserError(f"--input: there is no file {path}")
-        self.path = path
-        try:
-            self._reader: Any = package.GGUFReader(str(path))
-        except (ValueError, IndexError, KeyError, OSError, TypeError, OverflowError) as error:
-            raise UserError(f"{path} cannot be read as GGUF ({reason_of(error)}); is it whole?") from error
-
-    def field(self, name: str, default: Any = None) -> Any:
-        """Return a metadata field; raise UserError if it is missing and there is no default."""
-        found = self._reader.fields.get(name)
-        if found is not None:
-            return found.contents()
-        if default is None:
-            raise UserError(f"{self.path} has no field {name}; only Llama files with their tokenizer can be converted")
-        return default
-
-    def require(self, name: str, wanted: str) -> None:
-        """Raise UserError if a field is not what this converter knows."""
-        if (value := self.field(name)) != wanted:
-            raise UserError(f"{self.path}: {name} is {shown(repr(value))}, and only {wanted!r} can be converted")
-
-    def tensors(self) -> dict[str, Any]:
-        """Return the tensors by GGUF's names, still quantised."""
-        return {tensor.name: tensor for tensor in self._reader.tensors}
-
-    def expand(self, tensor: Any) -> NDArray[Any]:
-        """Return a tensor's values in float32, rows first as in Hugging Face; raise UserError for unknown kinds."""
-        try:
-            values: NDArray[Any] = self._quants.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise UserError(
-                f"{self.path}: {tensor.name} has kind {tensor.tensor_type!r}, which the gguf package cannot expand"
-            ) from error
-        return values.astype("float32")
-
-
-def build_config(source: GgufFile, dtype: str) -> LlamaConfig:
-    """Return the model's configuration; raise UserError for what is no plain Llama."""
-    from transformers import LlamaConfig
-
-    source.require("general.architecture", "llama")
-    if (scaling := source.field("llama.rope.scaling.type", "none")) != "none":
-        raise UserError(f"{source.path}: llama.rope.scaling.type is {scaling!r}, and only 'none' can be converted")
-    hidden, heads = source.field("llama.embedding_length"), source.field("llama.attention.head_count")
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        dtype=dtype,
-        vocab_size=len(source.field("tokenizer.ggml.tokens")),
-        hidden_size=hidden,
-        intermediate_size=source.field("llama.feed_forward_length"),
-        num_hidden_layers=source.field("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=source.field("llama.attention.head_count_kv", heads),
-        head_dim=source.field("llama.attention.key_length", hidden // heads),
-        max_position_embeddings=source.field("llama.context_length"),
-        # Stored in 32 bits: 9.999999747378752e-06 was 1e-05.
-        rms_norm_eps=float(f"{source.field('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        rope_parameters={"rope_type": "default", "rope_theta": float(source.field("llama.rope.freq_base", 10000.0))},
-        tie_word_embeddings="output.weight" not in source.tensors(),
-        bos_token_id=source.field("tokenizer.ggml.bos_token_id"),
-        eos_token_id=source.field("tokenizer.ggml.eos_token_id"),
-        pad_token_id=source.field("tokenizer.ggml.padding_token_id", source.field("tokenizer.ggml.eos_token_id")),
-        attention_bias=False,
+# What is read of the model itself; others may change what it computes.
+KNOWN_FIELDS = {
+    f"llama.{name}"
+    for name in (
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+        "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
+        "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "vocab_size",
     )
+}  # fmt: skip
 
 
-def convert_tensors(source: GgufFile, config: LlamaConfig) -> dict[str, Tensor]:
+def build_config(source: GgufFile, dtype: str) -> dict[str, Any]:
+    """Return the model's config.json; raise UserError for what is no plain Llama."""
+    source.require("general.architecture", "llama")
+    if "llama.rope.scaling.type" in source.fields:
+        source.require("llama.rope.scaling.type", "none")
+    unknown = sorted(name for name in source.fields if name.startswith("llama.") and name not in KNOWN_FIELDS)
+    if unknown:
+        raise UserError(
+            f"{source.path}: {shown(unknown[0])} is {shown(repr(source.fields[unknown[0]]), 80)}, which this converter "
+            "does not know and which may change what the model computes; take another file"
+        )
+    hidden, heads = source.field("llama.embedding_length", int), source.field("llama.attention.head_count", int)
+    vocabulary = len(source.texts("tokenizer.ggml.tokens"))
+    head_dim = source.field("llama.attention.key_length", int, hidden // max(1, heads))
+    for name, size in {
+        "llama.attention.value_length": head_dim,
+        "llama.rope.dimension_count": head_dim,
+        "llama.vocab_size": vocabulary,
+    }.items():
+        if name in source.fields:
+            source.require(name, size)
+    end = source.token("tokenizer.ggml.eos_token_id")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": dtype,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": source.field("llama.feed_forward_length", int),
+        "num_hidden_layers": source.field("llama.block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": source.field("llama.attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": source.field("llama.context_length", int),
+        # Stored in 32 bits: 9.999999747378752e-06 was 1e-05.
+        "rms_norm_eps": float(f"{source.field('llama.attention.layer_norm_rms_epsilon', float):.6g}"),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": source.field("llama.rope.freq_base", float, 10000.0),
+        },
+        "tie_word_embeddings": "output.weight" not in source.tensors(),
+        "bos_token_id": source.token("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": end,
+        "pad_token_id": source.token("tokenizer.ggml.padding_token_id", end),
+        "attention_bias": False,
+    }
+
+
+def convert_tensors(source: GgufFile, architecture: Architecture, dtype: str) -> dict[str, Tensor]:
     """Return every weight by its Hugging Face name; raise UserError if names or shapes are not the model's."""
     import torch
-    from transformers import LlamaForCausalLM
 
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    from rlhf_megatron.models.weight_map import tensor_shapes
+
+    expected = tensor_shapes(architecture)
+    heads = {"attn_q": architecture.heads, "attn_k": architecture.key_value_heads}
     weights: dict[str, Tensor] = {}
     for gguf_name, tensor in source.tensors().items():
         name, kind = _hugging_face_name(gguf_name)
         if name is None or name not in expected:
-            raise UserError(f"{source.path}: {gguf_name} is no weight of a plain Llama, which alone can be converted")
+            raise UserError(
+                f"{source.path}: {shown(gguf_name)} is no weight of a plain Llama, which alone can be converted"
+            )
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if shape != expected[name]:
+            raise UserError(f"{source.path}: {gguf_name} has shape {shape}, not {expected[name]}")
         values = source.expand(tensor)
         if kind in heads:
             values = unpermute(values, heads[kind])
-        if values.shape != expected[name]:
-            raise UserError(f"{source.path}: {gguf_name} has shape {values.shape}, not {tuple(expected[name])}")
-        weights[name] = torch.from_numpy(values.copy()).to(dtype)
+        weights[name] = torch.from_numpy(values.copy()).to(getattr(torch, dtype))
         if not bool(weights[name].isfinite().all()):
             raise UserError(f"{source.path}: {gguf_name} is not finite (NaN or infinity) as {dtype}; download it again")
     if missing := sorted(set(expected) - set(weights)):
@@ -194,27 +174,32 @@ def build_tokenizer(source: GgufFile) -> PreTrainedTokenizerFast:
 
     source.require("tokenizer.ggml.model", "gpt2")
     source.require("tokenizer.ggml.pre", PRE_TOKENIZER)
-    tokens: list[str] = source.field("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in source.field("tokenizer.ggml.merges")]
-    inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokens, kinds = source.texts("tokenizer.ggml.tokens"), source.field("tokenizer.ggml.token_type", list)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens) or len(kinds) != len(tokens) or any(type(kind) is not int for kind in kinds):
+        raise UserError(
+            f"{source.path}: tokenizer.ggml.tokens has {len(tokens)} tokens, {len(vocabulary)} of them different, and "
+            f"token_type {len(kinds)} numbers or else; download the file again"
+        )
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in source.texts("tokenizer.ggml.merges")]
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     inner.decoder = decoders.ByteLevel()
-    kinds = source.field("tokenizer.ggml.token_type")
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
     inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    end = source.field("tokenizer.ggml.eos_token_id")
+    end = source.token("tokenizer.ggml.eos_token_id")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner,
-        bos_token=tokens[source.field("tokenizer.ggml.bos_token_id")],
+        bos_token=tokens[source.token("tokenizer.ggml.bos_token_id")],
         eos_token=tokens[end],
-        unk_token=tokens[source.field("tokenizer.ggml.unknown_token_id", 0)],
-        pad_token=tokens[source.field("tokenizer.ggml.padding_token_id", end)],
+        unk_token=tokens[source.token("tokenizer.ggml.unknown_token_id", 0)],
+        pad_token=tokens[source.token("tokenizer.ggml.padding_token_id", end)],
         clean_up_tokenization_spaces=False,
-        model_max_length=source.field("llama.context_length"),
+        model_max_length=source.field("llama.context_length", int),
     )
-    template = source.field("tokenizer.chat_template", "")
+    template = source.field("tokenizer.chat_template", str, "")
     if template:
         tokenizer.chat_template = template
     return tokenizer
@@ -224,45 +209,52 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
     """Write the folder and return what was written: parameters, bytes of the weights, dtype.
 
     The folder appears whole or not at all. Raises UserError for files that cannot be converted, and for an `output`
-    that exists.
+    that exists or cannot be written.
     """
-    if output.exists():
-        raise UserError(f"--output: {output} exists already; remove it or choose another folder")
+    check_output(output)
     source = GgufFile(source_path)
-    from safetensors.torch import save_file
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LlamaConfig
 
+    from rlhf_megatron.data.tokenizer import load_tokenizer
+    from rlhf_megatron.durable import whole_folder
     from rlhf_megatron.models.architecture import parse_architecture
+    from rlhf_megatron.models.hf_files import write_safetensors
 
     try:
         config = build_config(source, dtype)
-        parse_architecture(json.loads(config.to_json_string()), output)
+        architecture = parse_architecture(config, source.path)
         tokenizer = build_tokenizer(source)
     except UserError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(
-            f"{source_path}: its fields are not those of a Llama with its tokenizer ({reason_of(error)})"
+            f"{source.path}: its fields are not those of a Llama with its tokenizer ({reason_of(error)})"
         ) from error
-    weights = convert_tensors(source, config)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(partial)
-    # safetensors makes its files readable by their owner only, whatever the umask says.
-    shutil.copymode(partial / "config.json", partial / "model.safetensors")
-    tokenizer.save_pretrained(partial)
-    GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    ).save_pretrained(partial)
-    partial.rename(output)
+    weights = convert_tensors(source, architecture, dtype)
+    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    try:
+        with whole_folder(output) as partial:
+            write_safetensors(partial / "model.safetensors", weights, {"format": "pt"})
+            LlamaConfig(**config).save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            GenerationConfig(**tokens).save_pretrained(partial)
+            load_tokenizer(partial)  # as a run does, with its chat template
+    except DataError as error:
+        raise UserError(f"{source.path}: {error}".replace(str(partial), str(output))) from error
+    except OSError as error:
+        raise UserError(f"--output: {shown(output)} cannot be written ({reason_of(error)})") from error
     return {
         "output": str(output),
         "parameters": sum(weight.numel() for weight in weights.values()),
         "bytes": (output / "model.safetensors").stat().st_size,
         "dtype": dtype,
     }
+
+
+def check_output(output: Path) -> None:
+    """Raise UserError where something of this name is there."""
+    if os.path.lexists(output):
+        raise UserError(f"--output: {shown(output)} exists already; remove it or choose another folder")
 
 
 def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, model: Path | None) -> dict[str, Any]:
@@ -286,8 +278,7 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rlhf_megatron.regather.plan import elements
     from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
 
-    if output.exists():
-        raise UserError(f"--output: {output} exists already; remove it or choose another folder")
+    check_output(output)
     step, manifest = step_of(checkpoint), read_manifest(checkpoint)
     if problem := damage(checkpoint, manifest.files):
         raise UserError(f"{problem}; take an older checkpoint")
@@ -341,7 +332,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     saved.add_argument("--role", default="actor", help="actor or critic (default %(default)s)")
     saved.add_argument("--model", type=Path, help="folder with config and tokenizer (default: the run's model.path)")
     for each in (command, saved):
-        each.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
+        each.add_argument("--output", type=path_argument, required=True, help="folder to write; must not exist")
         each.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default %(default)s)")
     return parser.parse_args(arguments)
 
@@ -350,10 +341,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Convert as the command line asks; return the exit status (2 for bad input)."""
     options = parse_arguments(arguments)
-    if options.command == "gguf-to-hf":
-        written = gguf_to_hf(options.input, options.output, options.dtype)
-    else:
-        written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, options.model)
+    try:
+        if options.command == "gguf-to-hf":
+            written = gguf_to_hf(options.input, options.output, options.dtype)
+        else:
+            written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, options.model)
+    except OSError as error:
+        raise UserError(
+            f"--output: {options.output} cannot be written ({reason_of(error)}); make room, or choose another"
+        ) from error
     print(json.dumps(written))
     return 0
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.runtime.command import ArgumentParser, command
+from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
 from rlhf_megatron.untrusted import reason_of, shown
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line (`arguments` in place of sys.argv for tests)."""
     defaults = TinyModelSize()
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--output", type=path_argument, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random weights (default %(default)s)")
     for name in (
         "layers",

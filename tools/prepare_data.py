@@ -21,6 +21,7 @@ import contextlib
 import difflib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -44,8 +45,8 @@ from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.rewards import gsm8k, reasoning_gym
 from rlhf_megatron.rewards.data_check import check_files, tables
-from rlhf_megatron.runtime.command import ArgumentParser, command
-from rlhf_megatron.untrusted import check_regular, parse_json, reason_of, shown
+from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
+from rlhf_megatron.untrusted import check_regular, kind_of, parse_json, reason_of, shown
 
 # The words that verl's own GSM8K files use, so that results can be compared.
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -55,6 +56,7 @@ TRIES_PER_ROW = 50
 # Of a line of JSON.
 MOST_LINE_BYTES = 64 * 2**20
 MOST_ROWS = 10**7  # of a file
+SECONDS_PER_ROW = 10  # rows take milliseconds, unless numbers of --set are without measure
 
 CONSOLE = Console(stderr=True)
 
@@ -78,6 +80,8 @@ def check(options: argparse.Namespace) -> int:
     """Print what is found out about some files; return 1 if they are not fit for training. Raises UserError."""
     if options.max_prompt_length is not None and options.tokenizer is None:
         raise DataError("--max-prompt-length: needs --tokenizer to count tokens")
+    if options.sample < 1:
+        raise DataError(f"--sample: {options.sample} rows try no reward; give 1 or more")
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     reward = RewardSection(function=options.reward_function)
     findings = check_files(
@@ -105,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(act=None)
     commands = parser.add_subparsers(required=True, metavar="SOURCE")
     shared = ArgumentParser(add_help=False)
-    shared.add_argument("--output", type=Path, required=True, help="parquet file to write")
+    shared.add_argument("--output", type=path_argument, required=True, help="parquet file to write")
     shared.add_argument(
         "--exclude",
         type=Path,
@@ -153,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
         "learns both can find out by reinforcement learning which of them pays.",
     )
     shown.add_argument("--input", type=Path, required=True, help="parquet file made by reasoning-gym --task chain_sum")
-    shown.add_argument("--output", type=Path, required=True, help="parquet file to write")
+    shown.add_argument("--output", type=path_argument, required=True, help="parquet file to write")
     shown.add_argument("--worked", type=float, default=0.5, help="fraction answered step by step (default: 0.5)")
     shown.add_argument("--tool", action="store_true", help="these call a calculator instead (recipes/tiny_tools.yaml)")
     shown.add_argument("--seed", type=int, default=1, help="chooses these rows (default: 1)")
@@ -168,7 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
         "rejected.",
     )
     paired.add_argument("--input", type=Path, required=True, help="parquet file of any task with right answers")
-    paired.add_argument("--output", type=Path, required=True, help="parquet file to write")
+    paired.add_argument("--output", type=path_argument, required=True, help="parquet file to write")
     paired.add_argument(
         "--column", default=DEFAULT_RESPONSE_COLUMN, help="column of the responses (default: the right answers)"
     )
@@ -192,7 +196,7 @@ def build_parser() -> argparse.ArgumentParser:
         "many times.",
     )
     once.add_argument("--input", type=Path, required=True, help="parquet file with verl's columns")
-    once.add_argument("--output", type=Path, required=True, help="parquet file to write")
+    once.add_argument("--output", type=path_argument, required=True, help="parquet file to write")
     once.set_defaults(act=distinct)
     return parser
 
@@ -276,7 +280,8 @@ def reasoning_gym_rows(options: argparse.Namespace) -> list[Row]:
         range(len(dataset)), description=options.task, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal
     )
     for index in tries:
-        entry = dataset[index]
+        with limited(f"task {options.task}: one row"):
+            entry = dataset[index]
         question = entry["question"]
         if question.strip() in taken:
             continue
@@ -298,6 +303,26 @@ def reasoning_gym_rows(options: argparse.Namespace) -> list[Row]:
         f"task {options.task}: only {len(rows)} of {options.size} distinct questions found in {len(dataset)} tries "
         "that are not in --exclude; lower --size, or widen the task with --set"
     )
+
+
+@contextlib.contextmanager
+def limited(what: str) -> Iterator[None]:
+    """Raises DataError where the block takes longer than SECONDS_PER_ROW, or settings are such that it fails."""
+
+    def stop(*_: Any) -> None:
+        raise DataError(f"{what} takes over {SECONDS_PER_ROW} s; make the task smaller with --set")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS_PER_ROW)
+    try:
+        yield
+    except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{what} cannot be made ({reason_of(error)}); change --set") from error
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def create_task(task: str, seed: int, size: int, settings: dict[str, Any]) -> Any:
@@ -367,7 +392,10 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
             raise DataError(f"--set: {setting!r} is not KEY=VALUE")
         try:
             parsed[key] = parse_yaml(value)
-        except yaml.YAMLError as error:
+            json.dumps(parsed[key], allow_nan=False)
+        except (yaml.YAMLError, ValueError) as error:
+            if not isinstance(error, yaml.YAMLError):
+                raise DataError(f"--set: {shown(key)}={shown(value)}: must be finite") from error
             raise DataError(f"--set: the value of {shown(key)} is not YAML: {shown(repr(value))}") from error
     return parsed
 
@@ -449,8 +477,10 @@ def replaced(output: Path) -> Iterator[Path]:
     """A path to write to, which takes the output's name when all is written, in the place of a file of that name.
 
     Raises:
-        DataError: the file cannot be written.
+        DataError: the file cannot be written, or there is something else than a file.
     """
+    if output.exists() and not output.is_file():
+        raise DataError(f"--output: {shown(output)} cannot be written ({kind_of(output.stat().st_mode)} is there)")
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.recipe import Recipe
-from rlhf_megatron.recipe.load import section_of
+from rlhf_megatron.recipe import Recipe, RLRecipe
+from rlhf_megatron.recipe.load import RECIPES, section_of
+from rlhf_megatron.recipe.recipe import READING_ORDER
 from rlhf_megatron.runtime.command import ArgumentParser, command
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
@@ -40,7 +41,23 @@ This page is made by `python tools/recipe_reference.py` from the schema in `rlhf
 
 def page() -> str:
     """The whole page as Markdown."""
-    return "\n".join([HEADER, *_section_lines(Recipe, "", {})])
+    return "\n".join([HEADER, *_loop_lines(), *_section_lines(RLRecipe, "", {})])
+
+
+def _loop_lines() -> Iterator[str]:
+    """What each loop reads of a recipe."""
+    yield "## What each loop reads\n"
+    yield "The tables below are those of loop `rl`. The other loops refuse what they do not read:\n"
+    yield "| loop | top-level keys beside those of all loops | of `batch` | of `algorithm` |\n|---|---|---|---|"
+    for loop, kind in RECIPES.items():
+        own = [f"`{key}`" for key in READING_ORDER if key in kind.model_fields and key not in Recipe.model_fields]
+        cells = [f"`{loop}`", ", ".join(own) or "none"]
+        for key in ("batch", "algorithm"):
+            inner = section_of(kind.model_fields[key].annotation) if key in kind.model_fields else None
+            keys = "all" if loop == "rl" else ", ".join(f"`{name}`" for name in inner.model_fields) if inner else "none"
+            cells.append(keys)
+        yield f"| {' | '.join(cells)} |"
+    yield ""
 
 
 def _section_lines(section: type[BaseModel], path: str, seen: dict[type[BaseModel], str]) -> Iterator[str]:
@@ -55,12 +72,16 @@ def _section_lines(section: type[BaseModel], path: str, seen: dict[type[BaseMode
         yield "## The top level\n"
     yield "| key | type | default | |\n|---|---|---|---|"
     inner = []
-    for name, field in section.model_fields.items():
+    fields = section.model_fields if path else {key: section.model_fields[key] for key in READING_ORDER}
+    for name, field in fields.items():
         key = f"{path}.{name}" if path else name
         found = section_of(field.annotation)
         if found is not None:
             inner.append((found, key))
-        yield f"| `{name}` | {_type_name(field.annotation, key)} | {_default(field)} | {_text(field)} |"
+        kind, text = _type_name(field.annotation, key), _text(field)
+        if key == "loop":
+            kind, text = ", ".join(f"`{loop}`" for loop in RECIPES), _text(Recipe.model_fields["loop"])
+        yield f"| `{name}` | {kind} | {_default(field)} | {text} |"
     yield ""
     for found, key in inner:
         yield from _section_lines(found, key, seen)

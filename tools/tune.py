@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,12 +39,13 @@ from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.load import apply_override
 from rlhf_megatron.runtime.command import ArgumentParser, command
-from rlhf_megatron.untrusted import reason_of
+from rlhf_megatron.untrusted import reason_of, shown
 
 TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
 SECONDS_BETWEEN_LOOKS = 2.0
 SECONDS_TO_END = 120.0  # a run that is asked to end may be in the middle of a step
 FAILURES_IN_A_ROW = 3
+MOST = 1e18  # of a bound of a range: beyond it whole numbers have no floats
 CONSOLE = Console(stderr=True)
 
 
@@ -70,12 +72,12 @@ class Range:
 def parse_range(text: str) -> Range:
     """KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A|B|C; raises RecipeError for anything else."""
     key, separator, values = text.partition("=")
-    number = r"[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"
+    number = r"[-+]?[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?"
     match = re.fullmatch(rf"({number})\.\.({number})(:log)?", values)
     if match and key:
         low, high, logarithmic = float(match[1]), float(match[2]), bool(match[3])
-        if low < high and (low > 0 or not logarithmic):
-            whole = all(re.fullmatch(r"[-+]?\d+", part) for part in match.group(1, 2))
+        if low < high <= MOST and low >= -MOST and (low > 0 or not logarithmic):
+            whole = all(re.fullmatch(r"[-+]?[0-9]+", part) for part in match.group(1, 2))
             return Range(key, low, high, logarithmic, whole)
     elif separator and key and len(choices := tuple(values.split("|"))) > 1:
         return Range(key, choices=choices)
@@ -116,8 +118,17 @@ def tune(options: argparse.Namespace) -> int:
     for name in ("last", "trials", "nproc_per_node"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be 1 or more")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed={shown(options.seed, 40)}: must be from 0 to 2^32 - 1")
+    check_launcher(options.launch)
     optuna = import_optuna()
     ranges = [parse_range(text) for text in options.search]
+    keys = [each.key for each in ranges]
+    twice = next((key for key in keys if keys.count(key) > 1 or key in ("name", "run_root")), None)
+    if twice:
+        raise RecipeError(
+            f"--search {shown(twice)}: name each key once, and neither name nor run_root, which tell trials"
+        )
     if not ranges:
         raise RecipeError("--search: name a key to search over, such as actor.optimizer.learning_rate=1e-6..1e-4:log")
     recipe = load_recipe(options.recipe, options.overrides)
@@ -128,14 +139,7 @@ def tune(options: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run_root: {folder} cannot be written ({reason_of(error)}); choose another") from error
-    study = optuna.create_study(
-        study_name=recipe.name,
-        storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "study.log"))),
-        sampler=optuna.samplers.TPESampler(seed=options.seed, multivariate=True),
-        pruner=optuna.pruners.NopPruner() if options.no_pruning else optuna.pruners.MedianPruner(n_startup_trials=3),
-        direction="maximize" if options.mode == "max" else "minimize",
-        load_if_exists=True,
-    )
+    study = open_study(options, recipe.name, folder, optuna)
     failures = 0
     while len(finished(study, optuna)) < options.trials:
         trial = study.ask()
@@ -154,6 +158,35 @@ def tune(options: argparse.Namespace) -> int:
     Console().print(table(study, ranges, options.metric))
     print(f"best: {folder / 'best.yaml'}\npicture: {folder / 'trials.png'}")
     return 0
+
+
+def check_launcher(text: str | None) -> None:
+    """Raises UserError where ``text`` is no command that this machine has."""
+    try:
+        words = shlex.split(text) if text is not None else [sys.executable]
+    except ValueError as error:
+        raise UserError(f"--launch {shown(text)}: {error}; quote it as in a shell") from error
+    if not words or shutil.which(words[0]) is None:
+        raise UserError(f"--launch {shown(text)}: there is no such program; name one, such as srun")
+
+
+def open_study(options: argparse.Namespace, name: str, folder: Path, optuna: ModuleType) -> Any:
+    """The study in ``folder``, new or gone on with; raises UserError where its log cannot be read."""
+    log = folder / "study.log"
+    try:
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(log)))
+        return optuna.create_study(
+            study_name=name,
+            storage=storage,
+            sampler=optuna.samplers.TPESampler(seed=options.seed, multivariate=True),
+            pruner=optuna.pruners.NopPruner()
+            if options.no_pruning
+            else optuna.pruners.MedianPruner(n_startup_trials=3),
+            direction="maximize" if options.mode == "max" else "minimize",
+            load_if_exists=True,
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{log}: cannot be gone on with ({reason_of(error)}); move it away to begin anew") from error
 
 
 def import_optuna() -> ModuleType:
@@ -180,7 +213,12 @@ def run_trial(
 ) -> str | None:
     """Runs one trial and tells the study; returns why it failed, if it did."""
     states = optuna.trial.TrialState
-    chosen = [f"{each.key}={each.suggest(trial)}" for each in ranges]
+    try:
+        chosen = [f"{each.key}={each.suggest(trial)}" for each in ranges]
+    except ValueError as error:
+        raise UserError(
+            f"--search: the study has other ranges ({reason_of(error)}); give the run another name"
+        ) from error
     try:
         recipe = load_recipe(options.recipe, [*options.overrides, *chosen])
         recipe = load_recipe(options.recipe, [*options.overrides, *chosen, f"name={recipe.name}-trial-{trial.number}"])
@@ -190,7 +228,10 @@ def run_trial(
     trial.set_user_attr("overrides", chosen)
     CONSOLE.print(f"trial {trial.number}: {' '.join(chosen)}", markup=False, highlight=False, soft_wrap=True)
     run = RunFolder(recipe.run_root, recipe.name)
-    run.path.mkdir(parents=True, exist_ok=True)
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_root: {run.path} cannot be written ({reason_of(error)}); choose another") from error
     launcher = shlex.split(options.launch) if options.launch else torchrun(options.nproc_per_node)
     command = [*launcher, str(TRAIN), options.recipe, *options.overrides, *chosen, f"name={recipe.name}"]
     with (run.path / "tune.log").open("wb") as log, ended(command, log) as process:

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,14 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.exports import beginning
-from rlhf_megatron.checkpoint.manifest import (
-    FORMAT,
-    CheckpointError,
-    Manifest,
-    WrittenFile,
-    file_of_rank,
-    read_manifest,
-)
+from rlhf_megatron.checkpoint.manifest import FORMAT, Manifest, WrittenFile, file_of_rank, read_manifest
 from rlhf_megatron.checkpoint.role_state import restore_role, role_state, role_tensors
 from rlhf_megatron.checkpoint.saved_role import files_of_role
 from rlhf_megatron.checkpoint.storage import (
@@ -47,14 +40,14 @@ from rlhf_megatron.checkpoint.storage import (
     write_tensors,
 )
 from rlhf_megatron.durable import tidy
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.errors import CheckpointError, DataError, ForeignCheckpoint
 from rlhf_megatron.recipe.operations import CheckpointSection
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.recovery import RecoveryLog
 from rlhf_megatron.runtime.signals import job_end, stop_signals
-from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.topology.exchange import from_rank, refused_by_all
 from rlhf_megatron.topology.team import Team
 from rlhf_megatron.untrusted import reason_of, shown
 
@@ -107,12 +100,13 @@ class _Save:
     worth: MetricValue | None
 
 
-def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
-    """The checkpoint to go on from: the newest sound one, a given one, or None; the same on every rank, collective.
+def sound_checkpoints(folder: Path, resume: str, tell: Tell) -> Generator[Path, None, None]:
+    """The checkpoints to go on from, the newest first, the same on every rank; collective each time it is asked.
 
-    ``resume``: "auto" (the newest in ``folder`` that is whole; damaged ones are told and passed over), "none", or the
+    ``resume``: "auto" (those in ``folder`` that are whole; damaged ones are told and passed over), "none", or the
     path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
-    Raises CheckpointError where the given one is damaged, or all are.
+    Who cannot use one throws the CheckpointError in, and gets the next. Raises CheckpointError where the given one is
+    damaged, or all are.
     """
     problems: list[str] = []
     saved, refusal = from_rank(_look(folder, resume, problems) if dist.get_rank() == 0 else ([], None))
@@ -121,7 +115,7 @@ def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
     for line in problems:
         tell(f"warning: {line}")
     if resume == "none" and not saved:
-        return None
+        return
     resume = "auto" if saved else resume
     candidates = saved if resume == "auto" else [Path(resume)]
     for candidate in candidates:
@@ -129,15 +123,18 @@ def choose_checkpoint(folder: Path, resume: str, tell: Tell) -> Path | None:
         if problem is None:
             if version < FORMAT:
                 tell(f"{candidate}: is of an earlier version; its manifest has no digest that would show damage")
-            return candidate
+            try:
+                yield candidate
+                return
+            except CheckpointError as error:
+                problem = str(error)
         if resume != "auto":
-            raise CheckpointError(f"--resume {shown(candidate)}: {problem}")
+            raise CheckpointError(f"--resume {shown(candidate)}: {problem}; name another one, or auto")
         tell(f"warning: {problem}; this checkpoint is passed over")
     if candidates:
         raise CheckpointError(
             f"{folder}: none of {len(candidates)} checkpoints can be used; give --resume none to start anew"
         )
-    return None
 
 
 class Checkpoints:
@@ -165,34 +162,60 @@ class Checkpoints:
         if section.save_before_seconds and self._limit.end is None:
             tell("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
 
+    def restore_one_of(self, checkpoints: Generator[Path, None, None], newest: Path) -> Path:
+        """Restores ``newest``, or the first behind it in ``sound_checkpoints`` that can be used, and returns that."""
+        checkpoint = newest
+        while True:
+            try:
+                self.restore(checkpoint)
+                return checkpoint
+            except ForeignCheckpoint:
+                raise
+            except CheckpointError as error:
+                checkpoint = checkpoints.throw(error)
+
     def restore(self, checkpoint: Path) -> int:
-        """Brings roles and parts to where ``checkpoint`` was saved; returns its step."""
-        manifest = read_manifest(checkpoint)
+        """Brings roles and parts to where ``checkpoint`` was saved; returns its step.
+
+        Raises UserError on all ranks: ForeignCheckpoint or DataError where it is of another model or other data, else
+        CheckpointError. Another one can be restored then, which leaves nothing of this one.
+        """
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(TensorFile(checkpoint / file.name)) for file in manifest.files]
+            with refused_by_all():
+                manifest = read_manifest(checkpoint)
+                files = [stack.enter_context(TensorFile(checkpoint / file.name)) for file in manifest.files]
+                self._read(checkpoint, manifest.state, files)
             for name, role in self._roles.items():
-                if name not in manifest.state.get("roles", {}):
-                    raise CheckpointError(f"{checkpoint}: has no {name}; it was saved by a run without one")
-                state = manifest.state["roles"][name]
                 if role.local:
-                    with _damage_of(checkpoint, name):
-                        restore_role(role.local, state, files_of_role(state, files))
-            for name, part in self._parts.items():
-                with _damage_of(checkpoint, name):
-                    part.load(join_tensors(manifest.state["parts"][name], files[0]))
-            for name, role in self._roles.items():
+                    role.local.merge_adapters()
                 problem = role.not_finite(optimizer=True)
                 if problem:
-                    raise CheckpointError(f"{checkpoint}: {name} is not finite: {problem}; give --resume another one")
+                    raise CheckpointError(f"{checkpoint}: {name} is not finite: {problem}")
             if len(files) == dist.get_world_size():
                 prefix = "random/"
                 own = files[self._rank]
-                with _damage_of(checkpoint, "random numbers"):
+                with refused_by_all(), _damage_of(checkpoint, "random numbers"):
                     restore_random_state({name: own.tensor(prefix + name) for name in own.about["random"]})
         self.saved = step = step_of(checkpoint)
         if self._rank == 0:
             self._recovery.append("resume", step, f"from {checkpoint}")
         return step
+
+    def _read(self, checkpoint: Path, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
+        """Fills this rank's roles and parts; exchanges nothing."""
+        for name, role in self._roles.items():
+            with _damage_of(checkpoint, name):
+                if name not in state.get("roles", {}):
+                    raise ForeignCheckpoint(
+                        f"has no {name}, as it was saved by a run without one; give --resume none, or the run another "
+                        "name"
+                    )
+                if role.local:
+                    of_role = state["roles"][name]
+                    restore_role(role.local, of_role, files_of_role(of_role, files))
+        for name, part in self._parts.items():
+            with _damage_of(checkpoint, name):
+                part.load(join_tensors(state["parts"][name], files[0]))
 
     def after(self, step: int, last: bool, skipped: bool, worth: float | None) -> None:
         """Saves after ``step`` if it is due, and publishes what has been written meanwhile.
@@ -356,8 +379,9 @@ def _damage_of(checkpoint: Path, what: str) -> Iterator[None]:
     """Tells where what a checkpoint says of ``what`` is of no use, whoever wrote it so."""
     try:
         yield
-    except UserError:
-        raise
+    except (CheckpointError, DataError) as error:
+        said = str(error)
+        raise type(error)(said if said.startswith(str(checkpoint)) else f"{checkpoint}: {said}") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         said = f"{type(error).__name__}: {reason_of(error)}"
         raise CheckpointError(f"{checkpoint}: what it says of {what} cannot be used ({said})") from error

@@ -19,17 +19,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.errors import CheckpointError
 from rlhf_megatron.untrusted import parse_json, read_text, shown
 
 FORMAT = 2
 NAME = "manifest.json"
 _DIGEST_BYTES = 32
 _Digest = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * _DIGEST_BYTES}}}$")]
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be used, with the file and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)

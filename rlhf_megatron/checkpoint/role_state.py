@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.manifest import CheckpointError
 from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole
 from rlhf_megatron.checkpoint.storage import TensorFile
+from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.weight_map import is_expert
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.optimizer_state import MOMENTS, is_distributed, moments_of, owned_ranges
 from rlhf_megatron.roles.role import Role
+from rlhf_megatron.untrusted import shown
 
 
 def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -67,13 +68,13 @@ def role_state(role: Role) -> dict[str, Any]:
 def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
     """Fills weights, moments and counters of this rank from the files of the role's ranks that wrote the checkpoint.
 
-    Of a role with adapters these are the adapters', and its weights follow.
+    Of a role with adapters these are the adapters'; its weights follow with ``Role.merge_adapters``.
     Raises CheckpointError where they do not hold all of the model, or another one.
     """
     adaptation = role.adapters.adaptation if role.adapters else None
     saved = SavedRole(role.name, role.architecture, state, files, adaptation)
     if role.adapters and state.get("base") != role.adapters.base:
-        raise CheckpointError(
+        raise ForeignCheckpoint(
             f"the checkpoint's adapters of {role.name} belong to other weights than those of model.path; name the "
             "folder that the run began with, give --resume none, or the run another name"
         )
@@ -90,14 +91,16 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
                 continue
             part = owned[name]
             part.weights.copy_(whole.reshape(-1)[part.start : part.stop])
-            if steps:
-                for kind in MOMENTS:
-                    moment = torch.zeros_like(whole)
+            for kind in MOMENTS if steps else moments_of(part):  # those of a checkpoint that was passed over are gone
+                moment = torch.zeros_like(whole)
+                if steps:
                     saved.fill(moment, copies, kind)
-                    part.state[kind] = moment.reshape(-1)[part.start : part.stop].to(part.weights.device).clone()
+                    if kind == "exp_avg_sq" and bool((moment < 0).any()):  # its root would not be finite
+                        raise CheckpointError(f"the checkpoint's {role.name}/{kind}/{shown(name)} is below 0")
+                part.state[kind] = moment.reshape(-1)[part.start : part.stop].to(part.weights.device).clone()
+            if steps or "step" in part.counters:
                 # A tensor of its own for each parameter: torch adds to it in place.
                 part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps
-    role.merge_adapters()
     role.steps_taken = int(state["steps_taken"])
     if role.loss_scale and state.get("loss_scale"):
         role.loss_scale.load(state["loss_scale"])

@@ -18,8 +18,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.manifest import CheckpointError, first_problem
+from rlhf_megatron.checkpoint.manifest import first_problem
 from rlhf_megatron.checkpoint.storage import TensorFile
+from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.architecture import Architecture, Head
 from rlhf_megatron.models.lora import Adaptation, adapter_blocks, whole_adapter_blocks
 from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, whole_blocks
@@ -39,7 +40,7 @@ def _check_architecture(role: str, wanted: Architecture, saved: Mapping[str, Any
         f"{key} {shown(saved.get(key), 60)} and not {value}" for key, value in own.items() if saved.get(key) != value
     ]
     if different:
-        raise CheckpointError(
+        raise ForeignCheckpoint(
             f"the checkpoint is of another model than {role}'s: it has {'; '.join(different)}; give "
             "--resume none, or the run another name"
         )
@@ -55,6 +56,9 @@ class _Adapters(_Strict):
     modules: list[str] = Field(min_length=1)
 
 
+_Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class RoleState(_Strict):
     """What a manifest says of a role, as ``state.role_state`` has written it."""
 
@@ -65,9 +69,9 @@ class RoleState(_Strict):
     adapters: _Adapters | None = None
     base: Any = None
     rows_of_attention: str | None = None
-    steps_taken: int = Field(ge=0)
-    loss_scale: tuple[float, int] | None = Field(None, strict=False)
-    optimizer_steps: int = Field(ge=0)
+    steps_taken: int = Field(ge=0, le=2**53)
+    loss_scale: tuple[_Scale, Annotated[int, Field(ge=0)]] | None = Field(None, strict=False)
+    optimizer_steps: int = Field(ge=0, le=2**53)
 
 
 def checked_state(state: Mapping[str, Any]) -> RoleState:
@@ -106,7 +110,7 @@ def _check_adaptation(role: str, wanted: Adaptation | None, saved: Adaptation | 
         f"adapters of rank {each.rank} and scale {each.scale:g} on {', '.join(each.modules)}" if each else "the weights"
         for each in (saved, wanted)
     )
-    raise CheckpointError(
+    raise ForeignCheckpoint(
         f"the checkpoint has {has} of {role}, and the recipe asks for {asked} ({role}.lora); change it back, give "
         "--resume none, or the run another name"
     )
@@ -154,7 +158,7 @@ class SavedRole:
         _check_architecture(name, architecture, checked.architecture)
         _check_adaptation(name, adaptation, saved_adaptation(state))
         if checked.rows_of_attention != ROWS_OF_ATTENTION:
-            raise CheckpointError(
+            raise ForeignCheckpoint(
                 f"the checkpoint was written by another version, with {name}'s queries, keys and values in another "
                 "order; go on with that version, or give --resume none"
             )

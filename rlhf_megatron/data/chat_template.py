@@ -170,6 +170,12 @@ class ChatTemplate:
                     f"{self._origin} ignores the messages: different questions become the same text; mend it, or give "
                     "another by data.chat_template"
                 )
+            for probe, text in zip(_PROBES, found, strict=True):
+                if isinstance(text, str) and probe not in text:
+                    raise UnusableTemplate(
+                        f"{self._origin} changes the question: {probe!r} is not in the text that it makes; mend it, or "
+                        "give another by data.chat_template"
+                    )
 
 
 def read_template(path: str | Path) -> str:

@@ -249,6 +249,8 @@ class PromptDataset:
 
     def _responses(self, rows: list[_Row]) -> list[list[list[int]]]:
         """Return the ids of each row's given responses: none, one, or a pair of whole conversations."""
+        if self._paired:
+            self._check_differ(rows)
         by_column = []
         for column in self._response_columns:
             texts = [parse_response(row.values, column, row.place) for row in rows]
@@ -264,6 +266,12 @@ class PromptDataset:
                 end = self._tokenizer.eos_token_id
                 by_column.append([[*ids, end] for ids in self._tokenizer.encode_many(texts)])
         return [[ids[index] for ids in by_column] for index in range(len(rows))]
+
+    def _check_differ(self, rows: list[_Row]) -> None:
+        """Raises DataError for a pair of which neither response is the better one."""
+        for row in rows:
+            if len({parse_response(row.values, column, row.place) for column in PAIR_COLUMNS}) == 1:
+                raise row.place.error(PAIR_COLUMNS[1], "the same text as chosen; give another one, or remove the row")
 
     def _responses_may_fit(self, row: _Row) -> bool:
         limit = self._section.max_response_length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,34 @@ TOKEN_FIELDS = frozenset(
         "correction",
     ]
 )
+
+
+_WHOLE_NUMBERS = frozenset(["tokens", "cu_seqlens", "group_id", "row_id", "weight_version"])
+_FLAGS = frozenset(["response_mask", "truncated"])
+
+
+def checked_batch(fields: Mapping[str, Any], vocabulary: int) -> RolloutBatch:
+    """The batch with these fields, which were read from a file.
+
+    Raises ValueError or TypeError where they are not those of one batch, or a token is none of the ``vocabulary``.
+    """
+    batch = RolloutBatch(**fields)
+    sizes = {"cu_seqlens": len(batch.row_id) + 1}
+    for name, value in fields.items():
+        wanted = sizes.get(name, len(batch.tokens) if name in TOKEN_FIELDS else len(batch.row_id))
+        dtype = torch.int64 if name in _WHOLE_NUMBERS else torch.bool if name in _FLAGS else None
+        if value.shape != (wanted,) or not (value.dtype == dtype if dtype else value.is_floating_point()):
+            raise ValueError(
+                f"{name} is a tensor of {list(value.shape)} {value.dtype}, and not one for {wanted} values"
+            )
+        if not dtype and not bool(value.isfinite().all()):
+            raise ValueError(f"{name} is not finite")
+    tokens, ends = batch.tokens, batch.cu_seqlens
+    if int(ends[0]) or int(ends[-1]) != len(tokens) or bool((batch.lengths < 1).any()):
+        raise ValueError("cu_seqlens are not where rows begin and end")
+    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        raise ValueError(f"tokens are beyond the vocabulary of {vocabulary}")
+    return batch
 
 
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -38,6 +39,8 @@ BLOCKS_IN_MEMORY = 16
 DEFAULT_MEMORY_MB = 128
 # Characters of a role or a data source.
 MOST_NAME = 200
+# Of a pair's margin, either way: scores of reward models are some units apart.
+MOST_MARGIN = 1e6
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class ParquetRows:
     Attributes:
         blocks: what is decoded at once, in the order of the rows.
         digest: of all footers, which tell sizes and extremes of every column: other data has another one.
+        row_bytes: of a row, on average of the block with the largest ones, as far as blocks have been decoded.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class ParquetRows:
             files: parquet files; rows are numbered through all of them in this order.
             required: top-level columns that every file must have.
             optional: top-level columns that are read where they exist.
-            memory_mb: how much of the decoded blocks is kept, at least one block; counted like `Block.size`.
+            memory_mb: how much of the decoded blocks is kept, at least one block.
 
         Raises:
             DataError: no file, a file that cannot be read or is named twice, no rows, or a missing column.
@@ -96,10 +100,14 @@ class ParquetRows:
         self.blocks: list[Block] = []
         self._memory = memory_mb * 2**20
         digest = hashlib.blake2b(digest_size=16)
-        for index, path in enumerate(files):
-            if path in files[:index]:
-                raise DataError(f"{shown(path)}: is named twice; name it once (data.mixture gives files a weight)")
+        named: dict[tuple[int, int], str | Path] = {}
+        for path in files:
             file = SourceFile(Path(path), required, optional)
+            status = os.stat(path)
+            same = named.setdefault((status.st_dev, status.st_ino), path)
+            if len(named) == len(self._files):
+                twice = "twice" if same == path else f"twice, also as {shown(same)}"
+                raise DataError(f"{shown(path)}: is named {twice}; name it once (data.mixture gives files a weight)")
             self._file_starts.append(self._length)
             self._add_blocks(file)
             self._files.append(file)
@@ -107,6 +115,7 @@ class ParquetRows:
         self.digest = digest.hexdigest()
         if self._length == 0:
             raise DataError(f"{shown(', '.join(self.files))}: no rows; check the step that wrote the data")
+        self.row_bytes = max(block.size / max(1, block.rows) for block in self.blocks)
         self._block_starts = numpy.array([block.first for block in self.blocks], numpy.int64)
         self._cache: OrderedDict[int, pyarrow.Table] = OrderedDict()
         self._cached_bytes = 0
@@ -229,15 +238,17 @@ class ParquetRows:
                 self._cache.move_to_end(index)
                 return self._cache[index]
             block = self.blocks[index]
-            while self._cache and self._cached_bytes + block.size > self._memory:
-                self._cached_bytes -= self.blocks[self._cache.popitem(last=False)[0]].size
-            self._cache[index] = self._decode(block, self._files[block.file].columns)
-            self._cached_bytes += block.size
-            return self._cache[index]
+            self._cache[index] = table = self._decode(block, self._files[block.file].columns)
+            self._cached_bytes += table.nbytes  # which may be more than the footer claims
+            while len(self._cache) > 1 and self._cached_bytes > self._memory:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+            return table
 
     def _decode(self, block: Block, columns: Sequence[str]) -> pyarrow.Table:
         with self._lock:
-            return self._files[block.file].decode(block.row_groups, columns)
+            table = self._files[block.file].decode(block.row_groups, columns)
+            self.row_bytes = max(self.row_bytes, table.nbytes / max(1, table.num_rows))
+            return table
 
 
 def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
@@ -298,7 +309,7 @@ def parse_data_source(value: Any, place: RowPlace) -> str:
     Raises:
         DataError: it is not text, empty, long, or holds control characters.
     """
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value.strip():
         shown_value = shown(repr(value))
         raise place.error(
             "data_source", f"{shown_value} instead of a name such as openai/gsm8k; name the reward to use"
@@ -321,6 +332,8 @@ def parse_ground_truth(value: Any, place: RowPlace) -> str:
     truth = value.get("ground_truth")
     if truth is None:
         raise place.error("reward_model", "ground_truth is missing; write the right answer there, or remove the row")
+    if isinstance(truth, float) and not math.isfinite(truth):  # as pandas writes what is missing
+        raise place.error("reward_model", f"ground_truth is {truth}; write the right answer there, or remove the row")
     return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
 
 
@@ -333,10 +346,13 @@ def parse_extra_info(value: Any, place: RowPlace) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-        try:
-            value = dict(value)  # pyarrow gives a map column as a list of pairs
-        except TypeError as error:
-            raise place.error("extra_info", "a map whose keys are no text; use a struct or leave it out") from error
+        pairs, value = value, {}  # pyarrow gives a map column as a list of pairs
+        for key, item in pairs:
+            if not isinstance(key, str):
+                raise place.error("extra_info", "a map whose keys are no text; use a struct or leave it out")
+            if key in value:
+                raise place.error("extra_info", f"a map with the key {shown(repr(key))} twice; leave one out")
+            value[key] = item
     if not isinstance(value, dict):
         raise place.error("extra_info", f"{type(value).__name__} instead of a struct; use a struct or leave it out")
     return value
@@ -352,6 +368,8 @@ def parse_margin(value: Any, place: RowPlace) -> float:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise place.error("margin", f"{shown(repr(value))} instead of a finite number; write a number or null")
+    if abs(value) > MOST_MARGIN:
+        raise place.error("margin", f"{value:g} is beyond {MOST_MARGIN:g}; write a smaller number or null")
     return float(value)
 
 

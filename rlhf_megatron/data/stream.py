@@ -12,17 +12,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from rlhf_megatron.data.order import Order, Shares, WindowOrder, curriculum_order
 from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset
-from rlhf_megatron.errors import DataError
+from rlhf_megatron.errors import CheckpointError, DataError
 from rlhf_megatron.recipe import DataSection
 from rlhf_megatron.untrusted import shown
 
 # Prompts that are read ahead: so many batches, or as many prompts as are enough while a window is decoded.
 _BATCHES_AHEAD, _PROMPTS_AHEAD = 8, 2048
+# What rows that are read ahead may have, where they are large.
+_BYTES_AHEAD = 2**29
 
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -95,10 +97,11 @@ class PromptStream:
         while len(self._ready) < count:
             self._ready.extend(self._reading[0].result())
             self._reading.popleft()
+            self._asked.popleft()
         drawn = [self._ready.popleft() for _ in range(count)]
         self._drawn += count
         self._positions, self._left_out = drawn[-1].positions, drawn[-1].left_out
-        self._read_ahead(max(count, min(count * _BATCHES_AHEAD, _PROMPTS_AHEAD)))
+        self._read_ahead(max(count, min(count * _BATCHES_AHEAD, self._within(_PROMPTS_AHEAD))))
         return [item.prompt for item in drawn]
 
     def read(self, places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
@@ -134,24 +137,25 @@ class PromptStream:
 
         Raises:
             DataError: the state belongs to another order: other files, seed, or settings of the data section.
+            CheckpointError: it is damaged.
         """
         try:
-            checked = _POSITION.validate_python(state)
-        except ValidationError as error:
-            raise DataError(
-                "resume: the saved position in the data is damaged; go on from another checkpoint"
-            ) from error
+            checked = _POSITION.validate_python(state, strict=True)
+            if sum(checked["positions"]) < checked["drawn"] + checked["left_out"]:
+                raise ValueError("more prompts than rows")
+        except ValueError as error:  # and pydantic's
+            raise CheckpointError("the saved position in the data is damaged; go on from another checkpoint") from error
         order = state.get("order")
         for name, now in self._description.items():
             saved = order.get(name) if isinstance(order, dict) else None
             if saved != now:
                 values = "" if name == "data files" else f": {shown(saved)} instead of {now}"
                 raise DataError(
-                    f"resume: the checkpoint was saved with other {name}{values}; restore what it was saved with, or "
+                    f"the checkpoint was saved with other {name}{values}; restore what it was saved with, or "
                     "start a new run"
                 )
         if len(checked["positions"]) != len(self._datasets):
-            raise DataError(f"resume: the checkpoint was saved with {len(checked['positions'])} parts of the data")
+            raise CheckpointError(f"the saved position is one in {len(checked['positions'])} parts of the data")
         self._drawn, self._left_out = checked["drawn"], checked["left_out"]
         self._positions = tuple(checked["positions"])
         self._restart()
@@ -173,13 +177,19 @@ class PromptStream:
         self._coming = self._from(self._drawn, list(self._positions), self._left_out)
         self._ready: deque[_Drawn] = deque()
         self._reading: deque[Future[list[_Drawn]]] = deque()
+        self._asked: deque[int] = deque()  # how many prompts each of these gives
         self._read_ahead(1)
 
     def _read_ahead(self, prompts: int) -> None:
         """Have at least so many prompts read or on the way."""
-        coming = self._coming
-        while len(self._ready) + READ_ROWS * len(self._reading) < prompts:
-            self._reading.append(self._reader.submit(lambda: list(itertools.islice(coming, READ_ROWS))))
+        coming, count = self._coming, self._within(READ_ROWS)
+        while len(self._ready) + sum(self._asked) < prompts:
+            self._reading.append(self._reader.submit(lambda: list(itertools.islice(coming, count))))
+            self._asked.append(count)
+
+    def _within(self, rows: int) -> int:
+        """Return so many rows, or fewer where the largest ones would take too much memory."""
+        return max(1, min(rows, int(_BYTES_AHEAD // max(1.0, *(each.rows.row_bytes for each in self._datasets)))))
 
     def _from(self, drawn: int, positions: list[int], left_out: int) -> Iterator[_Drawn]:
         """All prompts from there on."""
@@ -195,7 +205,7 @@ class PromptStream:
         dataset, order = self._datasets[part], self._orders[part]
         left_out = unused = 0
         while True:
-            for found in dataset.read(order.rows(position, READ_ROWS).tolist()):
+            for found in dataset.read(order.rows(position, self._within(READ_ROWS)).tolist()):
                 position += 1
                 if isinstance(found, Prompt):
                     yield found, position, left_out

@@ -45,6 +45,8 @@ def compile_template(text: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    # Every rank is to make the same text of a conversation.
+    del environment.filters["random"], environment.globals["lipsum"]
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _time_now}
     return environment.from_string(text)
 

@@ -23,6 +23,8 @@ Message = Mapping[str, Any]
 
 # Stands in for an assistant's answer while the token that the template puts behind an answer is looked up.
 TURN_PROBE = "turnprobe"
+# Must come back from its tokens, but for blanks and capitals.
+TEXT_PROBE = "a 1"
 
 
 class Tokenizer(ABC):
@@ -194,7 +196,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self._special = frozenset(int(token_id) for token_id in self._inner.all_special_ids) | frozenset(
             int(token_id) for token_id, token in self._inner.added_tokens_decoder.items() if token.special
         )
-        self.decode(self.encode("a 1"))
+        given_back = self.decode(self.encode(TEXT_PROBE))
+        if "".join(given_back.split()).casefold() != "".join(TEXT_PROBE.split()):
+            raise ValueError(f"it makes {shown(repr(given_back), 80)} of the text {TEXT_PROBE!r}")
 
     def _unreadable(self, error: BaseException) -> DataError:
         return DataError(

@@ -40,12 +40,13 @@ def check_tokenizer_files(folder: Path) -> None:
     if not path.exists():
         return
     known |= _check_vocabulary(path, _object(path))
-    end = _text_of(settings.get("eos_token")) or _text_of(named.get("eos_token"))
-    if end is not None and end not in known:
-        raise DataError(
-            f"tokenizer: eos_token {shown(repr(end), 80)} of {shown(folder)} is not in its vocabulary; set it to the "
-            "token that ends a text"
-        )
+    for name in _NAMED_TOKENS:
+        token = _text_of(settings.get(name)) or _text_of(named.get(name))
+        if token is not None and token not in known:  # it would get a new id, which the model has never seen
+            raise DataError(
+                f"tokenizer: {name} {shown(repr(token), 80)} of {shown(folder)} is not in its vocabulary; set it to "
+                "one of its tokens, or to null"
+            )
 
 
 def end_token_ids(path: Path) -> set[int]:

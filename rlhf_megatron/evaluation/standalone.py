@@ -36,9 +36,10 @@ from rlhf_megatron.generation.prompt_groups import Group
 from rlhf_megatron.generation.scoring import GroupScoring
 from rlhf_megatron.models.architecture import ModelError, read_architecture, read_config
 from rlhf_megatron.models.families import FAMILIES
-from rlhf_megatron.models.hf_files import check_types
+from rlhf_megatron.models.hf_files import CheckpointFiles, check_types
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.recipe import Recipe, RecipeError
+from rlhf_megatron.planning.feasibility import check_tokens
+from rlhf_megatron.recipe import RecipeError, RolloutRecipe
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.rewards.rules import answer_of
 from rlhf_megatron.rewards.score import Score, Scorer
@@ -57,22 +58,23 @@ NO_STEP = -1
 _LONGEST_MINUTES = 24 * 60.0
 
 
-def evaluate(recipe: Recipe) -> None:
+def evaluate(recipe: RolloutRecipe) -> None:
     """Evaluates ``recipe.model.path`` on the validation files and reports; every process of torchrun calls it.
 
     Raises UserError for input that is not right.
     """
     check(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    if str(read_config(recipe.model.path).get("model_type")) in FAMILIES:  # vLLM knows more, which can be evaluated
-        read_architecture(recipe.model.path)
+    known = str(read_config(recipe.model.path).get("model_type")) in FAMILIES  # vLLM has more, which can be evaluated
+    architecture = read_architecture(recipe.model.path) if known else None
     join_world(_LONGEST_MINUTES)
     rank = dist.get_rank()
     if rank == 0:
         RunFolder(recipe.run_root, recipe.name).prepare(resume=True)  # answers that cannot be kept need not be found
     tokenizer = recipe_tokenizer(recipe)
+    if architecture is not None:
+        check_tokens(tokenizer, architecture, recipe.model.path)
     validation = open_validation(recipe.data, tokenizer, max_prompts=recipe.evaluation.max_prompts)
     prompts = validation.prompts
-    assert recipe.rollout is not None, "checked above"
     leads = rank % recipe.rollout.layout.tensor == 0  # its replica: the others generate the same and score nothing
     turns = recipe.rollout.multi_turn
     with contextlib.ExitStack() as stack:
@@ -82,7 +84,11 @@ def evaluate(recipe: Recipe) -> None:
             stack.callback(function.close)
         if scorer:
             scorer.check_sources(dict.fromkeys(prompt.data_source for prompt in prompts))
-        check_types(recipe.model.path)
+        if architecture is None:
+            check_types(recipe.model.path)
+        else:
+            with CheckpointFiles(recipe.model.path, architecture):
+                pass  # told before the engine takes memory
         engine = make_engine(
             recipe.model.path, recipe.rollout, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed, "auto"
         )
@@ -111,10 +117,8 @@ def check_weights(path: str, parameters: Mapping[str, Tensor]) -> None:
         )
 
 
-def check(recipe: Recipe, world: int) -> None:
+def check(recipe: RolloutRecipe, world: int) -> None:
     """Raises RecipeError where there is nothing to evaluate, or the replicas do not fill ``world`` ranks."""
-    if recipe.rollout is None:
-        raise RecipeError("rollout: an evaluation needs this section, at least rollout.max_response_length")
     if not recipe.data.evaluates:
         raise RecipeError("data.validation_files: an evaluation needs some; name parquet files")
     if recipe.model.random_weights:
@@ -134,7 +138,7 @@ def check(recipe: Recipe, world: int) -> None:
 
 
 def answer(
-    recipe: Recipe,
+    recipe: RolloutRecipe,
     prompts: Sequence[Prompt],
     engine: RolloutEngine,
     scorer: Scorer | None,
@@ -143,7 +147,6 @@ def answer(
     progress: Progress,
 ) -> pa.Table:
     """This replica's share of the questions, answered and scored on the rank that has a scorer; elsewhere no rows."""
-    assert recipe.rollout is not None
     settings, tensor, seed = recipe.evaluation, recipe.rollout.layout.tensor, recipe.seed
     replica, replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor
     count = settings.samples_per_prompt
@@ -187,7 +190,7 @@ def sample_table(
     scores: Sequence[Score],
     part_names: Sequence[str],
     tokenizer: Tokenizer,
-    recipe: Recipe,
+    recipe: RolloutRecipe,
 ) -> pa.Table:
     """One row for each response, with what it is worth; ``prompts`` and ``scores`` have those of each, and
     ``part_names`` the names of the scores' parts, if there are several.
@@ -247,7 +250,7 @@ def metrics_of(samples: pa.Table, seed: int) -> Metrics:
     return evaluation_metrics(answered, seed)
 
 
-def report(recipe: Recipe, samples: pa.Table, seconds: float, dropped: int) -> None:
+def report(recipe: RolloutRecipe, samples: pa.Table, seconds: float, dropped: int) -> None:
     """Prints the results and writes them, and all samples, into the run's folder."""
     metrics = metrics_of(samples, recipe.seed)
     questions = {source: 0 for source in metrics}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.generation.collection import Collected, Collector, batch_from_state, batch_state
 from rlhf_megatron.generation.rollout_worker import Rollouts
 from rlhf_megatron.loops.session import Session
 from rlhf_megatron.topology.exchange import from_rank
+
+_METRICS = TypeAdapter(dict[str, float])
 
 
 class BatchSource:
@@ -54,13 +58,15 @@ class BatchSource:
         """Goes on where ``state`` was taken."""
         self._collector.load(state)
         ahead = state.get("ahead")
+        self._ahead = None
         if not ahead:
             return
         if not self._session.recipe.rollout_is_ahead:
             self._session.say("the batch that was collected ahead is dropped: rollout.steps_ahead is 0 now")
             return
         batch = batch_from_state(self._session, ahead["batch"])
-        self._ahead = Collected(batch, ahead["metrics"], ahead["tokens"]) if batch else None
+        metrics = _METRICS.validate_python(ahead["metrics"])
+        self._ahead = Collected(batch, metrics, int(ahead["tokens"])) if batch else None
 
     def _collected(self, step: int) -> Collected:
         """With where the data stand, which only ranks that draw prompts know."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
-from rlhf_megatron.data.rollout_batch import RolloutBatch, concatenate
+from rlhf_megatron.data.rollout_batch import RolloutBatch, checked_batch, concatenate
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.prompt_groups import Group, groups_from_state, groups_state
 from rlhf_megatron.generation.rolled import Rolled
@@ -82,7 +82,8 @@ class Collector:
         session = self._session
         self._surplus = batch_from_state(session, state["surplus"])
         responses = session.recipe.batch.responses_per_prompt
-        self._waiting = groups_from_state(state["waiting"], responses, session.train.read)
+        vocabulary = session.architecture.vocabulary
+        self._waiting = groups_from_state(state["waiting"], responses, session.train.read, vocabulary)
 
     def _one_round(
         self, step: int, prompts: int, first_group: int, rolled: list[Rolled], greedy: list[Rolled]
@@ -94,7 +95,6 @@ class Collector:
         With over-sampling more are started, those that wait the first, and what is left of them waits again.
         """
         recipe, rollouts = self._session.recipe, self._rollouts
-        assert recipe.rollout is not None
         responses = recipe.batch.responses_per_prompt
         started = math.ceil(round(prompts * recipe.rollout.oversample, 6))  # 1.1 times 10 are 11
         groups, self._waiting = self._waiting[:started], self._waiting[started:]
@@ -197,9 +197,9 @@ def batch_state(batch: RolloutBatch | None) -> dict[str, Any]:
 
 def batch_from_state(session: Session, state: dict[str, Any]) -> RolloutBatch | None:
     """The batch of a ``batch_state``; None for none, and where its rewards are not what the recipe asks for now."""
-    batch, settings = RolloutBatch(**state) if state else None, session.recipe.algorithm
-    if batch is None:
+    if not state:
         return None
+    batch, settings = checked_batch(state, session.architecture.vocabulary), session.recipe.algorithm
     found = (batch.scores is not None, batch.baseline_rewards is not None)
     if found == (settings.overlong_buffer.enable, settings.advantage == "remax"):
         return batch

@@ -99,8 +99,8 @@ def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _check_lengths(state: dict[str, Any]) -> None:
-    """Raises ValueError where the tensors of a ``groups_state`` do not belong together."""
+def _check(state: dict[str, Any], vocabulary: int) -> None:
+    """Raises ValueError where the tensors of a ``groups_state`` do not belong together, or no engine takes them."""
     prompts, rows = state["prompts"], state["rows"]
     if not rows.numel():  # without any, there is one dimension
         rows = rows.reshape(0, 4)
@@ -117,12 +117,18 @@ def _check_lengths(state: dict[str, Any]) -> None:
     )
     if not sound:
         raise ValueError("groups that wait have tensors of other sizes than they say")
+    tokens, versions = state["token_ids"], state["weight_versions"]
+    if tokens.is_floating_point() or bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        raise ValueError(f"groups that wait have tokens beyond the vocabulary of {vocabulary}")
+    if versions.is_floating_point() or not bool(state["logprobs"].isfinite().all()):
+        raise ValueError("groups that wait have logprobs or versions that are none")
 
 
 def groups_from_state(
     state: dict[str, Any],
     responses_per_prompt: int,
     read: Callable[[Sequence[tuple[int, int]]], Sequence[Prompt | None]],
+    vocabulary: int,
 ) -> list[Group]:
     """The groups of a ``groups_state``, of a recipe with so many responses now.
 
@@ -131,7 +137,7 @@ def groups_from_state(
     """
     if not state:
         return []
-    _check_lengths(state)
+    _check(state, vocabulary)
     places = state["prompts"].tolist()
     prompts = read([(part, row) for part, row, _ in places])
     tokens = state["prompt_token_ids"].split([length for _, _, length in places])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.exports import Exports
-from rlhf_megatron.checkpoint.manager import Checkpoints, Part, TeamOwnedState, choose_checkpoint
+from rlhf_megatron.checkpoint.manager import Checkpoints, Part, TeamOwnedState, sound_checkpoints
 from rlhf_megatron.checkpoint.storage import forget_best, step_of
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import Responses
@@ -58,7 +58,7 @@ class Session:
     def __init__(
         self, recipe: Recipe, resume: str = "auto", skips: Mapping[int, Mapping[str, Any]] | None = None
     ) -> None:
-        """Builds what all loops need; ``resume`` as in ``choose_checkpoint``, ``skips`` as in ``Adaptation``.
+        """Builds what all loops need; ``resume`` as in ``sound_checkpoints``, ``skips`` as in ``Adaptation``.
 
         Raises UserError for input that the recipe names and that is not right.
         """
@@ -86,13 +86,13 @@ class Session:
                 recipe.data, self.tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts
             )
         self.train, self.validation = data.train, data.validation
-        learning_steps = recipe.steps - (recipe.critic.warmup_steps if recipe.critic else 0)
-        updates = learning_steps * recipe.batch.updates_per_step
+        updates = recipe.learning_steps * recipe.batch.updates_per_step
         head: Head = "scalar" if recipe.loop == "reward_modeling" else "language"
         self.actor = self.make_role("actor", recipe.actor, recipe.actor.optimizer, updates, head)
         self._exports = Exports(recipe, self.run, self.actor, self.device)
-        found_out: list[str] = []
-        self._resume_from = choose_checkpoint(self.run.checkpoints, resume, found_out.append)
+        self._found_out: list[str] = []  # said as soon as there is a report
+        self._to_resume_from = sound_checkpoints(self.run.checkpoints, resume, self._tell)
+        self._resume_from = next(self._to_resume_from, None)
         self.first_step = 1 if self._resume_from is None else step_of(self._resume_from) + 1
         if self.first_step > recipe.steps + 1:
             raise UserError(
@@ -100,7 +100,7 @@ class Session:
                 "the run another name, or start from --resume none or an older checkpoint"
             )
         self.report = Report(self.run, recipe, self.first_step) if self.rank == 0 else None
-        for line in (*found_out, *data.notes):
+        for line in (*self._found_out, *data.notes):
             self.say(line)
         if self._gpus.problem:
             self.say(f"warning: the use of GPUs is not logged: {self._gpus.problem}")
@@ -118,8 +118,9 @@ class Session:
         checkpoints = Checkpoints(self.run.checkpoints, self.recipe.checkpoint, roles, parts, self.say)
         if self._resume_from is not None:
             with self.phase("resume"):
-                checkpoints.restore(self._resume_from)
-            self.say(f"going on from {self._resume_from}, after step {self.first_step - 1}")
+                restored = checkpoints.restore_one_of(self._to_resume_from, self._resume_from)
+            self.first_step = step_of(restored) + 1
+            self.say(f"going on from {restored}, after step {self.first_step - 1}")
         elif self.rank == 0:
             forget_best(self.run.checkpoints)
         self._saved = lambda: checkpoints.saved
@@ -139,10 +140,10 @@ class Session:
         starts from a language model.
         """
         recipe = self.recipe
-        path = getattr(section, "path", None) or recipe.model.path
+        path = section.weights_folder or recipe.model.path
         architecture = (self.architecture if path == recipe.model.path else read_architecture(path)).with_head(head)
         ranks = role_ranks(recipe, name, self.world)
-        lora = getattr(section, "lora", None)
+        lora = section.adapters
         with self.phase(name), contextlib.ExitStack() as opened:
             start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
             weights: WeightSource = RandomWeights(architecture, recipe.seed, torch.device(self.device))
@@ -157,7 +158,7 @@ class Session:
                 section,
                 dtype=recipe.model.dtype,
                 seed=recipe.seed,
-                temperature=recipe.rollout.temperature if recipe.rollout else 1.0,
+                temperature=recipe.temperature,
                 optimizer=optimizer,
                 training_steps=updates,
                 deterministic=recipe.deterministic,
@@ -317,7 +318,7 @@ class Session:
 
     def _training_speed(self, learnt: RolloutBatch) -> dict[str, float]:
         """How fast the actor's GPUs went through ``learnt``, and what share of their peak that is where it is known."""
-        seconds, epochs = self.seconds("update"), self.recipe.batch.epochs_per_step
+        seconds, epochs = self.seconds("update"), self.recipe.batch.passes
         if not seconds:
             return {}
         gpu_seconds = seconds * len(self.actor.ranks) / epochs
@@ -353,6 +354,10 @@ class Session:
         """One line for the person who watches."""
         if self.report:
             self.report.console.message(text)
+
+    def _tell(self, text: str) -> None:
+        """Says it, or has it said as soon as there is a report."""
+        self.say(text) if self.report else self._found_out.append(text)
 
     def export(self, step: int) -> str | None:
         """Writes the actor as a Hugging Face folder; why that failed, where it did. Collective."""

@@ -69,10 +69,24 @@ _ONLY: dict[str, Any] = {
 }
 # What transformers' classes refuse as null, though the same field may be absent.
 _NEVER_NULL = {
-    "attention_bias", "attention_dropout", "chunk_size_feed_forward", "decoder_sparse_step", "hidden_act",
+    "attention_bias", "attention_dropout", "auto_map", "chunk_size_feed_forward", "decoder_sparse_step", "hidden_act",
     "initializer_range", "intermediate_size", "is_encoder_decoder", "max_position_embeddings", "max_window_layers",
     "mlp_bias", "norm_topk_prob", "num_experts", "num_labels", "output_router_logits", "rms_norm_eps",
     "router_aux_loss_coef", "tie_word_embeddings", "use_cache", "use_sliding_window",
+}  # fmt: skip
+
+# What transformers' class has under these names is not for a file to replace, not even by null.
+_OF_THE_CLASS = {
+    "_attn_implementation", "_auto_class", "_experts_implementation", "attribute_map", "base_config_key",
+    "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan",
+    "convert_rope_params_to_dict", "default_rope_type", "default_theta", "dict_dtype_to_str", "from_dict",
+    "from_json_file", "from_pretrained", "get_config_dict", "get_mtp_config", "get_text_config",
+    "has_no_defaults_at_init", "ignore_keys_at_rope_validation", "is_heterogeneous", "keys_to_ignore_at_inference",
+    "nested_rope_parameter_keys", "per_layer_attributes", "per_layer_config", "push_to_hub",
+    "register_for_auto_class", "save_pretrained", "standardize_rope_params", "sub_configs", "to_dict",
+    "to_diff_dict", "to_json_file", "to_json_string", "update", "update_from_string", "use_return_dict", "validate",
+    "validate_architecture", "validate_layer_type", "validate_output_attentions", "validate_rope",
+    "validate_token_ids",
 }  # fmt: skip
 
 # Without effect on what the model computes, by the types that transformers wants to see.
@@ -141,6 +155,10 @@ def check_fields(path: Path, config: Mapping[str, Any], family: Family) -> None:
     read = _READ | (_READ_OF_EXPERTS if family.experts else set())
     never_null = _NEVER_NULL.union(family.never_null)
     for field, value in config.items():
+        if field in _OF_THE_CLASS:
+            raise ModelError(
+                f"{shown(path)}: {field} is {brief(value)}, and is not for a config.json to say; remove it"
+            )
         if value is None:
             if field in never_null and field in single.keys() | types.keys() | read:
                 raise ModelError(f"{shown(path)}: {field} is null, which transformers refuses; remove it")
@@ -176,7 +194,7 @@ def check_class(path: Path, config: Mapping[str, Any], family: Family) -> None:
     named = config.get("architectures") or []
     if not isinstance(named, list) or any(name not in known for name in named):
         raise unsupported(path, "architectures", named, " or ".join(f'["{name}"]' for name in known))
-    code = config.get("auto_map") or {}
+    code = config.get("auto_map", {})
     if not isinstance(code, dict) or any(name != "AutoTokenizer" for name in code):
         raise ModelError(f"{shown(path)}: auto_map is {brief(code)}: models with code of their own are not supported")
     labels = config.get("id2label") or {}

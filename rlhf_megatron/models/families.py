@@ -34,7 +34,7 @@ FAMILIES = {
         "Mistral",
         positions=131072,
         only=(*_NO_BIAS, ("sliding_window", None)),
-        never_null=("num_key_value_heads",),
+        never_null=("num_key_value_heads", "layer_types"),
         absent=(("num_key_value_heads", 8),),
     ),
     "qwen2": Family("Qwen2", qkv_bias=True, only=(("qkv_bias", True),), absent=(("num_key_value_heads", 32),)),

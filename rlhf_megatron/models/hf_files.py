@@ -37,7 +37,8 @@ _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 # What a model folder holds beside its weights: configs, the tokenizer, the chat template, and code for either.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 # What files of Llama 2's time have of the decoder, and is computed today.
-_DECODER, _FORMER_BUFFER = ("model.", "lm_head.bias"), "rotary_emb.inv_freq"
+_DECODER, _FORMER_BUFFER = ("model.", "lm_head."), "rotary_emb.inv_freq"
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _OF_THE_MODEL = ("generation_config.json",)
 _CHAT_TEMPLATE, _SENTENCEPIECE = "chat_template.jinja", "tokenizer.model"
 
@@ -119,6 +120,8 @@ class CheckpointFiles:
                 f"{self.folder}: {len(missing)} of {len(self._shapes)} tensors are missing, the first is {missing[0]}"
             )
         self._check_headers()
+        if architecture.tied_embeddings and architecture.head == "language":
+            self._check_tied()
 
     def _locate(self) -> dict[str, Path]:
         index = self.folder / _INDEX
@@ -130,6 +133,11 @@ class CheckpointFiles:
             for file in names.values():
                 if Path(file).name != file:
                     raise ModelError(f"{index}: names the file {shown(repr(file))}, which does not lie in this folder")
+            if os.path.lexists(self.folder / _SINGLE) and _SINGLE not in names.values():
+                raise ModelError(
+                    f"{shown(self.folder)}: has {_SINGLE} and {_INDEX}, which names other files; remove those that "
+                    "are not the model's, since others would read the former"
+                )
             return {name: self.folder / file for name, file in names.items()}
         single = self.folder / _SINGLE
         if not os.path.lexists(single):
@@ -142,6 +150,12 @@ class CheckpointFiles:
     def _check_headers(self) -> None:
         """Every tensor's place, shape and type, which files tell at their beginnings: before memory is taken."""
         held = {path: set(self._reader(path).keys()) for path in set(self._file_of.values())}
+        for path, names in held.items():
+            for name in names:
+                if self._file_of.get(name) != path and (name in self._shapes or name.startswith(_DECODER)):
+                    raise ModelError(
+                        f"{path}: has {shown(name)}, which {_INDEX} does not look for there; download the model again"
+                    )
         for name, path in self._file_of.items():
             if name not in held[path]:
                 raise ModelError(f"{path}: {shown(name)} is not there, and {_INDEX} says so; download the model again")
@@ -156,10 +170,19 @@ class CheckpointFiles:
 
     def _check_surplus(self, name: str, path: Path) -> None:
         """A tensor of the decoder that nothing reads belongs to another model; heads of other uses do no harm."""
-        if name.startswith(_DECODER) and not name.endswith(_FORMER_BUFFER):
+        if name.startswith(_DECODER) and name != _OUTPUT and not name.endswith(_FORMER_BUFFER):
             raise ModelError(
                 f"{path}: {shown(name)} is no tensor of the model that config.json describes; they do not belong "
                 "together"
+            )
+
+    def _check_tied(self) -> None:
+        """An output layer beside tied embeddings is the embeddings again: transformers would use another one."""
+        path = self._file_of.get(_OUTPUT)
+        if path is not None and not torch.equal(self.read(_OUTPUT, ()), self.read(_EMBEDDING, ())):
+            raise ModelError(
+                f"{path}: {_OUTPUT} is not {_EMBEDDING}, and config.json says that they are one "
+                "(tie_word_embeddings); set it to false, or download the model again"
             )
 
     def _reader(self, path: Path) -> Any:
@@ -227,7 +250,7 @@ def open_weights(path: Path) -> Any:
     check_regular(path, ModelError)  # a pipe would be waited for
     try:
         return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, MemoryError) as error:
         reason = reason_of(error)
         raise ModelError(f"{path}: cannot be read as safetensors ({reason}); download the model again") from error
 

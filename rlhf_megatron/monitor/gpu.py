@@ -134,7 +134,9 @@ class GpuMeter:
         self._thread.start()
 
     def take(self) -> GpuUse:
-        """What the GPU has done since the last call."""
+        """What the GPU has done since the last call, of which there is a sample however short that was."""
+        if not self._utilization or not self._temperature:
+            self._sample()
         energy, now = self._joules(), time.monotonic()
         with self._lock:
             utilization, self._utilization = self._utilization, []
@@ -152,16 +154,16 @@ class GpuMeter:
         self._open.close()
 
     def _run(self) -> None:
-        while True:
-            rates = _asked(self._nvml, self._nvml.nvmlDeviceGetUtilizationRates, self._handle)
-            degrees = _asked(
-                self._nvml, self._nvml.nvmlDeviceGetTemperature, self._handle, self._nvml.NVML_TEMPERATURE_GPU
-            )
-            with self._lock:
-                self._utilization += [] if rates is None else [rates.gpu / 100]
-                self._temperature += [] if degrees is None else [degrees]
-            if self._ended.wait(self._interval):
-                return
+        self._sample()
+        while not self._ended.wait(self._interval):
+            self._sample()
+
+    def _sample(self) -> None:
+        rates = _asked(self._nvml, self._nvml.nvmlDeviceGetUtilizationRates, self._handle)
+        degrees = _asked(self._nvml, self._nvml.nvmlDeviceGetTemperature, self._handle, self._nvml.NVML_TEMPERATURE_GPU)
+        with self._lock:
+            self._utilization += [] if rates is None else [rates.gpu / 100]
+            self._temperature += [] if degrees is None else [degrees]
 
     def _joules(self) -> float | None:
         """What the GPU has used since the driver was loaded."""

@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.monitor.records import lines_of, record_of
+from rlhf_megatron.monitor.records import MOST_BYTES, lines_of, record_of
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import Tracker, make_tracker
-from rlhf_megatron.untrusted import opened, reason_of
+from rlhf_megatron.untrusted import check_regular, opened, reason_of
 
 FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
 # Beginnings of the names of what depends on the machine and its load: no two runs share it.
@@ -60,7 +60,13 @@ class MetricsLogger:
         names = list(dict.fromkeys(["jsonl", *settings.trackers]))
         self._trackers: dict[str, Tracker] = {}
         for name in names:
-            self._trackers[name] = make_tracker(name, run_folder, run_settings or {}, first_step)
+            try:
+                self._trackers[name] = make_tracker(name, run_folder, run_settings or {}, first_step)
+            except OSError as error:
+                raise MonitorError(
+                    f"{run_folder.path}: what the tracker {name} writes cannot be written ({reason_of(error)}); make "
+                    "room, move it away, or choose another run_root"
+                ) from error
         self._failures = dict.fromkeys(names, 0)
         self._waiting: dict[str, deque[tuple[int, dict[str, float]]]] = {name: deque() for name in names}
 
@@ -151,6 +157,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     A damaged last line, as a killed run leaves it, is skipped; one elsewhere raises MonitorError with file and line
     number. (A run that goes on has such lines moved out of the way before, see trackers.py.)
     """
+    check_regular(path, MonitorError, MOST_BYTES)
     records, damaged = [], 0
     with opened(path, MonitorError) as file:
         for number, line in lines_of(file):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlhf_megatron.durable import free_name, whole_file
+from rlhf_megatron.durable import free_name, move_aside, whole_file
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.untrusted import opened, parse_json, reason_of
 
 # A step has some hundreds of metrics; no line comes near this.
 _MOST_BYTES_OF_A_LINE = 1 << 22
 _LARGEST_STEP = 2**53
+# A hundred thousand steps of a thousand metrics have less.
+MOST_BYTES = 1 << 32
 
 
 def lines_of(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -43,6 +45,17 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         return None
 
 
+def set_huge_aside(path: Path, most_bytes: int) -> None:
+    """Rename a file that no run has written, by its size, to NAME.damaged-K, and tell it on stderr.
+
+    Raises OSError where that fails.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    if size > most_bytes:
+        told = f"has {size:,} bytes, beyond the {most_bytes:,} that are read; it is {move_aside(path).name} now"
+        print(f"warning: {path}: {told} and begun anew", file=sys.stderr, flush=True)
+
+
 def set_damaged_aside(path: Path, is_sound: Callable[[bytes], bool]) -> None:
     """Take the lines that are not sound out of a file, into NAME.damaged-K beside it, and tell it on stderr.
 
@@ -51,29 +64,31 @@ def set_damaged_aside(path: Path, is_sound: Callable[[bytes], bool]) -> None:
     Raises MonitorError where the file cannot be read or written.
     """
     with opened(path, MonitorError) as file:
-        damaged = {number: line for number, line in lines_of(file) if not (_is_ended(line) and is_sound(line))}
-    if not damaged:
-        return
+        damaged, torn = [], 0
+        for number, line in lines_of(file):
+            if not _is_ended(line):
+                torn = len(line)
+            elif not is_sound(line):
+                damaged.append(number)
     try:
-        last = damaged[max(damaged)]
-        if not _is_ended(last):
-            os.truncate(path, path.stat().st_size - len(last))
-            del damaged[max(damaged)]
+        if torn:
+            os.truncate(path, path.stat().st_size - torn)
         if damaged:
             moved = free_name(path)
-            _divide(path, damaged, moved)
-            count = f"{len(damaged)} damaged lines, from {min(damaged)} on, were"
-            told = count if len(damaged) > 1 else f"line {min(damaged)} is damaged and was"
+            _divide(path, set(damaged), moved)
+            count = f"{len(damaged)} damaged lines, from {damaged[0]} on, were"
+            told = count if len(damaged) > 1 else f"line {damaged[0]} is damaged and was"
             print(f"warning: {path}: {told} moved to {moved.name}", file=sys.stderr, flush=True)
     except OSError as error:
         raise MonitorError(f"{path}: damaged lines cannot be removed ({reason_of(error)}); make room") from error
 
 
-def _divide(path: Path, damaged: Mapping[int, bytes], moved: Path) -> None:
+def _divide(path: Path, damaged: Collection[int], moved: Path) -> None:
     with opened(path, MonitorError) as source, whole_file(path) as partial, partial.open("wb") as sound:
-        sound.writelines(line for number, line in lines_of(source) if number not in damaged)
+        with moved.open("wb") as other:
+            for number, line in lines_of(source):
+                (other if number in damaged else sound).write(line)
         sound.flush()
-        moved.write_bytes(b"".join(damaged.values()))
 
 
 def _is_ended(line: bytes) -> bool:

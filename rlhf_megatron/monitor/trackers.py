@@ -24,12 +24,13 @@ from typing import Any, ClassVar, Protocol
 
 from rlhf_megatron.durable import move_aside, whole_file, write_text
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.monitor.records import record_of, set_damaged_aside
+from rlhf_megatron.monitor.records import MOST_BYTES, record_of, set_damaged_aside, set_huge_aside
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.untrusted import read_json, reason_of
 
 _LONGEST_RECORD = 1 << 20  # bytes
+_MOST_BYTES_OF_A_TABLE = 1 << 30  # all of it is in memory where it gets another column
 # What W&B and MLflow call a run.
 _RUN = re.compile(r"[\w.-]{1,128}")
 
@@ -53,6 +54,7 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         """Goes on behind what is there; damaged lines are moved out of the way, which is told."""
+        set_huge_aside(path, MOST_BYTES)
         if path.exists():
             set_damaged_aside(path, lambda line: record_of(line) is not None)
         self._file = path.open("ab", buffering=0)
@@ -77,6 +79,7 @@ class CsvTracker:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        set_huge_aside(path, _MOST_BYTES_OF_A_TABLE)
         _drop_torn_line(path)
         if path.exists() and not _is_table(path):
             print(f"warning: {path}: is damaged; it is {move_aside(path).name} now and begun anew", file=sys.stderr)

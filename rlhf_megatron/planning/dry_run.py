@@ -19,16 +19,9 @@ from rlhf_megatron.planning.memory import (
 from rlhf_megatron.planning.model_shape import ModelShape, planning_config, shape_of
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.rl import RLRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
-from rlhf_megatron.recipe.unsupported import unsupported
-from rlhf_megatron.recipe.world_checks import (
-    check_world,
-    is_made,
-    layout_of,
-    role_ranks,
-    roles_of,
-    stage_layers,
-)
+from rlhf_megatron.recipe.world_checks import check_world, layout_of, role_ranks, rollout_ranks, stage_layers
 from rlhf_megatron.redaction import redact
 
 _LARGE_LOGITS_GB = 0.5  # from where on making them once is worth a key
@@ -54,7 +47,6 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
         ("Regathering", [regather_summary] if regather_summary else []),
         ("Time of one step (estimate, without reward functions)", times),
         ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", list(_memory_lines(recipe, memory, shape))),
-        ("Not in this version", unsupported(recipe) or ["nothing that the recipe asks for"]),
     ]
     blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
     return f"Plan of {recipe.name} on {world_size} GPUs\n\n" + "\n\n".join(blocks) + "\n"
@@ -83,19 +75,18 @@ def _adapter_lines(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _layout_lines(recipe: Recipe, shape: ModelShape, world_size: int) -> Iterator[str]:
-    for name, section in roles_of(recipe).items():
-        if not is_made(recipe, name):
-            why = "algorithm.kl_coef is 0" if recipe.loop == "rl" else f"loop {recipe.loop} needs none"
-            yield f"{name}: not made, since {why}"
+    for name, section in recipe.roles.items():
+        if name not in recipe.roles_made:
+            yield f"{name}: not made, since algorithm.kl_coef is 0"
             continue
         own = role_shape(recipe, name, section, shape)
         ranks = role_ranks(recipe, name, world_size)
         yield from _role_lines(name, section, layout_of(recipe, section), own, len(ranks))
     if recipe.reference_is_base:
         yield "reference: the actor without its adapters"
-    if recipe.loop == "rl" and recipe.rollout is not None:
+    if isinstance(recipe, RLRecipe):
         tensor = recipe.rollout.layout.tensor
-        ranks = role_ranks(recipe, "rollout", world_size)
+        ranks = rollout_ranks(recipe, world_size)
         whole = ", experts whole" if recipe.rollout.layout.expert_parallel else ""
         given = "" if recipe.rollout.ranks == "all" else f"{recipe.rollout.ranks} (counted from 0 below)"
         groups, replicas = _groups(tensor, 1, len(ranks)), _count(len(ranks) // tensor, "replica")
@@ -161,17 +152,16 @@ def _groups(size: int, stride: int, world: int) -> str:
 def _batch_lines(recipe: Recipe, world_size: int, memory: Estimate) -> Iterator[str]:
     batch = recipe.batch
     data = len(role_ranks(recipe, "actor", world_size)) // recipe.actor.layout.model_gpus
-    rows = batch.prompts_per_step * batch.responses_per_prompt
+    rows = batch.prompts_per_step * batch.rows_per_prompt
     updates = batch.updates_per_step
-    if recipe.loop == "rl":
-        yield f"{batch.prompts_per_step} prompts x {batch.responses_per_prompt} responses = {rows} rows"
+    if isinstance(recipe, RLRecipe):
+        yield f"{batch.prompts_per_step} prompts x {batch.rows_per_prompt} responses = {rows} rows"
         if memory.rollout is not None:
             replicas = memory.rollout.replicas
             yield f"rollout: {_mean(rows, replicas)} rows for each of {_count(replicas, 'replica')}"
     else:
         yield f"{rows} rows" if recipe.rows_per_response == 1 else f"{rows} pairs"
-    per_update = batch.minibatch_prompts or batch.prompts_per_step
-    per_update *= batch.responses_per_prompt * recipe.rows_per_response
+    per_update = batch.prompts_per_update * batch.rows_per_prompt * recipe.rows_per_response
     yield (
         f"update: {_count(updates, 'optimizer step')} of {per_update} rows, {_mean(per_update, data)} per "
         f"data-parallel rank, in micro-batches of up to {micro_batch_tokens(recipe, recipe.actor):,} tokens"
@@ -197,7 +187,7 @@ def _memory_lines(recipe: Recipe, memory: Estimate, shape: ModelShape) -> Iterat
             f"{rollout.cache_tokens:,} tokens, or {rollout.longest_sequences:,} sequences of full length at a time per "
             "replica"
         )
-        if recipe.why_weights_are_copied:
+        if isinstance(recipe, RLRecipe) and recipe.why_weights_are_copied:
             yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
     limit = recipe.cluster.gpu_memory_gb
     for phase, needed in memory.phases.items():

@@ -7,11 +7,12 @@ from typing import Any
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError, RecipeError
-from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.models.architecture import Architecture, read_architecture, read_config
 from rlhf_megatron.planning.model_shape import experts_of, role_config, role_folder, size
-from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
-from rlhf_megatron.recipe.world_checks import layout_of, roles_of, stage_layers
+from rlhf_megatron.recipe.world_checks import layout_of, stage_layers
+from rlhf_megatron.rollout.vllm.model_config import check_generates
 
 _EXPERT_COLUMNS = "columns of an expert (moe_intermediate_size)"
 
@@ -19,10 +20,13 @@ _EXPERT_COLUMNS = "columns of an expert (moe_intermediate_size)"
 def checked_architecture(recipe: Recipe, folder: str | Path) -> Architecture:
     """Return what the config in ``folder``, the model's, describes.
 
-    Raises ModelError where it, or that in a role's own folder which is here, is damaged or not supported.
+    Raises ModelError where it, or that in a role's own folder which is here, is damaged or not supported; RolloutError
+    where it generates nothing and the recipe wants it to.
     """
     architecture = read_architecture(folder)
-    for section in roles_of(recipe).values():
+    if isinstance(recipe, RLRecipe):
+        check_generates(Path(folder) / "config.json", read_config(folder))
+    for section in recipe.roles.values():
         own = role_folder(recipe, section)
         if own is not None:
             read_architecture(own)
@@ -46,7 +50,7 @@ def check_tokens(tokenizer: Tokenizer, architecture: Architecture, folder: str |
 
 def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
     """Raises RecipeError where the model of a Hugging Face ``config`` cannot be cut as the layouts ask."""
-    for name, section in roles_of(recipe).items():
+    for name, section in recipe.roles.items():
         layout, own = layout_of(recipe, section), role_config(recipe, section, config)
         _check_tensor(f"{name}.layout.tensor={layout.tensor}", layout.tensor, own)
         _check_experts(f"{name}.layout", layout, own)
@@ -56,7 +60,7 @@ def check_architecture(recipe: Recipe, config: dict[str, Any]) -> None:
             stage_layers(layout, layers)
         except RecipeError as error:
             raise RecipeError(f"{name}.{error}") from None
-    if recipe.loop == "rl" and recipe.rollout is not None:
+    if isinstance(recipe, RLRecipe):
         tensor = recipe.rollout.layout.tensor
         where = f"rollout.layout.tensor={tensor}"
         _check_tensor(where, tensor, config)
@@ -82,14 +86,14 @@ def _check_positions(recipe: Recipe, config: dict[str, Any]) -> None:
     """The longest row that the recipe's limits let through; without one for given responses only data can tell."""
     limits = {"data.max_prompt_length": recipe.data.max_prompt_length}
     given = recipe.data.max_response_length
-    if recipe.loop == "rl" and recipe.rollout is not None:
+    if isinstance(recipe, RLRecipe):
         limits = {"rollout.max_response_length": recipe.rollout.max_response_length} | limits
-    elif given is not None and recipe.loop == "reward_modeling":  # which limits a conversation, prompt included
+    elif given is not None and isinstance(recipe, RewardModelingRecipe):  # which limits a conversation, prompt included
         limits = {"data.max_response_length": given}
     elif given is not None:
         limits = {"data.max_response_length": given} | limits
     longest = sum(limits.values())
-    for name, section in roles_of(recipe).items():
+    for name, section in recipe.roles.items():
         positions = _positions(role_config(recipe, section, config))
         # A reward model reads the same text in tokens of its own.
         if positions is not None and longest > positions and name != "reward_model":

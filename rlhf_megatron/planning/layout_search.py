@@ -22,7 +22,7 @@ from rlhf_megatron.planning.feasibility import check_architecture, checked_archi
 from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
 from rlhf_megatron.planning.model_shape import planning_config, planning_folder, shape_of
 from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, has_figures, layers_and_head, stage_work
-from rlhf_megatron.recipe import LayoutSection, Recipe, RecipeError, check_world, unsupported
+from rlhf_megatron.recipe import LayoutSection, RecipeError, RLRecipe, check_world
 from rlhf_megatron.recipe.load import apply_override
 from rlhf_megatron.recipe.world_checks import stage_layers
 
@@ -36,12 +36,12 @@ class Candidate:
     """A layout that fits: what to change for it, the recipe then, GB of 2^30 bytes in its fullest phase, the time."""
 
     overrides: tuple[str, ...]
-    recipe: Recipe
+    recipe: RLRecipe
     memory: float
     time: ExpectedTime
 
 
-def find_layouts(recipe: Recipe, world: int) -> list[Candidate]:
+def find_layouts(recipe: RLRecipe, world: int) -> list[Candidate]:
     """Those that fit ``world`` GPUs: the fastest, and behind it the fastest of those that need clearly less memory.
 
     Of layouts that are as fast as each other, as far as the estimate can tell, the simplest counts. Raises RecipeError
@@ -52,7 +52,7 @@ def find_layouts(recipe: Recipe, world: int) -> list[Candidate]:
     if recipe.cluster.gpu is None:
         raise RecipeError("cluster.gpu: say what the GPUs are, such as cluster.gpu=H100")
     if not has_figures(recipe, config):
-        raise RecipeError("only steps of reinforcement learning of dense models are reckoned, and not in float32")
+        raise RecipeError("only steps of dense models are reckoned, and not in float32")
     choices = _choices(recipe, config, world)
     found = [each for choice in choices if (each := _candidate(recipe, config, world, choice))]
     best: list[Candidate] = []
@@ -62,7 +62,7 @@ def find_layouts(recipe: Recipe, world: int) -> list[Candidate]:
     return best
 
 
-def nearest_layout(recipe: Recipe, world: int) -> str:
+def nearest_layout(recipe: RLRecipe, world: int) -> str:
     """What to tell where none fits: the layout that needs least memory, and what it needs; errors as find_layouts."""
     config = planning_config(recipe)
     tried = [each for choice in _choices(recipe, config, world) if (each := _tried(recipe, config, world, choice))]
@@ -84,7 +84,7 @@ def _order(each: Candidate) -> tuple[float, ...]:
     return (round(math.log(each.time.seconds) / math.log(_AS_FAST)), *simple, each.memory)
 
 
-def _choices(recipe: Recipe, config: dict[str, Any], world: int) -> Iterator[dict[str, Any]]:
+def _choices(recipe: RLRecipe, config: dict[str, Any], world: int) -> Iterator[dict[str, Any]]:
     """Values by key of every combination, whether it can be or not."""
     degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= min(world, recipe.cluster.gpus_per_node)]
     streams = _STREAMED if recipe.actor.optimizer and recipe.actor.optimizer.distributed else (0.0,)
@@ -129,7 +129,7 @@ def _edges(layers: int, head: float, pipeline: int) -> list[tuple[int, int | Non
     return [even, (pipeline, best[0], best[-1])]
 
 
-def _virtual_pipeline(recipe: Recipe, layers: int, pipeline: int, first: int | None, last: int | None) -> int | None:
+def _virtual_pipeline(recipe: RLRecipe, layers: int, pipeline: int, first: int | None, last: int | None) -> int | None:
     """The recipe's virtual stages where these stages can have them, else none."""
     chunks = recipe.actor.layout.virtual_pipeline
     try:
@@ -143,8 +143,8 @@ def _virtual_pipeline(recipe: Recipe, layers: int, pipeline: int, first: int | N
 
 
 def _tried(
-    recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]
-) -> tuple[tuple[str, ...], Recipe, Estimate] | None:
+    recipe: RLRecipe, config: dict[str, Any], world: int, choice: dict[str, Any]
+) -> tuple[tuple[str, ...], RLRecipe, Estimate] | None:
     """What to change for a choice, the recipe then, and its memory; None where model or GPUs cannot be cut so."""
     overrides = tuple(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -155,15 +155,15 @@ def _tried(
     for override in overrides:
         apply_override(values, override)
     try:
-        tried = Recipe.model_validate(values)
+        tried = RLRecipe.model_validate(values)
         check_world(tried, world)
         check_architecture(tried, config)
     except (ValidationError, RecipeError):
         return None
-    return None if unsupported(tried) else (overrides, tried, estimate(tried, shape_of(config), world))
+    return overrides, tried, estimate(tried, shape_of(config), world)
 
 
-def _candidate(recipe: Recipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:
+def _candidate(recipe: RLRecipe, config: dict[str, Any], world: int, choice: dict[str, Any]) -> Candidate | None:
     found = _tried(recipe, config, world, choice)
     if found is None:
         return None

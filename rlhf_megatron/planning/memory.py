@@ -9,14 +9,15 @@ import dataclasses
 
 from rlhf_megatron.planning.model_shape import ModelShape, role_config, shape_of
 from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.rl import RLRecipe
 from rlhf_megatron.recipe.roles import (
     LayoutSection,
-    LoraSection,
     OffloadSection,
     RoleSection,
     transformer_engine_can,
 )
-from rlhf_megatron.recipe.world_checks import layout_of, role_ranks, roles_made, stage_layers
+from rlhf_megatron.recipe.supervised import RewardModelingRecipe
+from rlhf_megatron.recipe.world_checks import layout_of, role_ranks, rollout_ranks, stage_layers
 
 GB = 2**30
 TIGHT = 0.95  # of the memory, beyond which what the estimate leaves out may decide
@@ -106,12 +107,14 @@ def estimate(recipe: Recipe, shape: ModelShape, world_size: int) -> Estimate:
         name: _role_memory(
             recipe, section, role_shape(recipe, name, section, shape), len(role_ranks(recipe, name, world_size))
         )
-        for name, section in roles_made(recipe).items()
+        for name, section in recipe.roles_made.items()
     }
-    rollout = _rollout_memory(recipe, shape, world_size) if recipe.loop == "rl" else None
-    names = [*roles, "rollout"] if rollout else list(roles)
-    placed = {name: set(role_ranks(recipe, name, world_size)) for name in names}
-    together = {frozenset(name for name in names if rank in placed[name]) for rank in range(world_size)}
+    placed = {name: set(role_ranks(recipe, name, world_size)) for name in roles}
+    rollout = None
+    if isinstance(recipe, RLRecipe):
+        rollout = _rollout_memory(recipe, shape, world_size)
+        placed["rollout"] = set(rollout_ranks(recipe, world_size))
+    together = {frozenset(name for name in placed if rank in placed[name]) for rank in range(world_size)}
     phases = [
         _phases(recipe, {name: roles[name] for name in roles if name in here}, rollout if "rollout" in here else None)
         for here in together
@@ -126,7 +129,7 @@ def _phases(recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: Rollou
     resident = RESERVED_GB + sum(fullest.values())
     updates = (resident - fullest[name] + max(stage.update for stage in stages) for name, stages in roles.items())
     update = max(updates, default=resident)
-    if recipe.loop != "rl" or recipe.rollout is None:
+    if not isinstance(recipe, RLRecipe):
         return {"update": update}
     awake = rollout.share if rollout else 0.0
     sleeps = recipe.rollout.sleep and roles and not recipe.rollout_is_ahead
@@ -142,15 +145,13 @@ def _phases(recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: Rollou
 def role_shape(recipe: Recipe, name: str, section: RoleSection, shape: ModelShape) -> ModelShape:
     """The sizes of a role's model, given those of the recipe's: of its own folder where it is here, with its head."""
     own = shape_of(config) if (config := role_config(recipe, section, {})) else shape
-    scalar = name in ("critic", "reward_model") or recipe.loop == "reward_modeling"
+    scalar = name in ("critic", "reward_model") or isinstance(recipe, RewardModelingRecipe)
     return dataclasses.replace(own, scalar_head=scalar)
 
 
 def checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Size of one checkpoint: weights and both of Adam's moments, in float32, of every role that learns."""
-    learning = {
-        name: section for name, section in roles_made(recipe).items() if getattr(section, "optimizer", None) is not None
-    }
+    learning = {name: section for name, section in recipe.roles_made.items() if section.learns_by}
     return sum(
         12.0 * _learning_parameters(section, role_shape(recipe, name, section, shape))
         for name, section in learning.items()
@@ -159,7 +160,7 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 def _learning_parameters(section: RoleSection, shape: ModelShape) -> int:
     """Those of a learning role that change: all, or its adapters'."""
-    lora: LoraSection | None = getattr(section, "lora", None)
+    lora = section.adapters
     return shape.layers * shape.adapter_parameters(lora) if lora else shape.parameters
 
 
@@ -187,12 +188,12 @@ def all_logits(recipe: Recipe, section: RoleSection, shape: ModelShape) -> float
 
 def keeps_logits(recipe: Recipe, section: RoleSection, shape: ModelShape) -> bool:
     """Whether an update has memory for all logits of its largest micro-batch, and does not make them again."""
-    return all_logits(recipe, section, shape) <= getattr(section, "kept_logits_gb", 0.0)
+    return all_logits(recipe, section, shape) <= section.kept_logits
 
 
 def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: int) -> list[StageMemory]:
     """Every pipeline stage of a role on ``gpus``."""
-    layout, learning = layout_of(recipe, section), getattr(section, "optimizer", None)
+    layout, learning = layout_of(recipe, section), section.learns_by
     stages = stage_layers(layout, shape.layers)
     data = gpus // layout.model_gpus
     size = _ELEMENT_BYTES[recipe.model.dtype]
@@ -205,7 +206,7 @@ def _role_memory(recipe: Recipe, section: RoleSection, shape: ModelShape, gpus: 
         of_experts = stages[stage] * shape.expert_parameters(layout.expert_gpus)
         last = stage == layout.pipeline - 1
         gradients = optimizer = activations = logits = streamed = passing = adapters = on_host = 0.0
-        lora: LoraSection | None = getattr(section, "lora", None)
+        lora = section.adapters
         if learning is not None and lora is not None:
             learns = stages[stage] * shape.adapter_parameters(lora)  # whole on every GPU of the stage
             gradients = 4.0 * learns
@@ -269,8 +270,7 @@ def _micro_batches_in_flight(layout: LayoutSection, stage: int) -> float:
 
 def _most_micro_batches(recipe: Recipe, tokens: int, data: int) -> int:
     """Micro-batches of one data-parallel rank in one optimizer step, if every row were as long as it may be."""
-    prompts = recipe.batch.minibatch_prompts or recipe.batch.prompts_per_step
-    rows = -(-prompts * recipe.batch.responses_per_prompt // data)
+    rows = -(-recipe.batch.prompts_per_update * recipe.batch.rows_per_prompt // data)
     return max(1, -(-rows * recipe.rows_per_response * recipe.longest_sequence // tokens))
 
 
@@ -332,10 +332,8 @@ def _logit_bytes(
     return float(block + size * tokens * shape.hidden + learning)
 
 
-def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> RolloutMemory | None:
+def _rollout_memory(recipe: RLRecipe, shape: ModelShape, world_size: int) -> RolloutMemory:
     section = recipe.rollout
-    if section is None:
-        return None
     tensor, size = section.layout.tensor, _ELEMENT_BYTES[section.dtype or recipe.model.dtype]
     weights = size * shape.rank_parameters(tensor, [shape.layers], 0, repeated_heads=True) / GB
     shared = size * _shared_parameters(recipe, shape, world_size) / GB
@@ -350,20 +348,20 @@ def _rollout_memory(recipe: Recipe, shape: ModelShape, world_size: int) -> Rollo
         cache = max(0.0, share - beside_cache)
     heads = max(1, shape.key_value_heads // tensor)
     tokens = int(cache * GB // (2 * shape.layers * heads * shape.head_dim * size))
-    replicas = len(role_ranks(recipe, "rollout", world_size)) // tensor
+    replicas = len(rollout_ranks(recipe, world_size)) // tensor
     return RolloutMemory(replicas, weights, shared, cache, share, tokens, tokens // recipe.longest_sequence)
 
 
-def _shared_parameters(recipe: Recipe, shape: ModelShape, world_size: int) -> int:
+def _shared_parameters(recipe: RLRecipe, shape: ModelShape, world_size: int) -> int:
     """Of the rollout's parameters on a GPU, those in the actor's memory; on the GPU with the fewest, which limits all.
 
     Where both cut tensors alike they are what the GPU has of the actor, but neither experts, which vLLM stacks, nor the
     fused matrices of attention where vLLM repeats heads. Else they are norms, which do not count.
     """
     layout, rollout = layout_of(recipe, recipe.actor), recipe.rollout
-    if recipe.why_weights_are_copied or rollout is None or layout.tensor != rollout.layout.tensor:
+    if recipe.why_weights_are_copied or layout.tensor != rollout.layout.tensor:
         return 0
-    if role_ranks(recipe, "actor", world_size) != role_ranks(recipe, "rollout", world_size):
+    if role_ranks(recipe, "actor", world_size) != rollout_ranks(recipe, world_size):
         return 0
     stages, tensor = stage_layers(layout, shape.layers), layout.tensor
     apart = shape.expert_parameters(tensor)

@@ -154,7 +154,7 @@ def planning_config(recipe: Recipe) -> dict[str, Any]:
 
 def role_folder(recipe: Recipe, section: RoleSection) -> Path | None:
     """The role's own folder, if it names one that is here and is not the model's."""
-    own = getattr(section, "path", None)
+    own = section.weights_folder
     return None if own in (None, recipe.model.path) or not _has_config(Path(own)) else Path(own)
 
 

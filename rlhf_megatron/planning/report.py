@@ -10,7 +10,7 @@ from rlhf_megatron.planning.dry_run import dry_run
 from rlhf_megatron.planning.feasibility import checked_architecture
 from rlhf_megatron.planning.model_shape import planning_config, planning_folder
 from rlhf_megatron.planning.step_time import expected_time
-from rlhf_megatron.recipe import Recipe, role_ranks
+from rlhf_megatron.recipe import Recipe, RLRecipe, role_ranks, rollout_ranks
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
 from rlhf_megatron.topology.role_layout import make_layout
@@ -21,16 +21,16 @@ _GB = 2**30
 
 def plan_text(recipe: Recipe, world_size: int) -> str:
     """All that is known of a run on ``world_size`` GPUs before it starts; raises RecipeError where it cannot run."""
+    architecture = checked_architecture(recipe, planning_folder(recipe))  # told in the words of a run
     config = planning_config(recipe)
-    architecture = checked_architecture(recipe, planning_folder(recipe))
     plan = dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
-    if recipe.loop != "rl" or recipe.rollout is None:
+    if not isinstance(recipe, RLRecipe):
         return plan
     summary = regather_summary(recipe, architecture, world_size)
     return dry_run(recipe, world_size, summary, time_lines(recipe, config, world_size))
 
 
-def time_lines(recipe: Recipe, config: dict[str, Any], world_size: int) -> list[str]:
+def time_lines(recipe: RLRecipe, config: dict[str, Any], world_size: int) -> list[str]:
     """How long each phase of a step takes and how fast that is, or what is lacking to say so."""
     if recipe.cluster.gpu is None:
         return ["set cluster.gpu, such as cluster.gpu=H100"]
@@ -51,13 +51,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
-def regather_summary(recipe: Recipe, architecture: Architecture, world_size: int) -> str:
+def regather_summary(recipe: RLRecipe, architecture: Architecture, world_size: int) -> str:
     """One line on what the ranks of the first rollout replica lack and give, with whom, and how long that takes."""
-    assert recipe.rollout is not None
     ranks = role_ranks(recipe, "actor", world_size)
     sources = trainer_shards(architecture, make_layout(recipe.actor.layout, len(ranks)), ranks)
     rollout = recipe.rollout.layout
-    generating = role_ranks(recipe, "rollout", world_size)
+    generating = rollout_ranks(recipe, world_size)
     wanted = rollout_shards(architecture, rollout.tensor, generating, rollout.expert_parallel)
     element_bytes = _BYTES[recipe.rollout.dtype or recipe.model.dtype]
 

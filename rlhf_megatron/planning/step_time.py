@@ -17,8 +17,8 @@ from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
 from rlhf_megatron.monitor.columns import GENERATING
 from rlhf_megatron.planning.memory import GB, RolloutMemory, estimate, keeps_logits, recomputed_layers, role_shape
 from rlhf_megatron.planning.model_shape import role_config, shape_of
-from rlhf_megatron.recipe import Recipe, RoleSection, role_ranks
-from rlhf_megatron.recipe.world_checks import layout_of, roles_of, stage_layers
+from rlhf_megatron.recipe import Recipe, RLRecipe, RoleSection, role_ranks
+from rlhf_megatron.recipe.world_checks import layout_of, stage_layers
 from rlhf_megatron.topology.role_layout import make_layout
 
 # Bytes per second of a GPU's memory, from the vendor's data sheets.
@@ -66,7 +66,7 @@ class ExpectedTime:
         return self.tokens / self.seconds / gpus
 
 
-def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> ExpectedTime | None:
+def expected_time(recipe: RLRecipe, config: dict[str, Any], world: int) -> ExpectedTime | None:
     """The time of a step on ``world`` GPUs of the kind ``cluster.gpu``; None where there is nothing to reckon it by.
 
     ``config``: the model's config.json. Prompts are taken to be half as long as they may be, or as long in a benchmark
@@ -79,19 +79,19 @@ def expected_time(recipe: Recipe, config: dict[str, Any], world: int) -> Expecte
     assert gpu is not None and memory.rollout is not None
     peak, bandwidth = peak_flops(gpu), _MEMORY_BANDWIDTH[gpu]
     assert peak is not None
-    rows = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
+    rows = recipe.batch.prompts_per_step * recipe.batch.rows_per_prompt
     prompt, responses = lengths(recipe, rows)
     whole = [prompt + response for response in responses]
     phases = {"generate": _generate(recipe, architectures["actor"], memory.rollout, responses, prompt, peak, bandwidth)}
     passes: dict[str, dict[str, float]] = {"score": {}, "logprobs": {}, "update": {}}
     placed = {name: role_ranks(recipe, name, world) for name in memory.roles}
     for name, ranks in placed.items():
-        model, section = architectures[name], roles_of(recipe)[name]
+        model, section = architectures[name], recipe.roles[name]
         speed = len(ranks) * peak * _share_of_peak(model, layout_of(recipe, section).tensor, peak)
         if name != "actor" or recipe.old_logprobs == "recompute":
             phase = "score" if name == "reward_model" else "logprobs"
             passes[phase][name] = forward_flops(model, whole, sum(responses)) / speed
-        if getattr(section, "optimizer", None) is not None:
+        if section.learns_by:
             streamed = fmean(stage.streamed for stage in memory.roles[name]) * GB
             base_passes = fmean(stage.base_on_host for stage in memory.roles[name]) * GB / _HOST_BYTES_PER_SECOND
             twice = not keeps_logits(recipe, section, shape_of(config))
@@ -120,7 +120,7 @@ def has_figures(recipe: Recipe, config: dict[str, Any]) -> bool:
 
 def _has_figures(recipe: Recipe, architectures: dict[str, Architecture]) -> bool:
     dense = not any(model.experts for model in architectures.values())
-    return recipe.loop == "rl" and recipe.cluster.gpu is not None and recipe.model.dtype != "float32" and dense
+    return isinstance(recipe, RLRecipe) and recipe.cluster.gpu is not None and recipe.model.dtype != "float32" and dense
 
 
 def _architectures(recipe: Recipe, config: dict[str, Any]) -> dict[str, Architecture]:
@@ -130,13 +130,12 @@ def _architectures(recipe: Recipe, config: dict[str, Any]) -> dict[str, Architec
         name: parse_architecture(role_config(recipe, section, config), recipe.model.path).with_head(
             "scalar" if role_shape(recipe, name, section, shape).scalar_head else "language"
         )
-        for name, section in roles_of(recipe).items()
+        for name, section in recipe.roles.items()
     }
 
 
-def lengths(recipe: Recipe, rows: int) -> tuple[float, list[float]]:
+def lengths(recipe: RLRecipe, rows: int) -> tuple[float, list[float]]:
     """(tokens of a prompt, of each response): evenly spaced quantiles of the distribution, cut at the longest."""
-    assert recipe.rollout is not None
     drawn, longest = recipe.rollout.drawn_lengths, recipe.rollout.max_response_length
     mean, sigma = (drawn.mean, drawn.sigma) if drawn else (longest / 2, _SIGMA)
     spread = NormalDist(math.log(mean) - sigma**2 / 2, sigma) if sigma else None
@@ -145,9 +144,9 @@ def lengths(recipe: Recipe, rows: int) -> tuple[float, list[float]]:
     return prompt, [min(longest, math.exp(spread.inv_cdf(q)) if spread else mean) for q in quantiles]
 
 
-def layers_and_head(recipe: Recipe, config: dict[str, Any]) -> tuple[int, float]:
+def layers_and_head(recipe: RLRecipe, config: dict[str, Any]) -> tuple[int, float]:
     """The actor's decoder layers, and how many of them have as much to compute in a step as its head has."""
-    prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt)
+    prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.rows_per_prompt)
     model, twice = _architectures(recipe, config)["actor"], not keeps_logits(recipe, recipe.actor, shape_of(config))
     return model.layers, _head_in_layers(model, [prompt + response for response in responses], sum(responses), twice)
 
@@ -193,7 +192,7 @@ def _update(
     batch = recipe.batch
     forward = forward_flops(model, whole, outputs)
     logits = forward - forward_flops(model, whole, 0) if twice else 0.0
-    once = training_flops(model, whole, outputs, frozen=getattr(section, "lora", None) is not None) + logits
+    once = training_flops(model, whole, outputs, frozen=section.adapters is not None) + logits
     given = layout_of(recipe, section)
     stages = stage_layers(given, model.layers)
     work = stage_work(stages, _head_in_layers(model, whole, outputs, twice))
@@ -206,11 +205,11 @@ def _update(
     micro_batches = sum(whole) / batch.minibatches_per_step / layout.data / (section.tokens_per_gpu * layout.context)
     seconds *= 1 + (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline
     streaming = batch.minibatches_per_step * streamed / _STREAMED_BYTES_PER_SECOND
-    return (seconds + streaming) * batch.epochs_per_step
+    return (seconds + streaming) * batch.passes
 
 
 def _generate(
-    recipe: Recipe,
+    recipe: RLRecipe,
     model: Architecture,
     rollout: RolloutMemory,
     responses: list[float],
@@ -219,7 +218,6 @@ def _generate(
     bandwidth: float,
 ) -> float:
     """The slowest thing of each token for all sequences at a time, from the first to the end of the longest."""
-    assert recipe.rollout is not None
     tensor = recipe.rollout.layout.tensor
     own = responses[:: rollout.replicas]
     mean = fmean(own)

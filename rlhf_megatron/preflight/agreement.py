@@ -20,7 +20,7 @@ import yaml
 import rlhf_megatron
 from rlhf_megatron.monitor.environment_report import package_versions
 from rlhf_megatron.preflight.check import Check, Result
-from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.recipe import Recipe, RLRecipe
 from rlhf_megatron.runtime.ranks import named_ranks
 
 # fact -> item -> what this rank sees
@@ -133,8 +133,8 @@ def _data_files(recipe: Recipe) -> Iterator[Path]:
 
 def _model_files(recipe: Recipe) -> Iterator[Path]:
     """The files of all model folders; one without any is told by its config.json, which is missing."""
-    roles = (recipe.reference, recipe.critic, recipe.reward_model)
-    folders = [recipe.model.path, recipe.model.tokenizer, *(role.path for role in roles if role is not None)]
+    roles = recipe.roles.values()
+    folders = [recipe.model.path, recipe.model.tokenizer, *(role.weights_folder for role in roles)]
     for folder in dict.fromkeys(Path(name) for name in folders if name is not None):
         found = sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern))
         yield from found or [folder if folder.is_file() else folder / "config.json"]
@@ -145,8 +145,10 @@ def _model_files(recipe: Recipe) -> Iterator[Path]:
 
 def _function_files(recipe: Recipe) -> Iterator[Path]:
     """The files of the user's own functions."""
+    if not isinstance(recipe, RLRecipe):
+        return
     functions = [source.function for source in (recipe.reward, *recipe.reward.parts)]
-    if recipe.rollout and recipe.rollout.multi_turn:
+    if recipe.rollout.multi_turn:
         functions.append(recipe.rollout.multi_turn.function)
     for function in functions:
         if function is not None:

@@ -45,7 +45,7 @@ from rlhf_megatron.preflight.check import (
     run_check,
     within,
 )
-from rlhf_megatron.recipe import Recipe, UserError
+from rlhf_megatron.recipe import Recipe, RLRecipe, UserError
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
 from rlhf_megatron.rewards.score import Scorer
 from rlhf_megatron.runtime.ranks import named_ranks
@@ -141,8 +141,8 @@ def reward_check(recipe: Recipe) -> Check:
 
     A rule must also find them better than an empty response; how an answer to a function looks, nobody knows here.
     """
-    if recipe.loop != "rl" or recipe.reward.rule == "none":
-        seen = "the reward model alone gives them" if recipe.loop == "rl" else "this loop has none"
+    if not isinstance(recipe, RLRecipe) or recipe.reward.rule == "none":
+        seen = "the reward model alone gives them" if isinstance(recipe, RLRecipe) else "this loop has none"
         return Check("rewards", "skipped", seen)
     items = _right_answers(recipe)
     empty = [dataclasses.replace(item, solution="", tokens=0) for item in items]
@@ -161,7 +161,7 @@ def turns_check(recipe: Recipe) -> list[Check]:
 
     Raises RolloutError or DataError where it cannot be loaded, or the chat template does not go on from turns.
     """
-    section = recipe.rollout.multi_turn if recipe.loop == "rl" and recipe.rollout else None
+    section = recipe.rollout.multi_turn if isinstance(recipe, RLRecipe) else None
     if section is None:
         return []
     tokenizer = recipe_tokenizer(recipe)
@@ -190,7 +190,7 @@ def turns_check(recipe: Recipe) -> list[Check]:
     return [Check("turns", "ok", seen)]
 
 
-def _right_answers(recipe: Recipe) -> list[ScoreItem]:
+def _right_answers(recipe: RLRecipe) -> list[ScoreItem]:
     """The first rows with their ground truth as the response, in the form that their rule wants."""
     rows = ParquetRows(recipe.data.training_files, ["data_source", "reward_model"], ["extra_info"])
     items = []
@@ -198,7 +198,7 @@ def _right_answers(recipe: Recipe) -> list[ScoreItem]:
         values, place = rows.read(row), rows.place(row)
         truth = parse_ground_truth(values["reward_model"], place)
         extra_info = parse_extra_info(values.get("extra_info"), place)
-        if recipe.rollout and recipe.rollout.multi_turn:
+        if recipe.rollout.multi_turn:
             extra_info |= {"turns": [{"role": "assistant", "content": truth}]}
         item = ScoreItem(parse_data_source(values["data_source"], place), truth, truth, extra_info, row)
         form = _form(recipe, item)
@@ -206,7 +206,7 @@ def _right_answers(recipe: Recipe) -> list[ScoreItem]:
     return items
 
 
-def _form(recipe: Recipe, item: ScoreItem) -> str | None:
+def _form(recipe: RLRecipe, item: ScoreItem) -> str | None:
     """How the rule that judges an item wants its answer; None where no rule does."""
     rule = judging_rule(recipe.reward, item.data_source)
     return RULES[rule].response if rule else None

@@ -3,10 +3,20 @@
 from rlhf_megatron.errors import RecipeError, UserError
 from rlhf_megatron.recipe.algorithm import AlgorithmSection
 from rlhf_megatron.recipe.data import DataSection
-from rlhf_megatron.recipe.load import known_keys, load_recipe, make_recipe, resolved_yaml
+from rlhf_megatron.recipe.load import (
+    AnyRecipe,
+    known_keys,
+    load_evaluation,
+    load_recipe,
+    load_rl,
+    make_recipe,
+    require_rl,
+    resolved_yaml,
+)
 from rlhf_megatron.recipe.operations import MonitorSection
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.reward import RewardPartSection, RewardSection, RewardServiceSection, RewardSource
+from rlhf_megatron.recipe.rl import RLRecipe, RolloutRecipe
 from rlhf_megatron.recipe.roles import (
     ActorSection,
     CriticSection,
@@ -17,12 +27,13 @@ from rlhf_megatron.recipe.roles import (
     RoleSection,
 )
 from rlhf_megatron.recipe.rollout import MultiTurnSection, RolloutSection
-from rlhf_megatron.recipe.unsupported import unsupported
-from rlhf_megatron.recipe.world_checks import check_world, role_ranks
+from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
+from rlhf_megatron.recipe.world_checks import check_world, role_ranks, rollout_ranks
 
 __all__ = [
     "ActorSection",
     "AlgorithmSection",
+    "AnyRecipe",
     "CriticSection",
     "DataSection",
     "LayoutSection",
@@ -30,21 +41,28 @@ __all__ = [
     "MonitorSection",
     "MultiTurnSection",
     "OptimizerSection",
+    "RLRecipe",
     "Recipe",
     "RecipeError",
-    "RewardPartSection",
     "RewardModelSection",
+    "RewardModelingRecipe",
+    "RewardPartSection",
     "RewardSection",
     "RewardServiceSection",
     "RewardSource",
     "RoleSection",
+    "RolloutRecipe",
     "RolloutSection",
+    "SFTRecipe",
     "UserError",
     "check_world",
     "known_keys",
+    "load_evaluation",
     "load_recipe",
+    "load_rl",
     "make_recipe",
-    "role_ranks",
+    "require_rl",
     "resolved_yaml",
-    "unsupported",
+    "role_ranks",
+    "rollout_ranks",
 ]

@@ -37,6 +37,8 @@ _READ_BY = (
     ("gae_lambda", "advantage", ("gae",)),
     ("whiten_advantages", "advantage", ("gae",)),
     ("loss_constant", "loss_aggregation", ("sequence_sum_constant",)),
+    ("sapo", "policy_loss", ("sapo",)),
+    ("covariance", "policy_loss", SELECTING_LOSSES),
 )
 
 
@@ -166,6 +168,14 @@ class CovarianceSection(Section):
         return self
 
 
+class TokenAggregationSection(Section):
+    """The objective of supervised fine-tuning: next-token loss."""
+
+    loss_aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
+    """How token losses become one number, always over the whole step: token_mean, or the mean over responses of each
+    one's mean or sum."""
+
+
 class AlgorithmSection(Section):
     """The objective of reinforcement learning, and the aggregation of token losses."""
 
@@ -236,6 +246,7 @@ class AlgorithmSection(Section):
         for key, choice, readers in _READ_BY:
             chosen, value = getattr(self, choice), getattr(self, key)
             if chosen not in readers and self.changed(key):
+                value = "..." if isinstance(value, Section) else value
                 raise ValueError(f"{key}={value} is for {choice} {' and '.join(readers)}; it is {chosen}, leave it out")
         if self.clip_ratio_dual is not None and self.policy_loss not in _CAN_CLIP_TWICE:
             raise ValueError(

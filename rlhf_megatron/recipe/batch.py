@@ -6,12 +6,44 @@ from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.section import Section
 
+MOST_ROWS = 2**24  # of a step; each is on every rank for a moment
+
 
 class BatchSection(Section):
     """Sizes of one step, over all GPUs together."""
 
     prompts_per_step: int = Field(gt=0, le=2**20)
     """Prompts in one step (for sft: rows; for reward_modeling: pairs)."""
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Responses to each prompt, or pairs."""
+        return 1
+
+    @property
+    def prompts_per_update(self) -> int:
+        """Prompts of one optimizer step."""
+        return self.prompts_per_step
+
+    @property
+    def passes(self) -> int:
+        """How often a step's batch is gone through."""
+        return 1
+
+    @property
+    def minibatches_per_step(self) -> int:
+        """Optimizer steps in one pass over a step's batch."""
+        return self.prompts_per_step // self.prompts_per_update
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a role in one step of the run."""
+        return self.minibatches_per_step * self.passes
+
+
+class GroupedBatchSection(BatchSection):
+    """Sizes of one step of rl, over all GPUs together: each prompt has a group of responses."""
+
     responses_per_prompt: int = Field(default=1, gt=0, le=2**16)
     """Responses sampled for each prompt: the group size of GRPO."""
     minibatch_prompts: int | None = Field(default=None, gt=0)
@@ -20,19 +52,30 @@ class BatchSection(Section):
     """How often a step's batch is gone through."""
 
     @model_validator(mode="after")
-    def _minibatches_are_whole(self) -> BatchSection:
+    def _minibatches_are_whole(self) -> GroupedBatchSection:
         if self.minibatch_prompts is not None and self.prompts_per_step % self.minibatch_prompts:
             raise ValueError(
                 f"minibatch_prompts={self.minibatch_prompts} must divide prompts_per_step={self.prompts_per_step}"
             )
+        rows = self.prompts_per_step * self.responses_per_prompt
+        if rows > MOST_ROWS:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} x responses_per_prompt={self.responses_per_prompt} = "
+                f"{rows:,} rows; at most {MOST_ROWS:,} are a step"
+            )
         return self
 
     @property
-    def minibatches_per_step(self) -> int:
-        """Optimizer steps in one pass over a step's batch."""
-        return self.prompts_per_step // (self.minibatch_prompts or self.prompts_per_step)
+    def rows_per_prompt(self) -> int:
+        """See BatchSection."""
+        return self.responses_per_prompt
 
     @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of a role in one step of the run."""
-        return self.minibatches_per_step * self.epochs_per_step
+    def prompts_per_update(self) -> int:
+        """See BatchSection."""
+        return self.minibatch_prompts or self.prompts_per_step
+
+    @property
+    def passes(self) -> int:
+        """See BatchSection."""
+        return self.epochs_per_step

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.section import Section, check_variable
 
 SMALLEST_SLOPE_WINDOW = 4  # two halves of two values each
 
@@ -36,6 +36,10 @@ class HealthRuleSection(Section):
             raise ValueError(
                 f"{self.metric}: window={self.window} must be at least {SMALLEST_SLOPE_WINDOW} for a slope"
             )
+        if self.when not in ("moving_std_above", "slope_above") and self.changed("window"):
+            raise ValueError(
+                f"{self.metric}: window={self.window} is for moving_std_above and slope_above; leave it out"
+            )
         return self
 
 
@@ -52,6 +56,11 @@ class AlertSection(Section):
     most_per_hour: int = Field(default=12, gt=0)
     """More alerts than that are counted instead of sent; the next one says how many. A stop is always sent."""
 
+    @model_validator(mode="after")
+    def _variable_has_a_name(self) -> AlertSection:
+        check_variable("webhook_environment", self.webhook_environment)
+        return self
+
 
 class HealthSection(Section):
     """What is watched while a run goes on."""
@@ -62,6 +71,16 @@ class HealthSection(Section):
     """Further rules."""
     alert: AlertSection = AlertSection()
     """Who is told."""
+
+    @model_validator(mode="after")
+    def _alerts_are_sent(self) -> HealthSection:
+        alone = next((rule for rule in self.rules if rule.action == "alert"), None)
+        if alone and not self.alert.command and self.alert.webhook_environment is None:
+            raise ValueError(
+                f"rules: {alone.metric} has the action alert, and nobody is told; give alert.webhook_environment or "
+                "alert.command, or use log"
+            )
+        return self
 
     def all_rules(self) -> tuple[HealthRuleSection, ...]:
         """The rules to follow, the recipe's own first."""

@@ -10,14 +10,18 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.recipe.evaluation_recipe import EvaluationRecipe
 from rlhf_megatron.recipe.plain_yaml import parse_yaml, yaml_problem
-from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.recipe import READING_ORDER, Recipe
+from rlhf_megatron.recipe.rl import RLRecipe, RolloutRecipe
+from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
 from rlhf_megatron.redaction import HIDDEN
 from rlhf_megatron.untrusted import MOST_LEVELS, is_within_levels, read_bytes, reason_of, shown
 
@@ -29,37 +33,122 @@ _LONGEST_KEY = 100  # beyond it, no key that is meant is looked for
 # All other texts of a recipe are names, paths and addresses, which have one line and something in it.
 _FREE_TEXT = frozenset(["system_prompt", "pattern"])
 _MOST_CHARACTERS = 4096  # of a path in Linux
+_GENERATING = ("rollout", "reward")  # the sections that an evaluation reads beside those of all loops
+AnyKind = TypeVar("AnyKind", bound=Recipe)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # tabs and line breaks are odd, and can be seen
+_OF_A_SHELL = re.compile(r"~/|\$\{|\$\w+/")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe at ``path`` with ``key.path=value`` overrides; raises RecipeError in one line for each thing wrong.
+AnyRecipe = RLRecipe | SFTRecipe | RewardModelingRecipe
+RECIPES: dict[str, type[AnyRecipe]] = {"rl": RLRecipe, "sft": SFTRecipe, "reward_modeling": RewardModelingRecipe}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Return the recipe at ``path`` with ``key.path=value`` overrides; raises RecipeError in one line.
 
     ``defaults:`` in a file lists other files, relative to it, that it is laid over, the later over the earlier.
     """
-    values = _read_with_defaults(Path(path), (), itertools.count(1))
-    for override in overrides:
-        apply_override(values, override)
-    return make_recipe(values, str(path))
+    return make_recipe(_read(path, overrides), str(path))
 
 
-def make_recipe(values: dict[str, Any], where: str) -> Recipe:
-    """Checks plain values; ``where`` names their source in errors."""
+def load_rl(path: str | Path, overrides: Sequence[str] = ()) -> RLRecipe:
+    """Return the recipe at ``path``; raises RecipeError also where its loop is not rl."""
+    return require_rl(load_recipe(path, overrides))
+
+
+def require_rl(recipe: Recipe) -> RLRecipe:
+    """Return ``recipe`` if its loop is rl; raises RecipeError for another."""
+    if not isinstance(recipe, RLRecipe):
+        raise RecipeError(f"loop={recipe.loop}: this is for recipes of reinforcement learning; use one of loop rl")
+    return recipe
+
+
+def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> RolloutRecipe:
+    """Return what an evaluation reads of the recipe at ``path``, which may be of any loop; raises RecipeError."""
+    values = _read(path, overrides)
+    if values.get("loop") == "rl" or values.get("loop") not in RECIPES:
+        return require_rl(make_recipe(values, str(path)))
+    generating = {key: values.pop(key) for key in _GENERATING if key in values}
+    common = make_recipe(values, str(path)).model_dump(include=set(EvaluationRecipe.model_fields))
+    common["batch"] = {"prompts_per_step": common["batch"]["prompts_per_step"]}
+    return _validated(common | generating, EvaluationRecipe, str(path))
+
+
+def make_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
+    """Return the recipe of plain values; ``where`` names their source in errors."""
     if not is_within_levels(values):
         raise RecipeError(f"{shown(where)}: is nested too deeply; at most {MOST_LEVELS} levels are read")
-    problems = list(itertools.islice(_problems(values, Recipe, ""), _MOST_COMPLAINTS + 1))
-    if problems:
-        raise RecipeError(_complaints(where, problems))
-    try:
-        recipe = Recipe.model_validate(values)
-    except ValidationError as error:
-        details = error.errors(include_url=False)[: _MOST_COMPLAINTS + 1]
-        raise RecipeError(_complaints(where, [_complaint(item) for item in details])) from error
+    loop = values.get("loop")
+    if not isinstance(loop, str) or loop not in RECIPES:
+        problems = [*_problems(values, RLRecipe, ""), _wrong_loop(values)]
+        raise RecipeError(_complaints(where, problems[: _MOST_COMPLAINTS + 1]))
+    values, unread = _without_unread(values, RECIPES[loop], RLRecipe, loop, "")
+    recipe = _validated(values, RECIPES[loop], where, unread)
     for key in _hidden_keys(recipe.model_dump(mode="json"), ""):
         raise RecipeError(
             f"{shown(where)}: {key} is {HIDDEN}, as a run's records hide a secret; write the value itself"
         )
     return recipe
+
+
+def _wrong_loop(values: dict[str, Any]) -> str:
+    if "loop" not in values:
+        return "loop: missing; add it"
+    return f"loop: Input should be 'rl', 'sft' or 'reward_modeling'; it is {shown(repr(values['loop']))}"
+
+
+def _validated(values: dict[str, Any], kind: type[AnyKind], where: str, problems: Sequence[str] = ()) -> AnyKind:
+    missing = [f"{key}: {text}" for key, text in kind.needed.items() if values.get(key) is None]
+    found = [*problems, *missing, *itertools.islice(_problems(values, kind, ""), _MOST_COMPLAINTS + 1)]
+    if found:
+        raise RecipeError(_complaints(where, found[: _MOST_COMPLAINTS + 1]))
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[: _MOST_COMPLAINTS + 1]
+        raise RecipeError(_complaints(where, [_complaint(item) for item in details])) from error
+
+
+def _without_unread(
+    values: dict[str, Any], section: type[BaseModel], of_rl: type[BaseModel], loop: str, prefix: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values without those keys of rl that ``loop`` does not read, and a problem for each that is set.
+
+    Overlays and resolved recipes write out the defaults of keys that their loop does not read; these are dropped.
+    """
+    kept, problems = dict[str, Any](), list[str]()
+    for key, value in values.items():
+        field, own = of_rl.model_fields.get(key), section.model_fields.get(key)
+        if own is None and field is not None:
+            if not _is_default(value, field):
+                advice = ", or give it to launch/evaluate.py as an override" if key in _GENERATING else ""
+                problems.append(f"{prefix}{key}: loop {loop} does not read it; leave it out{advice}")
+            continue
+        inner, inner_of_rl = (section_of(each.annotation) if each else None for each in (own, field))
+        if isinstance(value, dict) and inner and inner_of_rl and inner is not inner_of_rl:
+            value, more = _without_unread(value, inner, inner_of_rl, loop, f"{prefix}{key}.")
+            problems += more
+        kept[key] = value
+    return kept, problems
+
+
+def _is_default(value: Any, field: FieldInfo) -> bool:
+    """Whether a plain value is what an absent key means; null is, of a section that rl cannot do without."""
+    if value is None:
+        return field.default is None or field.is_required()
+    if isinstance(field.default, BaseModel) and isinstance(value, dict):
+        try:
+            return bool(type(field.default).model_validate(value) == field.default)
+        except ValidationError:
+            return False
+    return type(value) is type(field.default) and bool(value == field.default)
+
+
+def _read(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    values = _read_with_defaults(Path(path), (), itertools.count(1))
+    for override in overrides:
+        apply_override(values, override)
+    return values
 
 
 def _hidden_keys(value: Any, key: str) -> Iterator[str]:
@@ -75,8 +164,13 @@ def _hidden_keys(value: Any, key: str) -> Iterator[str]:
 
 
 def resolved_yaml(recipe: Recipe, hide: Callable[[Any], Any] = dict) -> str:
-    """The recipe with every value written out, less what ``hide`` takes away; loading it gives the same recipe."""
-    text: str = yaml.safe_dump(hide(recipe.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    """Return the recipe with every value written out, less what ``hide`` takes away; loading it gives the same recipe.
+
+    Sections come in the order in which the reference describes them.
+    """
+    values = recipe.model_dump(mode="json")
+    ordered = {key: values[key] for key in READING_ORDER if key in values}
+    text: str = yaml.safe_dump(hide(ordered), sort_keys=False, allow_unicode=True)
     return text
 
 
@@ -197,6 +291,8 @@ def _problem_of_text(text: str) -> str | None:
         return "is empty; give a value, or leave the key out"
     if len(text) > _MOST_CHARACTERS:
         return f"has {len(text):,} characters; at most {_MOST_CHARACTERS:,} can be a name or a path"
+    if _OF_A_SHELL.match(text):
+        return f"{shown(text, 80)}: only a shell knows what {text.partition('/')[0]} is; write out the whole path"
     found = _CONTROL.search(text)
     return f"has the control character {found[0]!r}; take it out; it is {shown(repr(text), 80)}" if found else None
 
@@ -222,7 +318,7 @@ def _wants_number(annotation: Any) -> bool:
     )
 
 
-def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+def known_keys(section: type[BaseModel] = RLRecipe, prefix: str = "") -> Iterator[str]:
     """Every key of a recipe with its full path, sections before their fields."""
     for name, field in section.model_fields.items():
         yield prefix + name

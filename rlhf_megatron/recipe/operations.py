@@ -102,6 +102,12 @@ class ProfileSection(Section):
     ] = Field(default=["logprobs", "update_critic", "update", "regather"])
     """What torch's profiler records of a step. A rollout has so many kernels that its file may be of gigabytes."""
 
+    @model_validator(mode="after")
+    def _something_is_recorded(self) -> ProfileSection:
+        if self.steps and not (self.ranks and (self.phases or self.tool == "nsys")):
+            raise ValueError(f"{'phases' if self.ranks else 'ranks'}=[]: nothing of these steps is recorded; name some")
+        return self
+
 
 class PrometheusSection(Section):
     """Where the tracker prometheus serves the newest value of every metric, on the node of rank 0."""
@@ -131,6 +137,13 @@ class MonitorSection(Section):
     """What ranks do when, as a picture."""
     profile: ProfileSection = ProfileSection()
     """Which kernels take the time."""
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> MonitorSection:
+        twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"trackers: {twice} is named twice, and would get each number twice; name it once")
+        return self
 
 
 class RegatherSection(Section):

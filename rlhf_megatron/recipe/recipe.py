@@ -1,14 +1,15 @@
-"""The recipe as a whole, and the rules that join its sections."""
+"""What the recipes of all loops have in common; each loop has its own recipe class (rl.py, supervised.py)."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, SELECTING_LOSSES, AlgorithmSection
 from rlhf_megatron.recipe.batch import BatchSection
 from rlhf_megatron.recipe.data import DataSection
 from rlhf_megatron.recipe.health import HealthSection
@@ -18,15 +19,18 @@ from rlhf_megatron.recipe.operations import (
     ClusterSection,
     EvaluationSection,
     MonitorSection,
-    RegatherSection,
 )
-from rlhf_megatron.recipe.reward import RewardSection
-from rlhf_megatron.recipe.roles import ActorSection, CriticSection, FrozenRoleSection, RewardModelSection
-from rlhf_megatron.recipe.rollout import RolloutSection
+from rlhf_megatron.recipe.roles import ActorSection, RoleSection
 from rlhf_megatron.recipe.section import Section
 from rlhf_megatron.recipe.slurm import RetrySection, SlurmSection
 from rlhf_megatron.untrusted import shown
 
+# Keys at the top level in the order that a reader wants: what is run, with which models, how it learns, how it is kept.
+READING_ORDER = (
+    *("name", "loop", "steps", "seed", "deterministic", "run_root", "model", "data", "batch"),
+    *("actor", "reference", "critic", "reward_model", "rollout", "regather", "algorithm", "reward"),
+    *("evaluation", "checkpoint", "monitor", "health", "cluster", "retry", "slurm"),
+)
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 # A folder's name has up to 255, and runs of a sweep or a study get a few more behind it.
 _LONGEST_NAME = 200
@@ -44,11 +48,11 @@ def check_run_name(name: str) -> None:
 
 
 class Recipe(Section):
-    """Everything that decides a run."""
+    """Everything that decides a run, of any loop."""
 
     name: str
     """Name of the run; its files go to run_root/name."""
-    loop: Literal["rl", "sft", "reward_modeling"]
+    loop: str
     """rl: reinforcement learning; sft: supervised fine-tuning; reward_modeling: a reward model from pairs of
     responses."""
     steps: int = Field(gt=0)
@@ -67,21 +71,6 @@ class Recipe(Section):
     """Sizes of a step."""
     actor: ActorSection
     """The model that is trained; for reward_modeling: with a scalar head."""
-    reference: FrozenRoleSection | None = None
-    """The frozen model that kl_coef compares with. With actor.lora: only one of another path, since the actor without
-    its adapters is there already."""
-    critic: CriticSection | None = None
-    """The value model of PPO."""
-    reward_model: RewardModelSection | None = None
-    """A model that gives rewards."""
-    rollout: RolloutSection | None = None
-    """How responses are generated; needed by rl."""
-    regather: RegatherSection = RegatherSection()
-    """How its weights follow the actor's."""
-    algorithm: AlgorithmSection = AlgorithmSection()
-    """The objective."""
-    reward: RewardSection = RewardSection()
-    """Rewards."""
     evaluation: EvaluationSection = EvaluationSection()
     """Evaluation."""
     checkpoint: CheckpointSection = CheckpointSection()
@@ -97,6 +86,11 @@ class Recipe(Section):
     slurm: SlurmSection = SlurmSection()
     """The job."""
 
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ()
+    """Metrics that evaluations of this loop log, where the recipe alone decides which."""
+    needed: ClassVar[Mapping[str, str]] = {}
+    """Sections that this loop cannot do without, and what is said where one is missing."""
+
     @field_validator("name")
     @classmethod
     def _name_is_of_a_folder(cls, name: str) -> str:
@@ -104,7 +98,7 @@ class Recipe(Section):
         return name
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Recipe:
+    def _evaluations_have_data(self) -> Recipe:
         if self.evaluation.interval and not self.data.evaluates:
             raise ValueError(
                 f"evaluation.interval={self.evaluation.interval} needs data.validation_files or "
@@ -116,58 +110,82 @@ class Recipe(Section):
                 "data.validation_files or data.validation_fraction, or leave it out"
             )
         self._check_keep_best()
-        if self.loop == "rl" and self.data.max_response_length is not None:
-            raise ValueError(
-                f"data.max_response_length={self.data.max_response_length}: rl learns no given responses; set "
-                "rollout.max_response_length"
-            )
-        if self.loop != "rl" and self.batch.responses_per_prompt != 1:
-            learns = "one response" if self.loop == "sft" else "one pair"
-            raise ValueError(
-                f"batch.responses_per_prompt={self.batch.responses_per_prompt}: {self.loop} learns {learns} per row; "
-                "leave it out"
-            )
-        if self.actor.lora is not None:
-            self._check_lora()
-        if self.loop == "rl":
-            self._check_rl()
-        else:
-            self._check_supervised()
+        self._check_compared_steps()
+        self._check_recorded_steps()
         return self
 
-    @property
-    def reference_is_base(self) -> bool:
-        """Whether what kl_coef compares with is the actor without its adapters, for which there is no role."""
-        return self.actor.lora is not None and self.reference is None and self.algorithm.kl_coef != 0.0
+    def _check_keep_best(self) -> None:
+        """Refuse a metric that no evaluation of this recipe has."""
+        best = self.checkpoint.keep_best
+        if best and not any(fnmatchcase(name, best.metric) for name in self.evaluation_metrics):
+            raise self._unknown_metric(self.evaluation_metrics)
 
-    @property
-    def old_logprobs(self) -> Literal["update", "recompute", "rollout"]:
-        """Where old logprobs come from; "update": they are those of the forward pass of the step's only update.
-
-        That is so where nothing before that update asks for them: no KL in the reward, no selection of tokens.
-        """
-        asked, algorithm = self.algorithm.old_logprobs, self.algorithm
-        if asked != "auto":
-            return asked
-        asked_before = algorithm.policy_loss in SELECTING_LOSSES or (
-            algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
+    def _unknown_metric(self, known: tuple[str, ...]) -> ValueError:
+        assert self.checkpoint.keep_best is not None
+        return ValueError(
+            f"checkpoint.keep_best.metric={self.checkpoint.keep_best.metric}: evaluations of this recipe have "
+            f"{', '.join(known)}; name one of them, and mode: min for a loss"
         )
-        return "recompute" if asked_before or self.batch.updates_per_step > 1 else "update"
+
+    def _check_no_response_column(self) -> None:
+        """Refuse data that only supervised fine-tuning reads."""
+        if self.data.response_column is not None:
+            raise ValueError(
+                f"data.response_column={self.data.response_column}: loop {self.loop} does not read it; leave it out"
+            )
+
+    def _check_compared_steps(self) -> None:
+        """Refuse keep_best where it would compare nothing."""
+        best, save, evaluate = self.checkpoint.keep_best, self.checkpoint.save_interval, self.evaluation.interval
+        # The last step is saved in any case.
+        both = evaluate and (self.steps % evaluate == 0 or math.lcm(save, evaluate) <= self.steps)
+        if best is not None and not (self.evaluation.at_end or both):
+            raise ValueError(
+                f"checkpoint.keep_best: no step of {self.steps} is both saved (checkpoint.save_interval={save}) and "
+                f"evaluated (evaluation.interval={evaluate}, at_end=false); change one"
+            )
+
+    def _check_recorded_steps(self) -> None:
+        monitor = self.monitor
+        steps = {"profile": monitor.profile.steps, "timeline": [] if monitor.timeline.every else monitor.timeline.steps}
+        for key, chosen in steps.items():
+            if chosen and min(chosen) > self.steps:
+                raise ValueError(f"monitor.{key}.steps={chosen}: the run has {self.steps} steps; name some of them")
+
+    @property
+    def roles(self) -> Mapping[str, RoleSection]:
+        """The roles that the recipe has sections for, by name."""
+        return {"actor": self.actor}
+
+    @property
+    def roles_made(self) -> Mapping[str, RoleSection]:
+        """Those of ``roles`` that the run makes."""
+        return self.roles
+
+    @property
+    def learning_steps(self) -> int:
+        """Steps in which the actor learns."""
+        return self.steps
 
     @property
     def rollout_is_ahead(self) -> bool:
         """Whether GPUs of their own generate for a step while others learn from the one before."""
-        return self.loop == "rl" and self.rollout is not None and self.rollout.steps_ahead > 0
+        return False
 
     @property
-    def rollout_repeats(self) -> bool:
-        """Whether what the engines compute together is to be the same in every run."""
-        return self.rollout is not None and self.rollout.scheduling == "static"
+    def reference_is_base(self) -> bool:
+        """Whether what kl_coef compares with is the actor without its adapters, for which there is no role."""
+        return False
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+        return 1.0
 
     @property
     def rows_per_response(self) -> int:
-        """Rows through the model for each response asked for: a pair has two."""
-        return 2 if self.loop == "reward_modeling" else 1
+        """Rows through the model for each response asked for."""
+        return 1
 
     @property
     def longest_sequence(self) -> int:
@@ -175,112 +193,4 @@ class Recipe(Section):
 
         Given responses without a limit have no longest; they are taken to be as long as prompts.
         """
-        data, limit = self.data, self.data.max_response_length
-        if self.loop == "rl" and self.rollout is not None:
-            limit = self.rollout.max_response_length
-        if self.loop == "reward_modeling" and limit is not None:
-            return limit  # of the whole conversation
-        return data.max_prompt_length + (limit or data.max_prompt_length)
-
-    @property
-    def reward_names(self) -> list[str]:
-        """Names of the parts of a reward in the run, the reward model's the last; none where there is one part."""
-        if self.reward_model is None:
-            return self.reward.part_names
-        own = [] if self.reward.rule == "none" else self.reward.part_names or ["rule"]
-        return [*own, "reward_model"]
-
-    @property
-    def why_weights_are_copied(self) -> str | None:
-        """What in the recipe keeps the rollout from having weights in the actor's memory; None where nothing does."""
-        if self.rollout is None or self.rollout.share_weights == "never":
-            return "rollout.share_weights is never"
-        if self.actor.offload.parameters:
-            return "actor.offload.parameters takes the actor's off the GPU"
-        if self.rollout.dtype not in (None, self.model.dtype):
-            return f"rollout.dtype is {self.rollout.dtype} and model.dtype {self.model.dtype}"
-        return None
-
-    def _check_lora(self) -> None:
-        if self.loop == "reward_modeling":
-            raise ValueError("actor.lora: a reward model's head has to learn too, and adapters have none; leave it out")
-        if self.reference is not None and self.reference.path is None:
-            raise ValueError(
-                "reference: with actor.lora it is the actor without its adapters; set reference=null, or "
-                "reference.path to another model"
-            )
-
-    def _check_keep_best(self) -> None:
-        """Refuses a metric that no evaluation of this recipe has; what those of rewards have is known at run time."""
-        best = self.checkpoint.keep_best
-        if best is None or (self.loop == "rl" and self.reward.rule != "none"):
-            return
-        names = {
-            "rl": ["eval/SOURCE/score"],  # to a reward model alone, no answer is right or wrong
-            "sft": ["eval/loss"],
-            "reward_modeling": ["eval/accuracy", "eval/margin", "eval/loss"],
-        }[self.loop]
-        of_sources = self.loop == "rl" and best.metric.startswith("eval/") and best.metric.endswith("/score")
-        if not of_sources and not any(fnmatchcase(name, best.metric) for name in names):
-            raise ValueError(
-                f"checkpoint.keep_best.metric={best.metric}: evaluations of this recipe have {', '.join(names)}; name "
-                "one of them, and mode: min for a loss"
-            )
-
-    def _check_supervised(self) -> None:
-        read = ("loss_aggregation",) if self.loop == "sft" else ()
-        unread = [key for key in self.algorithm.changed(*AlgorithmSection.model_fields) if key not in read]
-        if unread:
-            raise ValueError(f"algorithm.{unread[0]}: loop {self.loop} does not read it; leave it out")
-
-    def _check_rl(self) -> None:
-        algorithm, group = self.algorithm, self.batch.responses_per_prompt
-        if self.rollout is None:
-            raise ValueError("rollout: loop rl needs this section; see recipes/tiny_grpo.yaml")
-        if self.deterministic and self.rollout.scheduling != "static":
-            raise ValueError(
-                f"deterministic: with rollout.scheduling={self.rollout.scheduling} the batches of the engine depend on "
-                "the replicas' speed; set it to static"
-            )
-        corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
-        if self.rollout.quantization and not corrected:
-            raise ValueError(
-                f"rollout.quantization={self.rollout.quantization}: another policy than the actor's answers; correct "
-                "for it by algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
-            )
-        if self.rollout.steps_ahead and not corrected:
-            raise ValueError(
-                "rollout.steps_ahead=1: the policy of an update before answers; correct for it by "
-                "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
-            )
-        if algorithm.kl_coef and self.reference is None and not self.reference_is_base:
-            raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the section reference; add it, or use 0")
-        if algorithm.advantage in COMPARING_ADVANTAGES and group < 2:
-            raise ValueError(
-                f"batch.responses_per_prompt={group} must be at least 2: {algorithm.advantage} compares the responses "
-                "to one prompt"
-            )
-        if algorithm.pass_k is not None and algorithm.pass_k > group:
-            raise ValueError(f"algorithm.pass_k={algorithm.pass_k} is above batch.responses_per_prompt={group}")
-        if algorithm.advantage == "gae" and self.critic is None:
-            raise ValueError("algorithm.advantage=gae needs the section critic, whose values it takes")
-        if algorithm.advantage != "gae" and self.critic is not None:
-            raise ValueError(
-                f"critic: algorithm.advantage={algorithm.advantage} reads no values; leave it out, or use gae"
-            )
-        if self.critic is not None and self.critic.warmup_steps >= self.steps:
-            raise ValueError(
-                f"critic.warmup_steps={self.critic.warmup_steps}: the actor would learn in none of {self.steps} steps; "
-                "lower it"
-            )
-        if self.rollout.multi_turn and self.reward_model is not None:
-            raise ValueError(
-                "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
-            )
-        if self.reward.rule == "none" and self.reward_model is None:
-            raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")
-        buffer, longest = algorithm.overlong_buffer, self.rollout.max_response_length
-        if buffer.enable and not 0 < buffer.len <= longest:
-            raise ValueError(
-                f"algorithm.overlong_buffer.len={buffer.len} must be from 1 to rollout.max_response_length={longest}"
-            )
+        return self.data.max_prompt_length + (self.data.max_response_length or self.data.max_prompt_length)

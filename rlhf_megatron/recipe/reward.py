@@ -8,13 +8,20 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
-from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, LONGEST_SECONDS, MOST_WORKERS, Section
+from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, LONGEST_SECONDS, MOST_WORKERS, Section, check_variable
 from rlhf_megatron.redaction import is_secret_parameter
 
 # Names of other metrics under reward/.
 _TAKEN_NAMES = (
     "mean", "std", "latency_ms", "informative_group_fraction", "score_mean", "overlong_penalty_mean",
     "samples", "timeouts", "failures", "masked", "reward_model",
+)  # fmt: skip
+
+
+# What frames a request, or says what is in it, is the client's.
+_HEADERS_OF_HTTP = (
+    "host", "connection", "content-length", "content-type", "content-encoding", "transfer-encoding", "te", "trailer",
+    "upgrade", "expect", "accept-encoding",
 )  # fmt: skip
 
 
@@ -39,12 +46,22 @@ class RewardServiceSection(Section):
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("url must begin with http:// or https:// and a host")
+        _ = parts.port  # raises ValueError for one that is no number up to 65535
         if parts.username is not None or parts.password is not None:
             raise ValueError("url must hold no user or password; put the header's value into an environment variable")
         if any(is_secret_parameter(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
             raise ValueError("url must hold no credentials, as its query seems to; send a header (header_environment)")
-        if not re.fullmatch(r"[A-Za-z0-9-]+", self.header):
-            raise ValueError(f"header={self.header!r} is not the name of an HTTP header")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"url: {error}") from None
+        if port == 0 or re.search(r"\s", self.url):
+            raise ValueError("url has port 0 or blanks in it, which no address has")
+        if not re.fullmatch(r"[A-Za-z0-9-]+", self.header) or self.header.lower() in _HEADERS_OF_HTTP:
+            raise ValueError(f"header={self.header!r} is not the name of an HTTP header that authenticates")
+        check_variable("header_environment", self.header_environment)
+        if self.changed("header") and self.header_environment is None:
+            raise ValueError("header: nothing would be sent in it; give header_environment too, or leave it out")
         return self
 
 
@@ -78,7 +95,7 @@ class RewardSource(Section):
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"pattern is not a regular expression: {error}") from None
         if (self.rule == "length") != (self.length_high is not None):
             raise ValueError("rule: length and length_high go together; give both or neither")
@@ -123,6 +140,8 @@ class RewardSection(RewardSource):
             raise ValueError("reward.parts stands instead of rule, function and service; put them into a part")
         if any(part.rule == "none" for part in self.parts):
             raise ValueError("reward.parts: rule none is no reward; leave that part out")
+        if self.parts and not any(part.weight for part in self.parts):
+            raise ValueError("reward.parts: all weights are 0, and so would be each reward; give one another")
         names = self.part_names
         for name in names:
             if names.count(name) > 1 or name in _TAKEN_NAMES:

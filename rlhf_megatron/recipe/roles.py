@@ -120,6 +120,15 @@ class OptimizerSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_remain(self) -> OptimizerSection:
+        if self.learning_rate * self.weight_decay >= 1:
+            raise ValueError(
+                f"weight_decay={self.weight_decay:g} x learning_rate={self.learning_rate:g} takes all of each weight "
+                "away in a step; lower one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedule_falls(self) -> OptimizerSection:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}")
@@ -155,6 +164,26 @@ class RoleSection(Section):
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of Transformer Engine, or Megatron's own in plain PyTorch; auto: the former on GPUs that have it."""
 
+    @property
+    def weights_folder(self) -> str | None:
+        """The folder of the role's own weights; None: it has the model's."""
+        return None
+
+    @property
+    def learns_by(self) -> OptimizerSection | None:
+        """The optimizer; None: the role is frozen."""
+        return None
+
+    @property
+    def adapters(self) -> LoraSection | None:
+        """The low-rank adapters that learn in place of the weights; None: there are none."""
+        return None
+
+    @property
+    def kept_logits(self) -> float:
+        """Memory for the logits of a micro-batch, GB of 2^30 bytes; 0: they are made twice."""
+        return 0.0
+
 
 def transformer_engine_can(context: int, float32: bool) -> bool:
     """Whether Transformer Engine has layers for a model: not with context parallelism in float32."""
@@ -166,6 +195,11 @@ class LearningRoleSection(RoleSection):
 
     optimizer: OptimizerSection
     """How it learns."""
+
+    @property
+    def learns_by(self) -> OptimizerSection | None:
+        """See RoleSection."""
+        return self.optimizer
 
     @model_validator(mode="after")
     def _only_a_distributed_optimizer_is_streamed(self) -> LearningRoleSection:
@@ -229,12 +263,27 @@ class ActorSection(LearningRoleSection):
     """Memory in which an update keeps the logits of a micro-batch until its backward pass, if all of them fit: tokens x
     vocabulary / layout.tensor, 2 bytes each in bfloat16. Otherwise they are made twice, a block at a time."""
 
+    @property
+    def adapters(self) -> LoraSection | None:
+        """See RoleSection."""
+        return self.lora
+
+    @property
+    def kept_logits(self) -> float:
+        """See RoleSection."""
+        return self.kept_logits_gb
+
 
 class FrozenRoleSection(RoleSection):
     """A model that is not trained, such as the reference."""
 
     path: str | None = None
     """Folder of its weights; default: model.path."""
+
+    @property
+    def weights_folder(self) -> str | None:
+        """See RoleSection."""
+        return self.path
 
 
 class CriticSection(LearningRoleSection):
@@ -247,6 +296,11 @@ class CriticSection(LearningRoleSection):
     """Steps at the start of the run in which the critic alone learns."""
     value_clip: float | None = Field(default=0.5, gt=0)
     """How far a value may move from what it was before the step and still be pulled further; null: without bound."""
+
+    @property
+    def weights_folder(self) -> str | None:
+        """See RoleSection."""
+        return self.path
 
 
 class RewardModelSection(RoleSection):
@@ -261,3 +315,8 @@ class RewardModelSection(RoleSection):
     are decoded and encoded again."""
     chat_template: str | None = None
     """A jinja file that replaces the tokenizer's chat template, as data.chat_template does for the actor's."""
+
+    @property
+    def weights_folder(self) -> str | None:
+        """See RoleSection."""
+        return self.path

@@ -148,6 +148,16 @@ class RolloutSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _sequences_have_tokens(self) -> RolloutSection:
+        most = self.max_num_batched_tokens
+        if most is not None and most < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={most} is below max_num_seqs={self.max_num_seqs}, each of which takes a token "
+                "of an engine step; change one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _top_k_is_a_number(self) -> RolloutSection:
         if self.top_k == 0:
             raise ValueError("top_k=0 would leave no token to sample; -1 is off")

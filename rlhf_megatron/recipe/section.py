@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from typing import Any
 
@@ -21,6 +22,16 @@ LARGEST_MEMORY_GB = 2.0**20
 MOST_WORKERS = 4096
 
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_variable(key: str, name: str | None) -> None:
+    """Raises ValueError where ``name`` cannot be that of an environment variable, as its value is not; it stays hidden,
+    since it may be a secret."""
+    if name is not None and not _VARIABLE.fullmatch(name):
+        raise ValueError(f"{key}: names an environment variable, of letters, digits and _; what is given is none")
+
+
 class Section(BaseModel):
     """A part of a recipe. Values are never rewritten once it is made, and all its numbers are finite."""
 
@@ -31,12 +42,14 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _truth_is_no_number(cls, value: Any, field: ValidationInfo) -> Any:
-        """Refuses true and false in place of a number, which Python has as 1 and 0."""
+        """Refuses true and false in place of a number, which Python has as 1 and 0, and numbers in place of them."""
         assert field.field_name is not None
         kinds = _kinds(cls.model_fields[field.field_name].annotation)
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, bool) and kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"must be a number; it is {str(each).lower()}")
+            if type(each) in (int, float) and bool in kinds and not kinds & {int, float}:
+                raise ValueError(f"must be true or false; it is {shown(each, 40)}")
         return value
 
     @field_validator("*")

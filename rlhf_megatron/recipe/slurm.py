@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.section import LONGEST_SECONDS, Section
+from rlhf_megatron.untrusted import shown
+
+# Options of sbatch that the job's script relies on, and what decides them.
+_SET_BY_KEYS = {
+    "nodes": "set slurm.nodes",
+    "ntasks": "one task of each node starts its processes; leave it out",
+    "ntasks-per-node": "one task of each node starts its processes; leave it out",
+    "signal": "set slurm.signal_seconds",
+    "array": "give launch/submit.py --array FILE",
+    "requeue": "set slurm.requeue",
+    "no-requeue": "set slurm.requeue",
+    "chdir": "a job runs where it is submitted; leave it out",
+    "wrap": "the job has a script; leave it out",
+}
 
 
 class OutOfMemorySection(Section):
@@ -40,6 +55,12 @@ class RetrySection(Section):
     and passes over the data of these steps. 0: never."""
     out_of_memory: OutOfMemorySection = OutOfMemorySection()
     """What a restart changes after a rank ran out of memory."""
+
+    @model_validator(mode="after")
+    def _monitors_have_a_limit(self) -> RetrySection:
+        if self.launcher == "ft_launcher" and not self.hang_seconds:
+            raise ValueError("hang_seconds=0: ft_launcher would kill each rank at once; give a time, or use torchrun")
+        return self
 
 
 class SlurmSection(Section):
@@ -76,9 +97,15 @@ class SlurmSection(Section):
 
     @model_validator(mode="after")
     def _options_fit(self) -> SlurmSection:
-        wrong = next((option for option in self.options if not option.startswith("--")), None)
+        names = [re.match(r"--([a-z][a-z-]*)(=|$)", option) for option in self.options]
+        wrong = next((option for option, name in zip(self.options, names, strict=True) if name is None), None)
         if wrong is not None:
-            raise ValueError(f"options: {wrong!r} is none of sbatch's; write each as --name=value")
+            raise ValueError(f"options: {shown(repr(wrong))} is none of sbatch's; write each as --name=value")
+        taken = next((name[1] for name in names if name and name[1] in _SET_BY_KEYS), None)
+        if taken is not None:
+            raise ValueError(f"options: --{taken}: {_SET_BY_KEYS[taken]}")
+        if self.container_mounts and not self.container:
+            raise ValueError("container_mounts: there is no container that would see them; give it, or leave them out")
         if self.venv and self.container:
             raise ValueError("venv and container exclude each other; leave one out")
         if self.signal_seconds >= self.time_limit_hours * 3600:

@@ -5,26 +5,8 @@ from __future__ import annotations
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.rl import RLRecipe, RolloutRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
-from rlhf_megatron.recipe.rollout import RolloutLayoutSection
-
-
-def roles_of(recipe: Recipe) -> dict[str, RoleSection]:
-    """The roles that the recipe has sections for, by name."""
-    named = {name: getattr(recipe, name) for name in ("actor", "reference", "critic", "reward_model")}
-    return {name: section for name, section in named.items() if section is not None}
-
-
-def is_made(recipe: Recipe, name: str) -> bool:
-    """Whether the run makes the role of this name, which has a section."""
-    if name == "reference":
-        return recipe.loop == "rl" and recipe.algorithm.kl_coef != 0.0
-    return name == "actor" or recipe.loop == "rl"
-
-
-def roles_made(recipe: Recipe) -> dict[str, RoleSection]:
-    """Those of ``roles_of`` that the run makes."""
-    return {name: section for name, section in roles_of(recipe).items() if is_made(recipe, name)}
 
 
 def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
@@ -33,10 +15,13 @@ def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
 
 
 def role_ranks(recipe: Recipe, name: str, world_size: int) -> list[int]:
-    """The rising global ranks of the role of this name, or of "rollout"; raises RecipeError where it names others."""
-    section = recipe.rollout if name == "rollout" else roles_of(recipe)[name]
-    assert section is not None
-    return ranks_of(f"{name}.ranks", section.ranks, world_size, recipe.cluster.gpus_per_node)
+    """Return the rising global ranks of a role; raises RecipeError where the recipe names others than there are."""
+    return ranks_of(f"{name}.ranks", recipe.roles[name].ranks, world_size, recipe.cluster.gpus_per_node)
+
+
+def rollout_ranks(recipe: RolloutRecipe, world_size: int) -> list[int]:
+    """Return the rising global ranks that generate; raises as ``role_ranks``."""
+    return ranks_of("rollout.ranks", recipe.rollout.ranks, world_size, recipe.cluster.gpus_per_node)
 
 
 def stage_layers(layout: LayoutSection, layers: int) -> list[int]:
@@ -65,7 +50,7 @@ def stage_layers(layout: LayoutSection, layers: int) -> list[int]:
 
 def check_world(recipe: Recipe, world_size: int) -> None:
     """Raises RecipeError where a layout does not fit on ``world_size`` GPUs."""
-    for name, section in roles_of(recipe).items():
+    for name, section in recipe.roles.items():
         layout = layout_of(recipe, section)
         parts = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": layout.data}
         ranks = len(role_ranks(recipe, name, world_size))
@@ -76,23 +61,27 @@ def check_world(recipe: Recipe, world_size: int) -> None:
                 f"{name}.layout: expert {layout.expert} x expert_tensor {layout.expert_gpus // layout.expert} does not "
                 f"divide the {stage} GPUs of a pipeline stage; change one"
             )
-    if recipe.loop == "rl" and recipe.rollout is not None:
-        rollout: RolloutLayoutSection = recipe.rollout.layout
-        generating = role_ranks(recipe, "rollout", world_size)
+    if isinstance(recipe, RLRecipe):
+        rollout = recipe.rollout.layout
+        generating = rollout_ranks(recipe, world_size)
         _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, len(generating))
-        _check_teams(recipe, world_size, set(generating))
+        if len(generating) < world_size or recipe.rollout.steps_ahead:
+            _check_teams(recipe, world_size, set(generating))
+    profile = recipe.monitor.profile
+    missing = next((rank for rank in profile.ranks if profile.steps and rank >= world_size), None)
+    if missing is not None:
+        raise RecipeError(f"monitor.profile.ranks: there is no rank {missing} of {world_size}")
 
 
 def learners_of(recipe: Recipe, world_size: int) -> list[int]:
     """The rising ranks of the roles that learn, or that learning asks: all but the reward model."""
-    roles = [name for name in roles_made(recipe) if name != "reward_model"]
+    roles = [name for name in recipe.roles_made if name != "reward_model"]
     return sorted(set().union(*(role_ranks(recipe, name, world_size) for name in roles)))
 
 
-def _check_teams(recipe: Recipe, world_size: int, generating: set[int]) -> None:
+def _check_teams(recipe: RLRecipe, world_size: int, generating: set[int]) -> None:
     """No GPU without work; and where rollout is ahead of learning, none that would have to do both at a time."""
-    assert recipe.rollout is not None
-    made = roles_made(recipe)
+    made = recipe.roles_made
     placed = {name: set(role_ranks(recipe, name, world_size)) for name in made}
     idle = set(range(world_size)).difference(generating, *placed.values())
     if idle:

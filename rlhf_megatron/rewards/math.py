@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from rlhf_megatron.rewards.math_text import LONGEST_PARSED, plain_text, settled, with_ascii_signs
+from rlhf_megatron.rewards.math_text import LONGEST_PARSED, plain_text, settled, with_ascii_signs, with_fractions
 
 _ANSWER_LINE = re.compile(r"(?i:\banswer)(?:[ ]is)?[ \t]*:([^\n]+)")
 _DROPPED = ("\\left", "\\right", "\\!", "$", "^\\circ", "^{\\circ}")
@@ -97,7 +97,7 @@ def quick_score(solution: str, ground_truth: str) -> float | None:
         return 0.0
     if normalize(answer) == normalize(truth):
         return 1.0
-    return settled(truth, answer)
+    return settled(with_fractions(truth), with_fractions(answer))
 
 
 def verify(solution: str, ground_truth: str) -> float:
@@ -107,7 +107,8 @@ def verify(solution: str, ground_truth: str) -> float:
         return quick
     from rlhf_megatron.rewards import math_form
 
-    return 1.0 if math_form.is_right(_bare_truth(ground_truth), str(_answer(solution))) else 0.0
+    texts = _bare_truth(ground_truth), str(_answer(solution))
+    return 1.0 if math_form.is_right(*map(with_fractions, texts)) else 0.0
 
 
 def load() -> None:

@@ -87,6 +87,10 @@ _SIDE_BY_SIDE = re.compile(
     r"(?<!_)(?:\d[ )]* \(?\d|\d[ )]*\( ?[\d.,]+ ?\))|(?<!\\frac)\d ?\{|\\frac\{[^{}]*\}\{[^{}]*\} ?\d", re.ASCII
 )
 _RATIO = re.compile(r"(?:^|=)\s*([-\d.]+)\s*:\s*([\d.]+)(?:\s*:\s*([\d.]+))?[\s$]*$", re.ASCII)
+_REPEATING = re.compile(
+    r"(?<![\d.,])(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s?\{?(\d{1,20})\}?(?![\d.{\\])", re.ASCII
+)
+_FRACTION_OF_DIGITS = re.compile(r"\\([dt]?frac) +(\d) +(\d)(?!\d)", re.ASCII)
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", re.ASCII)
 _THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?![\d,])", re.ASCII)
 _DROPPED = re.compile(
@@ -99,6 +103,19 @@ _ENVIRONMENT = re.compile(r"\\begin\{(\w*)\}")
 def with_ascii_signs(text: str) -> str:
     """Return a text with the Unicode signs of mathematics (minus, times, pi, ...) as LaTeX."""
     return text.translate(_SYMBOLS)
+
+
+def with_fractions(text: str) -> str:
+    r"""Return LaTeX with repeating decimals, 0.1\overline{6}, and fractions without braces, \frac 1 2, as \frac{}{}."""
+    return _FRACTION_OF_DIGITS.sub(r"\\\1{\2}{\3}", _REPEATING.sub(_repeating_as_fraction, text))
+
+
+def _repeating_as_fraction(match: re.Match[str]) -> str:
+    before, period = match.group(1) + match.group(2), match.group(3)
+    if not period.strip("9"):
+        return match.group()  # 3.999... is how no result is written
+    above = int(before + period) - int(before or "0")
+    return rf"\frac{{{above}}}{{{'9' * len(period)}{'0' * len(match.group(2))}}}"
 
 
 def plain_text(latex: str) -> str:

@@ -33,8 +33,9 @@ DIED = "died"
 
 # Time for importing a scorer or a user's file, before the clock of the first sample starts.
 LOAD_SECONDS = 300.0
-# Time to begin with a kind of job that the worker has done before; one that a function has stopped never does.
-SECONDS_TO_BEGIN = 30.0
+# Time to begin with a kind of job that the worker has done before; one that a function has stopped or changed never
+# does. That is no fault of the job, which goes to another worker.
+SECONDS_TO_BEGIN = 15.0
 # A job whose worker was killed from outside (by the kernel for memory, say) is tried again, this often.
 RETRIES_AFTER_DEATH = 1
 # A supervisor whose worker is dead ends at once, unless a function has stopped it.
@@ -95,6 +96,8 @@ class Worker:
             return batch.outcomes, Outcome(DIED, message=f"the worker process sent what is no answer ({error})")
         except (OSError, EOFError):
             return batch.outcomes, Outcome(DIED, message=_ending(self.process.wait()))
+        if is_late and batch.awaited is None and batch.jobs[0]["kind"] in self._loaded:
+            return batch.outcomes, Outcome(DIED, message="the worker process does not begin with another sample")
         return batch.outcomes, Outcome(TIMED_OUT) if is_late else None
 
     def is_quiet(self) -> bool:

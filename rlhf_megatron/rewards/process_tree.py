@@ -63,9 +63,9 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def is_stopped(process_id: int) -> bool:
-    """Return whether a process was stopped by a signal, and will do nothing until it gets another."""
+    """Return whether a process was stopped by a signal or a tracer, and will do nothing until it gets another."""
     with contextlib.suppress(OSError):
-        return b") T " in Path("/proc", str(process_id), "stat").read_bytes()
+        return Path("/proc", str(process_id), "stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
     return False
 
 
@@ -86,7 +86,8 @@ def memory_bytes(process_ids: Collection[int], enough: float) -> int:
 def _kibibytes(process_id: int, file: str, fields: Sequence[str]) -> int:
     total = 0
     with contextlib.suppress(OSError):
-        for line in Path("/proc", str(process_id), file).read_text().splitlines():
+        # A process may have given itself a name of any bytes, which stands there too.
+        for line in Path("/proc", str(process_id), file).read_bytes().decode(errors="replace").split("\n"):
             name, _, value = line.partition(":")
             if name in fields:
                 total += int(value.split()[0])

@@ -30,6 +30,8 @@ from rlhf_megatron.untrusted import parse_json, shown
 
 LONGEST_BACKOFF_SECONDS = 30.0
 LONGEST_ANSWER_BYTES = 64 * 2**20
+# Of what a service says, for secrets: far more than is shown, and little enough that a long answer costs no time.
+_MOST_SEARCHED = 1000
 # Timeout, conflict with an earlier request, too early, too many requests; and all of 5xx.
 RETRIED_STATUSES = (408, 425, 429)
 
@@ -169,8 +171,8 @@ def _told(answer: Answer) -> str:
 
 def _shown(value: object, most: int = 200) -> str:
     """Return the beginning of what a service has said; a secret in it is hidden before the cut parts it."""
-    text = hide_secrets(str(value))
-    return shown(text[:most], most)
+    some = value[:_MOST_SEARCHED] if isinstance(value, str | list) else value
+    return shown(hide_secrets(str(some)[:_MOST_SEARCHED])[:most], most)
 
 
 def _without_nan(value: Any) -> Any:
@@ -187,7 +189,7 @@ def _outcomes(answer: bytes, count: int) -> list[Outcome]:
     try:
         scores = parse_json(answer, "the answer", RewardError, finite=False, unique_keys=True)["scores"]
     except (RewardError, KeyError, TypeError) as error:
-        text = hide_secrets(answer[:1000].decode(errors="replace"))[:80]
+        text = hide_secrets(answer[:_MOST_SEARCHED].decode(errors="replace"))[:80]
         raise RewardError(f'the service answers {text!r} instead of {{"scores": [number, ...]}}') from error
     if not isinstance(scores, list) or len(scores) != count:
         raise RewardError(f"the service answers {_shown(scores, 80)} instead of a list of {count} scores")

@@ -19,12 +19,14 @@ from typing import NoReturn
 
 from rlhf_megatron.rewards import cgroup
 from rlhf_megatron.rewards import process_tree as processes
+from rlhf_megatron.untrusted import reason_of
 
 # Ends of this process that are none of the worker's.
 OUT_OF_MEMORY, TOO_MANY_PROCESSES = 250, 251
 MOST_PROCESSES = 512
-# Between two looks at rank and memory; on a machine with many processes looking is at most this part of the time.
-SECONDS_BETWEEN_LOOKS = 0.2
+# Between two looks at rank and memory; on a machine with many processes looking is at most this part of the time, but
+# where that would leave a function alone for long.
+SECONDS_BETWEEN_LOOKS, MOST_SECONDS_BETWEEN_LOOKS = 0.2, 2.0
 _PART_OF_LOOKING = 0.02
 # The kernel, where memory runs out, ends processes with high numbers first: this one, and not the rank.
 _FIRST_TO_GO = "500"
@@ -71,8 +73,13 @@ def main(rank: int, address_space_bytes: int, memory_bytes: int, budget: int) ->
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     relay = threading.Thread(target=pass_on, args=(printed, budget), daemon=True)
     relay.start()
-    status = watch(worker, rank, memory_bytes)
-    processes.end_descendants(supervisor)
+    try:
+        status = watch(worker, rank, memory_bytes)
+        processes.end_descendants(supervisor)
+    except (OSError, MemoryError) as error:  # its limits are within reach of a function of the same user
+        with contextlib.suppress(OSError):
+            os.write(2, f"supervisor of reward worker {worker}: {reason_of(error)}\n".encode())
+        os._exit(1)  # the rank ends the group
     if group:
         cgroup.end(group)
     relay.join(1.0)
@@ -105,12 +112,12 @@ def watch(worker: int, rank: int, memory_bytes: int) -> int:
             return status
         if os.getppid() != rank:
             return 0
-        begun = time.monotonic()
+        begun = time.thread_time()  # of this thread alone: a busy machine makes no look longer
         reason = _excess(memory_bytes) if memory_bytes else 0
         if reason:
             return reason << 8
-        pause = max(SECONDS_BETWEEN_LOOKS, (time.monotonic() - begun) / _PART_OF_LOOKING)
-        signal.sigtimedwait({signal.SIGCHLD}, pause)
+        pause = max(SECONDS_BETWEEN_LOOKS, (time.thread_time() - begun) / _PART_OF_LOOKING)
+        signal.sigtimedwait({signal.SIGCHLD}, min(pause, MOST_SECONDS_BETWEEN_LOOKS))
 
 
 def _ended(worker: int) -> int | None:
@@ -118,8 +125,8 @@ def _ended(worker: int) -> int | None:
     found = None
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
-            if child[0] == worker:
-                found = child[1]
+            if child[0] == worker:  # one that has itself traced stops, for ever, where others end
+                found = int(signal.SIGKILL) if os.WIFSTOPPED(child[1]) else child[1]
     return found
 
 

@@ -41,6 +41,7 @@ LOWEST_DESCRIPTOR = 200
 # As they are before a function runs, which may put others in their places.
 _exit, _fstat, _process_id, _write = os._exit, os.fstat, os.getpid, os.write
 _to_json = json.JSONEncoder(allow_nan=False).encode
+_unpickle = pickle.loads
 
 Job = dict[str, Any]
 Answer = dict[str, Any]
@@ -77,16 +78,18 @@ class Pipe:
 
 
 class Surroundings:
-    """Python's built-in names and the loaded modules, which one call may take away from those that come after it."""
+    """Names of Python and of what answers, and the loaded modules, which one call may take from those after it."""
 
     def __init__(self) -> None:
         """Remember them as they are when a function has been loaded."""
-        self._names, self._modules = dict(vars(builtins)), dict(sys.modules)
-        self._update_names = vars(builtins).update
+        owners = (builtins, user_function, sys.modules[__name__])
+        self._names = [(vars(owner).update, dict(vars(owner))) for owner in owners]
+        self._modules = dict(sys.modules)
 
     def restore(self) -> None:
         """Put back what was taken away or replaced; what was added stays."""
-        self._update_names(self._names)
+        for update, names in self._names:
+            update(names)
         for name in self._modules.keys() - sys.modules.keys():
             sys.modules[name] = self._modules[name]
 
@@ -151,7 +154,7 @@ def read_jobs(stream: BinaryIO) -> list[Job] | None:
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
-    jobs: list[Job] = pickle.loads(stream.read(HEADER.unpack(header)[0]))
+    jobs: list[Job] = _unpickle(stream.read(HEADER.unpack(header)[0]))
     return jobs
 
 

@@ -59,7 +59,7 @@ class PlacedRole:
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
         self.learns = settings.get("optimizer") is not None
         self.implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
-        self._has_adapters = getattr(section, "lora", None) is not None
+        self._has_adapters = section.adapters is not None
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
             self.local = Role(name, architecture, layout, self.ranks, section, dtype=dtype, **settings)

@@ -69,7 +69,7 @@ class Role:
         self.groups: Any = groups
         self.ranks = list(ranks)
         self.position = self.ranks.index(dist.get_rank())
-        kept_bytes = int(getattr(section, "kept_logits_gb", 0.0) * 2**30)
+        kept_bytes = int(section.kept_logits * 2**30)
         self._output: Output = (
             VALUES
             if architecture.head == "scalar"
@@ -110,7 +110,7 @@ class Role:
 
     def _make_adapters(self, seed: int) -> Adapters | None:
         """What learns in place of the weights, where the recipe asks for that."""
-        lora = getattr(self.section, "lora", None)
+        lora = self.section.adapters
         if lora is None:
             return None
         return Adapters(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_megatron.recipe import Recipe, make_recipe
+from rlhf_megatron.recipe import Recipe, RLRecipe, make_recipe
 from rlhf_megatron.runtime.recovery import since_last_beginning
 
 # Which roles compute in a phase, and whether with gradients.
@@ -52,13 +52,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def smaller_budgets(recipe: Recipe, phase: str) -> dict[str, float]:
     """The budgets of a phase that ran out of memory, reduced as retry.out_of_memory says; empty where none can be."""
     settings = recipe.retry.out_of_memory
-    if phase in _ROLLOUT_PHASES and recipe.rollout:
+    if phase in _ROLLOUT_PHASES and isinstance(recipe, RLRecipe):
         key = "kv_cache_gb" if recipe.rollout.kv_cache_gb is not None else "gpu_memory_utilization"
         return {f"rollout.{key}": round(getattr(recipe.rollout, key) * settings.rollout_factor, 4)}
     smaller: dict[str, float] = {}
     roles, with_gradients = _PASSES.get(phase, ((), False))
     for name in roles:
-        section = getattr(recipe, name)
+        section = recipe.roles.get(name)
         if section is None:
             continue
         key = "tokens_per_gpu" if with_gradients else "logprob_tokens_per_gpu"

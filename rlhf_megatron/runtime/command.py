@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import io
 import json
 import os
 import select
@@ -51,6 +52,13 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help tells what there is")
 
 
+def path_argument(text: str) -> Path:
+    """Returns a path of a command line; raises argparse.ArgumentTypeError for an empty one, which is this folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; name a file or folder")
+    return Path(text)
+
+
 def command(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
     """Makes a function that returns an exit status the main function of a command.
 
@@ -60,6 +68,9 @@ def command(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
 
     @functools.wraps(main)
     def run(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # of a terminal that knows ASCII alone
         try:
             try:
                 return main(*arguments, **named)
@@ -114,9 +125,9 @@ def check_environment(environment: Mapping[str, str]) -> None:
 def number_of_gpus(where: str, text: str) -> int:
     """Returns the GPUs to plan for; raises UserError, naming ``where`` it was said, for what is no such number."""
     if not (text.isascii() and text.isdecimal()) or not text.strip("0"):
-        raise UserError(f"{where}={text}: must be a number of GPUs, 1 or more")
+        raise UserError(f"{where}={shown(text, 40)}: must be a number of GPUs, 1 or more")
     if len(text) > 20 or int(text) > MOST_GPUS:
-        raise UserError(f"{where}={text}: is more GPUs than can be planned for, which are {MOST_GPUS:,}")
+        raise UserError(f"{where}={shown(text, 40)}: is more GPUs than can be planned for, which are {MOST_GPUS:,}")
     return int(text)
 
 
@@ -161,7 +172,8 @@ def tell(error: UserError) -> int:
             note_refusal(line)
         if not first_to_say(str(error)):
             return INPUT_STATUS
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # where nobody can be told, the status tells
+        print(line, file=sys.stderr, flush=True)
     return INPUT_STATUS
 
 

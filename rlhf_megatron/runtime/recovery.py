@@ -22,10 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rlhf_megatron.durable import remove, write_text
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.monitor.records import set_damaged_aside
+from rlhf_megatron.monitor.records import set_damaged_aside, set_huge_aside
 from rlhf_megatron.redaction import hide_secrets
 from rlhf_megatron.runtime.processes import identity
-from rlhf_megatron.untrusted import opened, parse_json, read_bytes, shown
+from rlhf_megatron.untrusted import MOST_BYTES, opened, parse_json, read_bytes, shown
 
 What = Literal["start", "restart", "resume", "fault", "hang", "stop", "give_up", "health_stop", "done"]
 _BEGINNINGS, _ENDINGS, _FAULTS = ("start", "restart"), ("stop", "done"), ("fault", "hang", "health_stop")
@@ -150,10 +150,12 @@ class RecoveryLog:
     def lines(self) -> list[dict[str, Any]]:
         """What has been written so far; lines that are damaged, as one that a crash has cut, are left out.
 
+        Of one that is larger than any run's nothing is read; ``begin`` moves it out of the way.
         Raises UserError where the file cannot be read at all.
         """
         try:
-            content = read_bytes(self.path, UserError) if os.path.lexists(self.path) else b""
+            is_read = os.path.lexists(self.path) and _size(self.path) <= MOST_BYTES
+            content = read_bytes(self.path, UserError) if is_read else b""
         except UserError as error:
             raise UserError(f"{error}; move it away") from error
         return [line for text in content.split(b"\n") if (line := _checked(text))]
@@ -216,6 +218,7 @@ class RecoveryLog:
         What a health rule has stopped, only a person starts again.
         """
         remove(self._requeue)
+        set_huge_aside(self.path, MOST_BYTES)
         if self.path.exists():
             set_damaged_aside(self.path, lambda line: _checked(line) is not None)
         lines = self.lines()

@@ -121,18 +121,19 @@ def test_an_export_that_would_not_be_finite_leaves_the_older_one(
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Path:
-    """One whose files say nothing of their damage: a weight is nan."""
-    with torchrun(2, TRAIN, "sft.yaml", "steps=1", "name=spoiled", folder=folder) as command:
+    """One whose files say nothing of their damage, a weight is nan; beside it a copy as it was, and one of step 1."""
+    with torchrun(2, TRAIN, "sft.yaml", "name=spoiled", "checkpoint.keep_last_k=2", folder=folder) as command:
         command.finish().check()
-    sound = folder / "runs" / "spoiled" / "checkpoints" / "step-1"
-    spoiled, manifest, written = sound.with_name("step-2"), read_manifest(sound), []
+    spoiled = folder / "runs" / "spoiled" / "checkpoints" / "step-2"
+    sound = shutil.copytree(spoiled, spoiled.with_name("sound") / "step-2")
+    manifest, written = read_manifest(sound), []
     for file in manifest.files:
         with TensorFile(sound / file.name) as opened:
             about = opened.about
         tensors = load_file(sound / file.name)
         tensors.get(f"actor/weights/{NORM}", torch.empty(0))[:1] = math.nan  # one rank or both own it
         written.append(write_tensors(spoiled, file.name, tensors, about))
-    publish(spoiled, written, manifest.state | {"step": 2}, 2)
+    publish(spoiled, written, manifest.state, 2)
     return spoiled
 
 
@@ -147,12 +148,15 @@ def test_a_checkpoint_that_is_not_finite_becomes_no_model(folder: Path, checkpoi
     assert not (folder / "converted").exists() and not (folder / "converted.partial").exists()
 
 
-def test_no_run_goes_on_from_a_checkpoint_that_is_not_finite(folder: Path, checkpoint: Path) -> None:
-    with torchrun(2, TRAIN, "sft.yaml", "steps=3", "name=spoiled", folder=folder) as command:
-        line = command.finish().only_error()
-    assert "error: runs/spoiled/checkpoints/step-2: actor is not finite: " in line
-    assert f"{NORM} (1 nan of 64) on ranks 0-1" in line
-    assert line.endswith("; give --resume another one")
+def test_a_run_passes_over_a_checkpoint_that_is_not_finite(folder: Path, checkpoint: Path) -> None:
+    with torchrun(2, TRAIN, "sft.yaml", "name=spoiled", "checkpoint.keep_last_k=2", folder=folder) as command:
+        out = command.finish().check().out
+    assert "warning: runs/spoiled/checkpoints/step-2: actor is not finite: " in out
+    assert f"{NORM} (1 nan of 64) on ranks 0-1" in out
+    assert out.count("this checkpoint is passed over") == 1
+    assert "going on from runs/spoiled/checkpoints/step-1, after step 1" in out
+    again, whole = read_manifest(checkpoint), read_manifest(checkpoint.with_name("sound") / "step-2")
+    assert again.files == whole.files, "nothing of it is left, to the last bit"
 
 
 @pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")

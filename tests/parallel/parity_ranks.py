@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.compat import megatron
+from rlhf_megatron.errors import CheckpointError
 
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weights  # noqa: E402
 from rlhf_megatron.checkpoint.role_state import restore_role, role_state, role_tensors  # noqa: E402
-from rlhf_megatron.checkpoint.storage import CheckpointError, TensorFile, partial_folder, write_tensors  # noqa: E402
+from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
@@ -124,6 +125,7 @@ def _hand_over(before: Role, after: Role, folder: Path) -> str:
         paths = [partial_folder(folder) / f"rank-{position}.safetensors" for position in range(before.layout.size)]
         files = [stack.enter_context(TensorFile(path)) for path in paths]
         restore_role(after, state, files)
+        after.merge_adapters()
         del state["rows_of_attention"]
         try:
             restore_role(after, state, files)

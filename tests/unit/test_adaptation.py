@@ -52,9 +52,10 @@ def test_no_budget_is_below_the_longest_sequence() -> None:
 
 
 def test_where_responses_are_given_their_limit_counts_and_not_the_rollouts() -> None:
-    given = ["loop=sft", "algorithm={}", "batch={prompts_per_step: 4}", "data.max_response_length=200"]
+    unread = ["rollout=null", "critic=null", "reference=null", "algorithm={}"]
+    given = ["loop=sft", *unread, "batch={prompts_per_step: 4}", "data.max_response_length=200"]
     assert smaller_budgets(recipe("actor.tokens_per_gpu=300", *given), "update") == {"actor.tokens_per_gpu": 240}
-    pairs = ["loop=reward_modeling", "algorithm={}", "batch={prompts_per_step: 4}", "data.max_response_length=140"]
+    pairs = ["loop=reward_modeling", *unread, "batch={prompts_per_step: 4}", "data.max_response_length=140"]
     assert smaller_budgets(recipe("actor.tokens_per_gpu=300", *pairs), "update") == {"actor.tokens_per_gpu": 280}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from parallel.ranks import run_ranks
-from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, marked_in_rows, on_tokens
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, checked_batch, marked_in_rows, on_tokens
 from rlhf_megatron.topology.exchange import gather_batches
 
 SHARES = [[4, 0, 7], [], [6, 1, 9, 3], [8], [5, 2]]  # rows of each rank
@@ -64,3 +65,42 @@ def gathered() -> list[dict[str, Any]]:
 def test_rows_of_all_ranks_come_together_in_the_order_of_their_numbers() -> None:
     expected = [as_lists(rows_of(ids)) for ids in (list(range(10)), [], [0])]
     assert run_ranks(gathered, len(SHARES)) == [expected] * len(SHARES)
+
+
+def fields_of(batch: RolloutBatch) -> dict[str, Any]:
+    return {name: value for name, value in vars(batch).items() if value is not None}
+
+
+SOUND = batch_from_rows([[1, 2], [3]], [[4], [5, 6]], [[-0.5], [-0.25, -1.0]], rewards=[0.0, 1.0])
+
+
+def test_a_batch_that_was_saved_is_read() -> None:
+    assert checked_batch(fields_of(SOUND), 7).lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokens", torch.tensor([1, 2, 4, 3, 5, 7])),
+        ("tokens", torch.tensor([1, 2, 4, 3, 5, -1])),
+        ("tokens", torch.zeros(6)),
+        ("tokens", torch.zeros(5, dtype=torch.int64)),
+        ("tokens", torch.zeros(2, 3, dtype=torch.int64)),
+        ("cu_seqlens", torch.tensor([0, 3, 7])),
+        ("cu_seqlens", torch.tensor([1, 3, 6])),
+        ("cu_seqlens", torch.tensor([0, 6, 6])),
+        ("cu_seqlens", torch.tensor([0, 6])),
+        ("cu_seqlens", torch.tensor(0)),
+        ("response_mask", torch.zeros(6)),
+        ("rollout_logprobs", torch.full([6], math.nan)),
+        ("rewards", torch.tensor([0.0, math.inf])),
+        ("rewards", torch.tensor([0.0])),
+        ("rewards", 5),
+        ("row_id", None),
+        ("advantages", torch.zeros(2)),
+        ("other", torch.zeros(2)),
+    ],
+)
+def test_a_batch_that_was_damaged_is_none(name: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError, AttributeError)):
+        checked_batch(fields_of(SOUND) | {name: value}, 7)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint import storage as checkpoint
-from rlhf_megatron.checkpoint.manager import choose_checkpoint
+from rlhf_megatron.checkpoint.manager import sound_checkpoints
 from rlhf_megatron.checkpoint.storage import MetricValue, best_of, forget_best, found, publish, write_tensors
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
@@ -107,14 +107,14 @@ def test_a_restart_takes_what_its_own_launch_has_saved(tmp_path: Path, world: No
     start("node 1 5")
     save(folder, 7, keep=9, launch="node 1 5")
     start("node 2 9")
-    assert choose_checkpoint(folder, "auto", told.append) == folder / "step-7"
-    assert choose_checkpoint(folder, "none", told.append) is None
+    assert next(sound_checkpoints(folder, "auto", told.append), None) == folder / "step-7"
+    assert next(sound_checkpoints(folder, "none", told.append), None) is None
     save(folder, 2, keep=9, launch="node 2 9")
     start("node 2 9")
-    assert choose_checkpoint(folder, "none", told.append) == folder / "step-2"
-    assert choose_checkpoint(folder, str(folder / "step-7"), told.append) == folder / "step-2"
+    assert next(sound_checkpoints(folder, "none", told.append), None) == folder / "step-2"
+    assert next(sound_checkpoints(folder, str(folder / "step-7"), told.append), None) == folder / "step-2"
     start("node 3 9")
-    assert choose_checkpoint(folder, str(folder / "step-7"), told.append) == folder / "step-7"
+    assert next(sound_checkpoints(folder, str(folder / "step-7"), told.append), None) == folder / "step-7"
     assert not told
 
 
@@ -125,7 +125,7 @@ def test_what_a_killed_process_has_left_is_cleared_up(tmp_path: Path, world: Non
     shutil.copytree(folder / "step-7", folder / "step-7.replaced")  # killed before it was removed,
     (folder / "step-5").rename(folder / "step-5.replaced")  # or before the new one had its name
     (folder / "step-5.partial").mkdir()
-    assert choose_checkpoint(folder, "auto", told.append) == folder / "step-7"
+    assert next(sound_checkpoints(folder, "auto", told.append), None) == folder / "step-7"
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-5", "step-7"]
     save(folder, 7, keep=9)
     assert names(folder) == ["step-7", "step-5"]
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
         return read(path)
 
     monkeypatch.setattr(checkpoint, "_digest", with_errors)
-    assert choose_checkpoint(folder, "auto", told.append) == folder / "step-5"
+    assert next(sound_checkpoints(folder, "auto", told.append), None) == folder / "step-5"
     assert len(told) == 1 and "Input/output error" in told[0] and "step-7" in told[0]
     (folder / "latest").write_bytes(b"\xff\xfe")
     assert names(folder) == ["step-7", "step-5"]

@@ -104,6 +104,7 @@ class Run:
         self.train, self._next = self, 0
         self.said: list[str] = []
         self.generators, self.passes_over_data = Team((0,)), False
+        self.architecture = SimpleNamespace(vocabulary=100)
 
     def metrics(self) -> dict[str, float]:
         return {"data/epoch": float(self._next)}

@@ -136,3 +136,14 @@ def test_torchrun_s_log_has_nothing_that_is_told_already() -> None:
     failed = "failed (exitcode: %s) local_rank: %s (pid: %s) of binary: %s"
     assert is_news(record(failed, 1, 0, 7, "python")) and is_news(record("Something else"))
     assert not is_news(record(failed, 2, 0, 7, "python"))
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_the_plan(tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-P", *PLAN, "data.train_files=[\u00fc.parquet]"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert shown.returncode == 0 and b"\\xfc.parquet" in shown.stdout and not shown.stderr

@@ -12,6 +12,7 @@ from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import ModelError, parse_architecture, read_architecture
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.rollout.engine import RolloutError
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {
@@ -143,6 +144,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"compression_config": {"bits": 4}}, "compression_config"),
     (LLAMA, {"quantization_config": {}}, "quantization_config"),
     (LLAMA, {"to_dict": 1}, "to_dict is 1"),
+    (LLAMA, {"to_dict": None}, "to_dict is None, and is not for a config.json to say"),
+    (LLAMA, {"attribute_map": None}, "attribute_map is None"),
+    (LLAMA, {"_attn_implementation": "nonsense"}, "_attn_implementation is 'nonsense'"),
+    (LLAMA, {"auto_map": None}, "auto_map is null, which transformers refuses"),
+    (LLAMA, {"auto_map": 0}, "auto_map is 0"),
+    (MISTRAL, {"layer_types": None}, "layer_types is null, which transformers refuses"),
     (LLAMA, {"__class__": 1}, "__class__ is 1"),
     (LLAMA, {"\x1b[31mred\n": 1}, r"\\x1b\[31mred\\n is 1"),
     (LLAMA, {"unknown": ["x" * 10**6]}, "unknown is"),
@@ -244,6 +251,31 @@ def test_what_cannot_be_a_models_path_is_one_line(path: str) -> None:
         plan_text(recipe, 1)
     for error in (caught, planned):
         assert str(error.value).isprintable() and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (without(LLAMA, "architectures"), '"architectures" is missing'),
+        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "a classifier generates nothing"),
+        (QWEN2 | {"head_dim": 64}, "vLLM takes hidden_size / num_attention_heads"),
+    ],
+)
+def test_a_plan_refuses_what_vllm_would_not_generate_with(tmp_path: Path, config: dict[str, Any], told: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RolloutError, match=told):
+        plan_text(load_recipe(ROOT / "recipes" / "smollm_grpo.yaml", [f"model.path={tmp_path}"]), 1)
+    assert plan_text(load_recipe(ROOT / "recipes" / "tiny_sft.yaml", [f"model.path={tmp_path}"]), 2)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"vocab_size": NaN}', '{"model_type": "llama"}'])
+def test_a_plan_refuses_in_the_words_of_a_run(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError) as run:
+        read_architecture(tmp_path)
+    with pytest.raises(ModelError) as planned:
+        plan_text(load_recipe(ROOT / "recipes" / "tiny_sft.yaml", [f"model.path={tmp_path}"]), 2)
+    assert str(planned.value) == str(run.value)
 
 
 @pytest.mark.parametrize("loop", ["smollm_grpo", "tiny_sft"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,25 @@ def interleave(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, rows // heads // 2, hidden).swapaxes(1, 2).reshape(rows, hidden)
 
 
-def write_gguf(model: Any, path: Path, fields: dict[str, Any] | None = None, without: tuple[str, ...] = ()) -> Path:
-    """Write a transformers Llama as llama.cpp's converter does; `fields` replaces strings among the metadata."""
+def write_gguf(
+    model: Any,
+    path: Path,
+    fields: dict[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+    odd: dict[str, tuple[Any, int] | None] | None = None,
+) -> Path:
+    """Write a transformers Llama as llama.cpp's converter does; `fields` replaces strings among the metadata, and
+    `odd` gives fields another value of a type of GGUF's, or takes them out."""
     import gguf
 
+    class Writer(gguf.GGUFWriter):
+        def add_key_value(self, key: str, val: Any, vtype: Any, sub_type: Any = None) -> None:
+            given: tuple[Any, int] | None = (odd or {}).get(key, (val, vtype))
+            if given is not None:
+                super().add_key_value(key, given[0], gguf.GGUFValueType(given[1]), sub_type)
+
     config = model.config
-    writer = gguf.GGUFWriter(str(path), (fields or {}).get("general.architecture", "llama"))
+    writer = Writer(str(path), (fields or {}).get("general.architecture", "llama"))
     for name, value in {
         "llama.block_count": config.num_hidden_layers,
         "llama.context_length": config.max_position_embeddings,
@@ -144,6 +158,115 @@ def test_a_cut_off_or_foreign_file_is_refused(model: Any, tmp_path: Path, capsys
         error = capsys.readouterr().err
         assert "cannot be read as GGUF" in error
         assert error.count("\n") == 1
+
+
+UINT32, INT32, FLOAT32, BOOL, TEXT, LIST = 4, 5, 6, 7, 8, 9
+ODD: list[tuple[dict[str, tuple[Any, int] | None], str]] = [
+    ({"llama.block_count": (1.5, FLOAT32)}, "llama.block_count is 1.5, which is no int"),
+    ({"llama.block_count": (True, BOOL)}, "llama.block_count is True, which is no int"),
+    ({"llama.block_count": (2**32 - 1, UINT32)}, "num_hidden_layers is 4,294,967,295; it must be at most"),
+    ({"llama.context_length": ("x", TEXT)}, "llama.context_length is 'x', which is no int"),
+    ({"llama.embedding_length": (-1, INT32)}, "hidden_size is -1"),
+    ({"llama.embedding_length": None}, "has no field llama.embedding_length"),
+    ({"llama.attention.head_count": (3, UINT32)}, "no multiple of num_key_value_heads"),
+    ({"llama.attention.head_count": (0, UINT32)}, "num_attention_heads is 0"),
+    ({"llama.attention.head_count_kv": ([1, 2], LIST)}, "head_count_kv is [1, 2], which is no int"),
+    ({"llama.attention.layer_norm_rms_epsilon": (float("nan"), FLOAT32)}, "rms_norm_eps is nan"),
+    ({"llama.rope.freq_base": (float("inf"), FLOAT32)}, "rope_theta is inf"),
+    ({"tokenizer.ggml.eos_token_id": (10**6, UINT32)}, "eos_token_id is 1000000, and there are 45 tokens"),
+    ({"tokenizer.ggml.eos_token_id": (-1, INT32)}, "eos_token_id is -1"),
+    ({"tokenizer.ggml.tokens": ([1, 2], LIST)}, "tokens is [1, 2], which is no list of texts"),
+    ({"tokenizer.ggml.tokens": ([*VOCABULARY[:-1], "ab"], LIST)}, "45 tokens, 44 of them different"),
+    ({"tokenizer.ggml.token_type": (["a"] * len(VOCABULARY), LIST)}, "token_type 45 numbers or else"),
+    ({"tokenizer.ggml.merges": (["a b c"], LIST)}, "not those of a Llama with its tokenizer"),
+    ({"tokenizer.ggml.merges": (["a z"], LIST)}, "not those of a Llama with its tokenizer"),
+    ({"tokenizer.chat_template": ("hello", TEXT)}, "ignores the messages"),
+    ({"tokenizer.chat_template": ([1], LIST)}, "tokenizer.chat_template is [1], which is no str"),
+    ({"general.architecture": ("\x1b[31m\n", TEXT)}, r"general.architecture is '\x1b[31m\n', and only"),
+]
+
+
+@pytest.mark.parametrize(("odd", "message"), ODD, ids=[message for _, message in ODD])
+def test_fields_that_are_not_a_llamas_are_refused(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: dict[str, Any], message: str
+) -> None:
+    refused(write_gguf(model, tmp_path / "odd.gguf", odd=odd), message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rope.scale_linear", 4.0), ("rope.scaling.factor", 4.0), ("rope.dimension_count", 16), ("expert_count", 8)],
+)
+def test_a_field_that_changes_the_model_is_refused_by_name(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: float, monkeypatch: Any
+) -> None:
+    import gguf
+
+    writer_of_header = gguf.GGUFWriter.write_header_to_file
+
+    def write_header(writer: Any) -> None:
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"llama.{field}", value)
+        writer_of_header(writer)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", write_header)
+    refused(write_gguf(model, tmp_path / "odd.gguf"), f"llama.{field} is {value}", capsys)
+
+
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+def header(tensors: int, fields: int, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, fields) + rest
+
+
+def field(kind: int, rest: bytes) -> bytes:
+    return header(0, 1, text(b"a") + struct.pack("<I", kind) + rest)
+
+
+LIES = {
+    "another format": b"GGML" + bytes(100),
+    "version 9": header(0, 0, version=9),
+    "2^60 tensors": header(2**60, 0),
+    "2^60 fields": header(0, 2**60),
+    "a name of 2^60 bytes": header(0, 1, struct.pack("<Q", 2**60) + bytes(99)),
+    "a text of 2^60 bytes": field(8, struct.pack("<Q", 2**60) + bytes(99)),
+    "2^60 bytes": field(9, struct.pack("<IQ", 0, 2**60) + bytes(99)),
+    "2^40 texts": field(9, struct.pack("<IQ", 8, 2**40) + bytes(99)),
+    "a million texts that are not there": field(9, struct.pack("<IQ", 8, 10**6) + bytes(99)),
+    "lists in lists": field(9, struct.pack("<IQ", 9, 1) * 5000),
+    "a type of no kind": field(99, bytes(99)),
+    "a million tensors of nothing": header(10**6, 0, bytes(10**6)),
+    "a tensor of 2^64 elements": header(1, 0, text(b"t") + struct.pack("<IQQIQ", 2, 2**32, 2**32, 0, 0) + bytes(99)),
+    "a tensor behind the end": header(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 2**60) + bytes(99)),
+}
+
+
+@pytest.mark.parametrize("content", LIES.values(), ids=LIES)
+def test_what_a_header_claims_is_not_believed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    pytest.importorskip("gguf", reason="the gguf package is not installed: pip install gguf")
+    (tmp_path / "bad.gguf").write_bytes(content)
+    refused(tmp_path / "bad.gguf", "cannot be read as GGUF", capsys)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf", reason="the gguf package is not installed: pip install gguf")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero"), Path("a" * 5000), tmp_path / "none"):
+        refused(path, "--input: ", capsys)
+
+
+def refused(source: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checks that a file is refused in one line that has the message, and that nothing is left behind."""
+    output = Path(source.parent / "out")
+    assert tool.main(["gguf-to-hf", "--input", str(source), "--output", str(output)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1 and len(error) < 1000
+    assert not source.parent.is_dir() or not list(source.parent.glob("out*"))
 
 
 def test_a_missing_package_is_named(

@@ -14,12 +14,12 @@ import report
 import torch
 from safetensors.torch import save_file
 
-from rlhf_megatron.checkpoint.manager import choose_checkpoint
+from rlhf_megatron.checkpoint.manager import sound_checkpoints
 from rlhf_megatron.checkpoint.manifest import digest_of, new_digest
-from rlhf_megatron.checkpoint.storage import CheckpointError, publish, write_tensors
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.checkpoint.storage import publish, write_tensors
+from rlhf_megatron.errors import CheckpointError, UserError
 from rlhf_megatron.monitor.metrics import read_steps
-from rlhf_megatron.runtime.recovery import RecoveryLog
+from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 from run_restart import ORIGIN, make_run, restart, world_of_one
 
 Damage = Callable[[Path], None]
@@ -124,7 +124,7 @@ def passed_over(run: Path) -> None:
     folder = run / "checkpoints"
     decisions = (run / "recovery.jsonl").rename(run / "decisions")  # a restart would take what its launch has saved
     with pytest.raises(CheckpointError, match=r"^--resume .*step-2") as caught:
-        choose_checkpoint(folder, str(folder / "step-2"), print)
+        next(sound_checkpoints(folder, str(folder / "step-2"), print), None)
     decisions.rename(run / "recovery.jsonl")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
     restarted = restart(run)
@@ -226,25 +226,34 @@ def test_tensors_that_cannot_be_opened_are_passed_over(run: Path, file: dict[str
         ({"random": ["cpu"]}, {"random/cpu": torch.zeros(5056)}),
     ],
 )
-def test_a_checkpoint_without_its_random_states_is_refused_in_a_line(
+def test_a_checkpoint_without_its_random_states_is_passed_over(
     run: Path, about: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
     rewrite_tensors(run, about=json.dumps(about), **tensors)
-    with pytest.raises(CheckpointError) as caught:
-        restart(run)
-    assert str(caught.value).isprintable()
+    passed_over_where_it_is_restored(run, "random numbers|random generators|random/cpu")
+
+
+def passed_over_where_it_is_restored(run: Path, told: str) -> None:
+    """As ``passed_over``, of a checkpoint whose files are as their digests say."""
+    path = run / "checkpoints/step-2"
+    with pytest.raises(
+        CheckpointError, match=rf"^--resume {path}: {path}.*({told}).*; name another one, or auto$"
+    ) as caught:
+        restart(run, str(path), Origin("node 12 100"))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+    restarted = restart(run)
+    assert restarted.step == 1 and restarted.told.count(f"warning: {path}") == restarted.told.count("passed over") == 1
 
 
 @pytest.mark.parametrize("history", [{}, {"values": []}, {"values": {"x": 1.0}}, {"values": {"1": "x"}}])
-def test_a_part_of_wrong_values_is_refused_in_a_line(run: Path, history: Any) -> None:
+def test_a_part_of_wrong_values_is_passed_over(run: Path, history: Any) -> None:
     def changed(manifest: Any) -> None:
         manifest["state"]["parts"] = {"history": history}
         manifest.pop("digest")
         manifest["digest"] = digest_of(manifest)
 
     in_json(run / MANIFEST, changed)
-    with pytest.raises(CheckpointError, match="step-2: what it says of history cannot be used"):
-        restart(run)
+    passed_over_where_it_is_restored(run, "what it says of history cannot be used")
 
 
 def test_where_all_are_damaged_nothing_begins_anew_by_itself(run: Path) -> None:
@@ -336,6 +345,25 @@ def test_damaged_lines_are_told_once_and_survived(run: Path, name: str, change: 
         kept = [line for line in lines if line.startswith(b'{"step": ') and line.endswith(b"0.5}")]
         assert len(read_steps(path)) == len(set(kept)) + 2, "no sound number is lost"
     assert all(line["launch"] == ORIGIN.torchrun for line in RecoveryLog(run, ORIGIN).lines())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "recovery.jsonl", "metrics.csv"])
+def test_a_log_that_no_run_has_written_is_moved_aside_unread(run: Path, name: str) -> None:
+    with (run / name).open("r+b") as file:
+        file.truncate(100 << 30)  # a hole, which takes no room
+    if name == "metrics.jsonl":
+        assert report.main([str(run)]) == 2
+    restarted = restart(run)
+    stem, suffix = name.split(".")
+    assert restarted.step == 2 and f"it is {stem}.damaged-1.{suffix} now and begun anew" in restarted.told
+    assert restart(run).step == 3
+
+
+def test_a_metrics_file_that_cannot_be_written_is_a_line(run: Path) -> None:
+    (run / "metrics.csv").unlink()
+    (run / "metrics.csv").symlink_to("/proc/self/mem")  # a regular file, by its kind
+    with pytest.raises(UserError, match="what the tracker csv writes cannot be written"):
+        restart(run)
 
 
 @pytest.mark.parametrize(
@@ -452,4 +480,4 @@ def test_a_checkpoint_keeps_numbers_that_are_not_finite(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     file = write_tensors(folder / "step-1", "rank-00000.safetensors", {"x": torch.ones(1)}, {})
     publish(folder / "step-1", [file], {"step": 1, "parts": {"history": {"values": {"1": float("nan")}}}}, 1)
-    assert choose_checkpoint(folder, "auto", print) == folder / "step-1"
+    assert next(sound_checkpoints(folder, "auto", print), None) == folder / "step-1"

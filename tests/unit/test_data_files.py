@@ -216,6 +216,19 @@ BAD_COLUMNS: dict[str, tuple[Callable[[Path], Path], str]] = {
         r"row 1, column data_source: cannot be read \(.*utf-8",
     ),
     "source of nothing": (column("data_source", [None], TEXT), "row 0, column data_source: None instead of a name"),
+    "blank source": (column("data_source", [" "]), "column data_source: ' ' instead of a name"),
+    "truth that is no number": (
+        column("reward_model", [{"ground_truth": float("nan")}]),
+        "column reward_model: ground_truth is nan; write",
+    ),
+    "a map with a key twice": (
+        column("extra_info", [[("a", "1"), ("a", "2")]], pyarrow.map_(TEXT, TEXT)),
+        "column extra_info: a map with the key 'a' twice",
+    ),
+    "a map of numbers": (
+        column("extra_info", [[(1, 2)]], pyarrow.map_(pyarrow.int32(), pyarrow.int32())),
+        "column extra_info: a map whose keys are no text",
+    ),
     "source of numbers": (column("data_source", [7]), "column data_source: 7 instead of a name"),
     "source of lists": (column("data_source", [["x" * 9000]]), r"column data_source: .*\(9,004 characters\) instead"),
     "long source": (column("data_source", ["x" * 9000]), "column data_source: .*shorten the name"),
@@ -284,6 +297,43 @@ def test_a_file_that_is_named_twice_is_told(tokenizer: Tokenizer, tmp_path: Path
     path = written(tmp_path / "rows.parquet", table())
     with pytest.raises(DataError, match=r"rows\.parquet: is named twice; name it once"):
         opened(tokenizer, path, path)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_file_of_two_names_is_told(tokenizer: Tokenizer, tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
+    path = written(tmp_path / "rows.parquet", table())
+    link(path, tmp_path / "again.parquet")
+    with pytest.raises(DataError, match=r"again\.parquet: is named twice, also as .*rows\.parquet; name it once"):
+        opened(tokenizer, path, tmp_path / "again.parquet")
+    with pytest.raises(DataError, match="is named twice, also as"):
+        opened(tokenizer, path, f"{tmp_path}/./rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "margin", "problem"),
+    [
+        ("a", "a", 0.0, "column rejected: the same text as chosen"),
+        ("a", "b", 1e300, r"column margin: 1e\+300 is beyond 1e\+06"),
+        ("a", "b", float("nan"), "column margin: nan instead of a finite number"),
+    ],
+)
+def test_a_pair_that_teaches_nothing_is_told(
+    tokenizer: Tokenizer, tmp_path: Path, chosen: str, rejected: str, margin: float, problem: str
+) -> None:
+    rows = [row(chosen="a", rejected="b", margin=0.0), row(chosen=chosen, rejected=rejected, margin=margin)]
+    path = written(tmp_path / "pairs.parquet", table(*rows))
+    section = DataSection(train_files=["x"], max_prompt_length=200)
+    with pytest.raises(DataError, match=rf"pairs\.parquet, row 1, {problem}"):
+        list(PromptDataset([path], tokenizer, section, responses="pair").read_all())
+
+
+def test_few_large_rows_are_not_read_far_ahead(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [row(f"q{number}", extra_info={"tests": str(number) * 4_000_000}) for number in range(3)]
+    path = written(tmp_path / "large.parquet", table(*rows))
+    stream = open_data(DataSection(train_files=[str(path)], max_prompt_length=200), tokenizer, seed=1).train
+    drawn = [prompt.row for prompt in stream.next(8)]
+    assert all(sorted(drawn[first : first + 3]) == [0, 1, 2] for first in (0, 3))
+    assert stream._within(2048) < 200 and len(stream._ready) + sum(stream._asked) < 400
 
 
 def test_a_damaged_page_is_told_where_the_file_has_checksums(tokenizer: Tokenizer, tmp_path: Path) -> None:

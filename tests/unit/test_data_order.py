@@ -22,7 +22,7 @@ from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.rows import Block
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.errors import DataError
+from rlhf_megatron.errors import CheckpointError, DataError
 from rlhf_megatron.recipe import DataSection
 from tiny_tokenizer import write_bpe_tokenizer
 
@@ -290,6 +290,23 @@ def test_a_curriculum_over_more_than_the_memory_needs_sorted_files(
         opened("mixed")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"drawn": True}, {"drawn": -1}, {"drawn": 2**60}, {"drawn": 7}, {"left_out": "0"}, {"left_out": 2**53},
+        {"positions": []}, {"positions": [0, 0]}, {"positions": 5}, {"positions": [None]}, {"positions": [1.5]},
+    ],
+)  # fmt: skip
+def test_a_position_that_is_none_is_refused(tokenizer: Tokenizer, tmp_path: Path, damage: dict[str, Any]) -> None:
+    values = {"train_files": [write(tmp_path / "a.parquet", 10)], "max_prompt_length": 40}
+    stream = open_stream(tokenizer, DataSection.model_validate(values))
+    stream.next(3)
+    state = stream.state()
+    with pytest.raises(CheckpointError, match="the saved position "):
+        stream.load(state | damage)
+    assert stream.state() == state
+
+
 def test_what_a_state_does_not_belong_to_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     values: dict[str, Any] = {"train_files": [write(tmp_path / "a.parquet", 10)], "max_prompt_length": 40}
     state = open_stream(tokenizer, DataSection.model_validate(values)).state()
@@ -303,7 +320,7 @@ def test_what_a_state_does_not_belong_to_is_refused(tokenizer: Tokenizer, tmp_pa
         stream = open_stream(tokenizer, DataSection.model_validate(values | changes), seed)
         with pytest.raises(DataError) as caught:
             stream.load(state)
-        assert str(caught.value).startswith(f"resume: the checkpoint was saved with {told}")
+        assert str(caught.value).startswith(f"the checkpoint was saved with {told}")
         assert "\n" not in str(caught.value)
     (tmp_path / "elsewhere").mkdir()
     moved = write(tmp_path / "elsewhere" / "a.parquet", 10)

@@ -80,7 +80,6 @@ def test_shipped_recipes_plan_and_fit(name: str) -> None:
     text = dry_run(recipe_of(name), RECIPES[name])
     assert "NOT fit" not in text and "barely" not in text and "NOT hold" not in text
     assert f"on {RECIPES[name]} GPUs" in text
-    assert "nothing that the recipe asks for" in text[text.index("Not in this version") :]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +257,14 @@ def test_memory_as_it_was_measured(name: str, model: str) -> None:
 
 
 def test_the_longest_response_that_is_given_goes_through_an_update_whole() -> None:
-    given = ("loop=sft", "algorithm={}", "batch={prompts_per_step: 64}", "data.max_prompt_length=512")
+    given = (
+        "loop=sft",
+        "algorithm={}",
+        "reference=null",
+        "rollout=null",
+        "batch={prompts_per_step: 64}",
+        "data.max_prompt_length=512",
+    )
     [budget], [longer] = (
         estimate(recipe_of("qwen7b_grpo", *given, *more), shape("qwen2.5-7b"), 4).roles["actor"]
         for more in ([], ["data.max_response_length=32256"])

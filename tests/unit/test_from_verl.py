@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from from_verl import main
 
-from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.recipe.world_checks import check_world
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -46,15 +46,15 @@ MEGATRON = [
 ]
 
 
-def translated(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Recipe, str, str]:
+def translated(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[RLRecipe, str, str]:
     """The recipe of a command, and what the tool printed to stdout and to stderr."""
     output = tmp_path / "recipe.yaml"
     assert main(["--output", str(output), *arguments]) == 0
     printed = capsys.readouterr()
-    return load_recipe(output), printed.out, printed.err
+    return load_rl(output), printed.out, printed.err
 
 
-def at(recipe: Recipe, path: str) -> Any:
+def at(recipe: RLRecipe, path: str) -> Any:
     value: Any = recipe
     for key in path.split("."):
         value = getattr(value, key)
@@ -244,3 +244,37 @@ def test_a_command_that_makes_no_recipe_gets_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and expected in line
     assert not output.exists()
+
+
+WRONG_KINDS = [
+    f"{ACTOR}=3", "actor_rollout_ref=x", "algorithm=[]", "trainer=null", "critic=7", f"{ACTOR}.optim=3",
+    f"{ROLLOUT}.val_kwargs=3", "algorithm.kl_ctrl=3", "algorithm.filter_groups=3", "custom_reward_function=3",
+    "algorithm.adv_estimator=[]", f"{ACTOR}.policy_loss.loss_mode={{}}", f"{ACTOR}.use_kl_loss=3",
+    "algorithm.use_kl_in_reward=maybe", f"{ACTOR}.megatron.sequence_parallel=x", f"{ROLLOUT}.val_kwargs.do_sample=x",
+    "reward_model.enable=3", "data.max_prompt_length=null", "data.max_response_length=null",
+    "trainer.total_training_steps=.inf", "trainer.total_training_steps=1.5", "trainer.total_epochs=-1",
+    "trainer.nnodes=0", "trainer.nnodes=1.5", "trainer.test_freq=null", "trainer.logger=3",
+    "trainer.experiment_name=[]", f"{ACTOR}.ppo_max_token_len_per_gpu=.inf", f"{ACTOR}.optim.lr=.nan",
+    f"{ACTOR}.ulysses_sequence_parallel_size=0", f"{ACTOR}.optim.lr_scheduler_type=[]",
+    "actor_rollout_ref.model.lora_rank=.inf", "custom_reward_function.path=[a.py]", "data.train_files=[[x]]",
+    "algorithm.rollout_correction.rollout_is=[]", "a..b=3", "=3", "data.train_files=/a\x00b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", WRONG_KINDS)
+def test_a_value_of_the_wrong_kind_makes_no_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str
+) -> None:
+    output = tmp_path / "recipe.yaml"
+    assert main(["--output", str(output), "--rows=5000", *PLAIN, argument]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and line.isprintable() and not output.exists()
+
+
+def test_a_mapping_is_the_keys_in_it_and_home_is_written_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mapping = f"{ACTOR}.optim={{lr: 2e-6, weight_decay: 0.5}}"
+    recipe, _, _ = translated(tmp_path, capsys, *PLAIN, mapping, "trainer.default_local_dir=~/runs")
+    assert (recipe.actor.optimizer.learning_rate, recipe.actor.optimizer.weight_decay) == (2e-6, 0.5)
+    assert recipe.run_root == str(Path.home() / "runs")

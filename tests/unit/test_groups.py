@@ -31,6 +31,7 @@ GROUPS = [
     Group(prompt(8)),
     Group(prompt(7, part=1), {1: completion(1, 5, "length")}),
 ]
+VOCABULARY = 12
 DATA = {(group.prompt.part, group.prompt.row): group.prompt for group in GROUPS}
 
 
@@ -44,9 +45,9 @@ def test_a_checkpoint_keeps_groups_exactly(tmp_path: Any) -> None:
     [path] = tmp_path.rglob("*.safetensors")
     with TensorFile(path) as file:
         state = join_tensors(json.loads(json.dumps(plain)), file)
-    assert groups_from_state(state["waiting"], 3, read) == GROUPS
-    assert groups_from_state(state["none"], 3, read) == []
-    fewer = groups_from_state(state["waiting"], 2, read)
+    assert groups_from_state(state["waiting"], 3, read, VOCABULARY) == GROUPS
+    assert groups_from_state(state["none"], 3, read, VOCABULARY) == []
+    fewer = groups_from_state(state["waiting"], 2, read, VOCABULARY)
     assert [sorted(group.begun) for group in fewer] == [[0], [], [1]], "responses that are no longer asked for"
     assert fewer[2] == GROUPS[2]
 
@@ -55,7 +56,7 @@ def test_groups_without_a_token_are_kept_too() -> None:
     groups = [GROUPS[1], GROUPS[1]]
     state = groups_state(groups)
     assert state["rows"].dtype == state["token_ids"].dtype == torch.int64
-    assert groups_from_state(state, 1, read) == groups
+    assert groups_from_state(state, 1, read, VOCABULARY) == groups
 
 
 def test_a_group_starts_anew_where_its_prompt_is_another_now_and_goes_where_it_is_left_out() -> None:
@@ -64,7 +65,27 @@ def test_a_group_starts_anew_where_its_prompt_is_another_now_and_goes_where_it_i
     def changed(places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
         return [{(0, 7): other, (1, 7): DATA[1, 7]}.get(place) for place in places]
 
-    assert groups_from_state(groups_state(GROUPS), 3, changed) == [Group(other), GROUPS[2]]
+    assert groups_from_state(groups_state(GROUPS), 3, changed, VOCABULARY) == [Group(other), GROUPS[2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_ids", torch.full([12], VOCABULARY)),
+        ("token_ids", torch.full([12], -1)),
+        ("token_ids", torch.zeros(12)),
+        ("logprobs", torch.full([12], float("nan"))),
+        ("weight_versions", torch.zeros(12)),
+        ("token_ids", torch.zeros(11, dtype=torch.int64)),
+        ("rows", torch.tensor([[9, 0, 12, 0]])),
+        ("rows", torch.tensor([[0, 0, 12, 9]])),
+        ("prompts", torch.tensor([[0, -7, 3]])),
+        ("prompts", torch.tensor(5)),
+    ],
+)
+def test_a_damaged_copy_is_no_groups(name: str, value: torch.Tensor) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        groups_from_state(groups_state(GROUPS) | {name: value}, 3, read, VOCABULARY)
 
 
 def test_begun_groups_come_first_then_long_prompts() -> None:

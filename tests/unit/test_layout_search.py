@@ -14,7 +14,7 @@ from rlhf_megatron.planning.layout_search import Candidate, find_layouts
 from rlhf_megatron.planning.memory import estimate
 from rlhf_megatron.planning.model_shape import planning_config, shape_of
 from rlhf_megatron.planning.step_time import expected_time
-from rlhf_megatron.recipe import RecipeError, load_recipe
+from rlhf_megatron.recipe import RecipeError, load_rl
 
 GPUS = ("cluster.gpu=H100", "cluster.gpu_memory_gb=80")
 
@@ -22,10 +22,10 @@ GPUS = ("cluster.gpu=H100", "cluster.gpu_memory_gb=80")
 @pytest.mark.parametrize("name, world", [("qwen7b_grpo", 8), ("qwen32b_dapo", 64), ("qwen70b_dapo", 96)])
 def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: int) -> None:
     path = ROOT / "recipes" / f"{name}.yaml"
-    found = find_layouts(load_recipe(path, GPUS), world)
+    found = find_layouts(load_rl(path, GPUS), world)
     assert found
     for each in found:
-        again = load_recipe(path, [*GPUS, *each.overrides])
+        again = load_rl(path, [*GPUS, *each.overrides])
         config = planning_config(again)
         assert again == each.recipe
         assert expected_time(again, config, world) == each.time
@@ -36,9 +36,9 @@ def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: 
 def found_with(own: str) -> list[Candidate]:
     """Layouts of a 7B model on 8 GPUs whose recipe has ``own``, which their overrides make of it."""
     path = ROOT / "recipes" / "qwen7b_grpo.yaml"
-    found = find_layouts(load_recipe(path, [*GPUS, own]), 8)
+    found = find_layouts(load_rl(path, [*GPUS, own]), 8)
     for each in found:
-        assert load_recipe(path, [*GPUS, own, *each.overrides]) == each.recipe
+        assert load_rl(path, [*GPUS, own, *each.overrides]) == each.recipe
     return found
 
 
@@ -53,7 +53,7 @@ def test_virtual_stages_are_kept_where_they_fit_and_hide_no_other_layout() -> No
 
 
 def test_the_first_is_no_slower_than_the_recipe_itself() -> None:
-    recipe = load_recipe(ROOT / "recipes" / "qwen7b_grpo.yaml", GPUS)
+    recipe = load_rl(ROOT / "recipes" / "qwen7b_grpo.yaml", GPUS)
     own = expected_time(recipe, planning_config(recipe), 8)
     assert own is not None and find_layouts(recipe, 8)[0].time.seconds <= own.seconds
 
@@ -68,16 +68,16 @@ def test_the_stage_with_the_vocabulary_gets_fewer_layers(tmp_path: Path) -> None
         "rollout": {"kv_cache_gb": 30},
     }
     path.write_text(yaml.safe_dump(values))
-    recipe = load_recipe(path, ["cluster.gpu=H200", "cluster.gpu_memory_gb=140"])
+    recipe = load_rl(path, ["cluster.gpu=H200", "cluster.gpu_memory_gb=140"])
     layout = find_layouts(recipe, 2)[0].recipe.actor.layout
     assert (layout.pipeline, layout.first_stage_layers, layout.last_stage_layers) == (2, 25, 23)
 
 
 def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
-    recipe = load_recipe(ROOT / "recipes" / "qwen7b_grpo.yaml", [*GPUS, "rollout.kv_cache_gb=10"])
+    recipe = load_rl(ROOT / "recipes" / "qwen7b_grpo.yaml", [*GPUS, "rollout.kv_cache_gb=10"])
     one = find_layouts(recipe, 1)
     assert all(each.recipe.actor.offload.streamed_optimizer == 1.0 for each in one)
-    small = load_recipe(ROOT / "recipes" / "qwen7b_grpo.yaml", ["cluster.gpu=A100", "cluster.gpu_memory_gb=20"])
+    small = load_rl(ROOT / "recipes" / "qwen7b_grpo.yaml", ["cluster.gpu=A100", "cluster.gpu_memory_gb=20"])
     assert find_layouts(small, 2) == []
 
 
@@ -90,7 +90,7 @@ def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
 )
 def test_what_cannot_be_reckoned_is_refused(name: str, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        find_layouts(load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides), 16)
+        find_layouts(load_rl(ROOT / "recipes" / f"{name}.yaml", overrides), 16)
 
 
 def test_the_list_in_the_docs_is_what_the_command_prints(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_command_lists_layouts_and_says_what_to_change_for_the_first(tmp_pat
     done = python(*command, "--price=2.5", model, folder=tmp_path).check()
     header, *rows, last = done.out.splitlines()
     assert header.split() == ["s/step", "tok/s/GPU", "GPU-h", "cost", "GB", "actor", "recompute", "stream", "rollout"]
-    best = find_layouts(load_recipe(recipe, [*GPUS, model]), 8)
+    best = find_layouts(load_rl(recipe, [*GPUS, model]), 8)
     assert len(rows) == len(best) and rows[0].split()[0] == f"{best[0].time.seconds:,.1f}"
     assert last == "the first: " + " ".join(best[0].overrides)
     none = python(*command, "cluster.gpu_memory_gb=10", model, folder=tmp_path)
@@ -119,6 +119,6 @@ def test_the_command_lists_layouts_and_says_what_to_change_for_the_first(tmp_pat
         none.err.splitlines()[-1],
     )
     assert told is not None
-    changed = load_recipe(recipe, [*GPUS, "cluster.gpu_memory_gb=10", model, *told[3].split()])
+    changed = load_rl(recipe, [*GPUS, "cluster.gpu_memory_gb=10", model, *told[3].split()])
     phases = estimate(changed, shape_of(planning_config(changed)), 8).phases
     assert max(phases, key=phases.__getitem__) == told[2] and f"{phases[told[2]]:.1f}" == told[1]

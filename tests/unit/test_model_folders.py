@@ -60,6 +60,25 @@ def index(change: Callable[[dict[str, str]], object]) -> Change:
     return apply
 
 
+def shards(change: Callable[[Path, dict[str, str]], object]) -> Change:
+    """Cuts the weights into a.safetensors and b.safetensors with an index, and changes them."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        names = {name: f"{'ab'[place % 2]}.safetensors" for place, name in enumerate(sorted(tensors))}
+        for file in ("a.safetensors", "b.safetensors"):
+            save_file({name: tensors[name] for name in names if names[name] == file}, folder / file)
+        (folder / WEIGHTS).unlink()
+        (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+        change(folder, names)
+
+    return apply
+
+
+def add_to(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(load_file(file) | tensors, file)
+
+
 def write(name: str, content: bytes | str) -> Change:
     return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -148,6 +167,31 @@ BAD_WEIGHTS: dict[str, tuple[Change, str]] = {
         weights(lambda all_: all_.update({"model.layers.4.input_layernorm.weight": torch.ones(64)})),
         "model.layers.4.input_layernorm.weight is no tensor",
     ),
+    "an output layer that is not tied": (
+        weights(lambda all_: all_.update({"lm_head.weight": all_["model.embed_tokens.weight"] * 2})),
+        r"lm_head.weight is not model.embed_tokens.weight, and config.json says .*tie_word_embeddings",
+    ),
+    "an output layer of another shape": (
+        weights(lambda all_: all_.update({"lm_head.weight": torch.ones(4)})),
+        "lm_head.weight is not model.embed_tokens.weight",
+    ),
+    "a scale of the output layer": (
+        weights(lambda all_: all_.update({"lm_head.weight_scale": torch.ones(1)})),
+        "lm_head.weight_scale is no tensor of the model",
+    ),
+    "a file as large as a disk": (lambda folder: os.truncate(folder / WEIGHTS, 2**40), "cannot be read as safetensors"),
+    "a tensor in two shards": (
+        shards(lambda folder, names: add_to(folder / "b.safetensors", {next(iter(names)): torch.zeros(64)})),
+        "b.safetensors: has model.embed_tokens.weight, which model.safetensors.index.json does not look for there",
+    ),
+    "a layer that the index does not name": (
+        shards(lambda folder, names: add_to(folder / "b.safetensors", {"model.layers.9.x": torch.ones(3)})),
+        "b.safetensors: has model.layers.9.x, which",
+    ),
+    "another model beside the shards": (
+        shards(lambda folder, names: save_file({"a": torch.ones(1)}, folder / WEIGHTS)),
+        "has model.safetensors and model.safetensors.index.json, which names other files",
+    ),
     "an index of a deep list": (write(INDEX, DEEP), "nested too deeply"),
     "an index that is a list": (write(INDEX, "[]"), "has no weight_map"),
     "an index of lists": (write(INDEX, '{"weight_map": {"a": []}}'), "has no weight_map"),
@@ -181,12 +225,20 @@ def test_damaged_weights_are_told_before_memory_is_taken(folder: Path, name: str
     assert str(caught.value).isprintable() and len(str(caught.value)) < 700
 
 
+def test_shards_are_read(folder: Path) -> None:
+    shards(lambda folder, names: None)(folder)
+    with CheckpointFiles(folder, read_architecture(folder)) as files:
+        assert files.read(QUERY, ((0, 2), (0, 3))).shape == (2, 3)
+
+
 @pytest.mark.parametrize(
     "extra",
     ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight", "v_head.summary.weight"],
 )
 def test_buffers_of_former_versions_and_other_heads_do_no_harm(folder: Path, extra: str) -> None:
-    weights(lambda tensors: tensors.update({extra: torch.ones(4)}))(folder)
+    embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
+    content = embedding if extra == "lm_head.weight" else torch.ones(4)  # tied, and written out
+    weights(lambda tensors: tensors.update({extra: content.clone()}))(folder)
     with CheckpointFiles(folder, read_architecture(folder)) as files:
         assert files.read(QUERY, ((0, 2), (0, 3))).shape == (2, 3)
 
@@ -268,6 +320,16 @@ BAD_TOKENIZERS: dict[str, tuple[Change, str]] = {
     "an end that is a list": (edited(SETTINGS, lambda c: c.update(eos_token=["a"])), "eos_token must be text"),
     "an end without text": (edited(SETTINGS, lambda c: c.update(eos_token={"a": 1})), "eos_token must be text"),
     "an end that is not there": (edited(SETTINGS, lambda c: c.update(eos_token="<nope>")), "is not in its vocabulary"),
+    "a pad that is not there": (
+        edited(SETTINGS, lambda c: c.update(pad_token="<pad>")),
+        "pad_token '<pad>' of .* is not",
+    ),
+    "a beginning that is not there": (
+        write("special_tokens_map.json", '{"bos_token": {"content": "<s>"}}'),
+        "bos_token '<s>' of .* is not in its vocabulary",
+    ),
+    "all text lost": (edited(TOKENIZER, lambda c: c["post_processor"].update(single=[])), "it makes '' of the text"),
+    "no decoder": (edited(TOKENIZER, lambda c: c.update(decoder=None)), "it makes 'a.*1' of the text 'a 1'"),
     "a pad that is an object": (edited(SETTINGS, lambda c: c.update(pad_token={})), "pad_token must be text"),
     "a template that is a number": (edited(SETTINGS, lambda c: c.update(chat_template=5)), "chat_template must be"),
     "a template of numbers": (edited(SETTINGS, lambda c: c.update(chat_template=[5])), "chat_template must be"),

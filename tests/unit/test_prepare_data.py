@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection, RewardSection
 from rlhf_megatron.rewards.score import ScoreItem, Scorer
 from tiny_tokenizer import write_bpe_tokenizer
@@ -233,3 +235,29 @@ def test_a_mark_of_the_order_of_bytes_is_passed_over(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     output = tmp_path / "x.parquet"
     assert prepare_data.main(["gsm8k", "--input", str(path), "--output", str(output)]) == 0 and len(read(output)) == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "setting", "problem"),
+    [
+        ("", "max_terms=3", "--output: is empty"),
+        ("pipe", "max_terms=3", "(a pipe is there)"),
+        ("new.parquet", "max_terms=.inf", "max_terms=.inf: must be finite"),
+    ],
+)
+def test_what_would_be_written_over_or_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str, setting: str, problem: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    place = str(tmp_path / output) if output else ""
+    asked = ["reasoning-gym", "--task", "chain_sum", "--size", "2", "--set", setting, "--output", place]
+    assert prepare_data.main(asked) == 2
+    assert problem in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_row_that_would_take_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_data, "SECONDS_PER_ROW", 1)
+    with pytest.raises(DataError, match="one row takes over 1 s"), prepare_data.limited("one row"):
+        while True:
+            pass

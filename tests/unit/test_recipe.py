@@ -15,17 +15,21 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rlhf_megatron.planning.feasibility import check_architecture
 from rlhf_megatron.recipe import (
     Recipe,
     RecipeError,
+    RewardModelingRecipe,
+    RLRecipe,
+    SFTRecipe,
     UserError,
-    check_architecture,
     check_world,
     known_keys,
+    load_evaluation,
     load_recipe,
+    load_rl,
     make_recipe,
     resolved_yaml,
-    unsupported,
 )
 from rlhf_megatron.recipe.load import section_of
 from rlhf_megatron.recipe.placement import ranks_of
@@ -142,8 +146,8 @@ def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: 
         (["rollout=null"], "rollout: loop rl needs this section"),
         (["rollout.temperature=0"], "rollout.temperature: Input should be greater than 0"),
         (["rollout.top_k=0"], "top_k=0 would leave no token"),
-        (["loop=sft"], "batch.responses_per_prompt=4: sft learns one response per row"),
-        (["loop=reward_modeling"], "batch.responses_per_prompt=4: reward_modeling learns one pair per row"),
+        (["loop=sft"], "batch.responses_per_prompt: loop sft does not read it; leave it out"),
+        (["loop=reward_modeling"], "batch.responses_per_prompt: loop reward_modeling does not read it; leave it out"),
         (["reward_model.tokens_per_gpu=100"], "reward_model.path: missing; add it"),
         (["critic.tokens_per_gpu=100"], "critic.optimizer: missing; add it"),
         (
@@ -420,33 +424,36 @@ def test_a_config_with_a_size_that_is_none_is_refused(small: Path, field: str, v
     [
         ("rollout", ["loop=sft", "batch.responses_per_prompt=1"]),
         ("reward", [*SFT, "reward.rule=math"]),
-        (
-            "algorithm.loss_aggregation",
-            [*SFT, "algorithm.loss_aggregation=sequence_sum_constant"],
-        ),
+        ("algorithm.loss_aggregation", [*SFT, "algorithm.loss_aggregation=sequence_sum_constant"]),
         ("batch.epochs_per_step", [*SFT, "batch.epochs_per_step=2"]),
         ("batch.minibatch_prompts", [*SFT, "batch.minibatch_prompts=4"]),
-        (
-            "batch.epochs_per_step",
-            [*PAIRS, "batch.epochs_per_step=2"],
-        ),
+        ("batch.epochs_per_step", [*PAIRS, "batch.epochs_per_step=2"]),
+        ("algorithm", [*PAIRS, "algorithm.loss_aggregation=sequence_mean_token_sum"]),
+        ("reference", [*SFT, "reference.tokens_per_gpu=100"]),
+        ("regather", [*SFT, "regather.verify=2"]),
     ],
 )
-def test_what_this_version_cannot_do_is_listed(small: Path, key: str, overrides: list[str]) -> None:
-    lines = unsupported(load_recipe(small, overrides))
-    assert len(lines) == 1 and lines[0].startswith(f"{key}: ") and "; " in lines[0]
+def test_what_a_loop_does_not_read_is_refused(small: Path, key: str, overrides: list[str]) -> None:
+    assert f"{key}: " in refusal(small, *overrides)
 
 
-def test_what_this_version_can_do_is_not_listed(small: Path) -> None:
-    supported = [
-        "model.random_weights=true",
-        "actor.recompute={granularity: full, layers: 2}",
-        "actor.sequence_parallel=true",
-        "reference={tokens_per_gpu: 100, layout: {tensor: 2}}",
-        "algorithm={kl_coef: 0.1, entropy_coef: 0.1, rollout_correction: {type: tis}}",
-        "monitor.trackers=[jsonl, csv, tensorboard, wandb, mlflow, prometheus]",
-    ]
-    assert unsupported(load_recipe(small, supported)) == []
+def test_defaults_of_what_a_loop_does_not_read_may_be_written_out(small: Path) -> None:
+    """As overlays do, and the recipe.yaml of a run of another loop."""
+    resolved = yaml.safe_load(resolved_yaml(load_recipe(small)))
+    resolved |= {"loop": "sft", "rollout": None, "batch": resolved["batch"] | {"responses_per_prompt": 1}}
+    recipe = make_recipe(resolved, "here")
+    assert isinstance(recipe, SFTRecipe) and recipe == load_recipe(small, SFT)
+    assert set(yaml.safe_load(resolved_yaml(recipe))) == set(SFTRecipe.model_fields)
+
+
+def test_an_evaluation_reads_the_rollout_of_any_recipe(small: Path) -> None:
+    given = ["loop=sft", "batch.responses_per_prompt=1"]
+    assert load_evaluation(small, given).rollout == load_rl(small).rollout
+    assert load_evaluation(small).reward == load_rl(small).reward
+    with pytest.raises(RecipeError, match="rollout: an evaluation needs this section"):
+        load_evaluation(small, [*given, "rollout=null"])
+    with pytest.raises(RecipeError, match="unknown key rollout.max_respons_length; did you mean rollout.max_response"):
+        load_evaluation(small, [*given, "rollout.max_respons_length=5"])
 
 
 @pytest.mark.parametrize(
@@ -462,8 +469,7 @@ def test_what_this_version_can_do_is_not_listed(small: Path) -> None:
 def test_the_longest_sequence_is_that_of_the_loop_and_its_limits(
     small: Path, overrides: list[str], longest: int
 ) -> None:
-    """Also where a recipe of given responses has a rollout, which an evaluation of its answers needs."""
-    given = ["batch.responses_per_prompt=1"] if overrides else []
+    given = ["batch.responses_per_prompt=1", "rollout=null"] if overrides else []
     assert load_recipe(small, [*given, *overrides]).longest_sequence == longest
 
 
@@ -475,7 +481,7 @@ def test_make_recipe_needs_no_file(small: Path) -> None:
 def test_every_key_has_a_docstring() -> None:
     keys = list(known_keys())
     assert "actor.optimizer.learning_rate" in keys and "reference.layout.tensor" in keys and len(keys) > 150
-    sections: list[type[BaseModel]] = [Recipe]
+    sections: list[type[BaseModel]] = [RLRecipe, SFTRecipe, RewardModelingRecipe, Recipe]
     for section in sections:
         assert [name for name, field in section.model_fields.items() if not field.description] == []
         sections += [found for field in section.model_fields.values() if (found := section_of(field.annotation))]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rlhf_megatron.recipe import Recipe, RecipeError, load_recipe, make_recipe, resolved_yaml
+from rlhf_megatron.recipe import RecipeError, RLRecipe, load_recipe, make_recipe, resolved_yaml
 from rlhf_megatron.recipe.load import section_of
 
 NAN, INF = math.nan, math.inf
@@ -40,7 +40,7 @@ def kinds(annotation: Any) -> set[Any]:
     return set().union(*map(kinds, inner)) if inner else {annotation}
 
 
-def fields(section: type[BaseModel] = Recipe, path: str = "") -> Iterator[tuple[type[BaseModel], str, str]]:
+def fields(section: type[BaseModel] = RLRecipe, path: str = "") -> Iterator[tuple[type[BaseModel], str, str]]:
     """(section, field's name, its full key) of every field of the schema that takes numbers, also within lists."""
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
@@ -118,7 +118,7 @@ def test_only_what_has_a_meaning_below_0_is_below_0() -> None:
     signed = {key.rpartition(".")[2] for section, name, key in FIELDS if not complaints(section, name, -1)}
     # Factors and thresholds of what has a sign, and the value by which top_k is off.
     assert signed == {"weight", "low", "high", "entropy_coef", "correct_from", "value", "top_k"}
-    assert complaints(Recipe, "seed", -1), "NumPy's generators take no seed below 0"
+    assert complaints(RLRecipe, "seed", -1), "NumPy's generators take no seed below 0"
 
 
 @pytest.mark.parametrize(

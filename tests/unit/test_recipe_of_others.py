@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.recipe import RecipeError, load_recipe
+from rlhf_megatron.recipe import RecipeError, load_recipe, load_rl
 
 SMALL = """
 name: small
@@ -191,7 +191,8 @@ def test_what_one_use_of_an_alias_changes_the_others_do_not_see(small: Path) -> 
     """An overlay whose roles are one mapping, of which the recipe changes one role."""
     role = "tokens_per_gpu: 9, optimizer: {learning_rate: 1e-4}"
     write(small.parent / "shared.yaml", f"actor: &role {{{role}}}\ncritic: *role\n")
-    recipe = load_recipe(write(small, f"defaults: [shared.yaml]\n{SMALL}"), ["actor.optimizer.beta1=0.5"])
+    of_rl = ["loop=rl", "rollout.max_response_length=5", "algorithm.advantage=gae"]
+    recipe = load_rl(write(small, f"defaults: [shared.yaml]\n{SMALL}"), [*of_rl, "actor.optimizer.beta1=0.5"])
     assert recipe.critic is not None
     assert (recipe.actor.tokens_per_gpu, recipe.critic.tokens_per_gpu) == (1000, 9)
     assert (recipe.actor.optimizer.beta1, recipe.critic.optimizer.beta1) == (0.5, 0.9)

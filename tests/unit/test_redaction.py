@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
+import time
+import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,7 @@ SECRET_NAMES = [
     "github_token", "bot_token", "sas", "sas_token", "signature", "dsn", "connection_string", "connectionString",
     "webhook", "slack_webhook", "webhookUrl", "key", "keys", "apikeys", "ssh_key", "encryption_key", "token2",
     "password1", "_token", "__password__", "jwt", "otp", "AccountKey", "SharedAccessKey", "login_password",
-    "user_token",
+    "user_token", "pw", "db_pw", "userPw", "SSHPASS", "pgpass", "pass_code", "csrf", "totp", "mnemonic", "pem", "hmac",
 ]  # fmt: skip
 PLAIN_NAMES = [
     "tokens_per_gpu", "max_tokens", "maxTokens", "max_new_tokens", "stop_tokens", "stop_token_ids", "eos_token",
@@ -74,6 +79,27 @@ TEXTS = [
     "-----BEGIN PRIVATE KEY-----\nhunter2",
     "https://hooks.slack.com/services/T0/B0/hunter2",
     "note: 'hunter: {password: hunter2}'",
+    r"{\"token\": \"hunter2\"}",
+    r"https:\/\/u:hunter2@h",
+    "api_key => hunter2",
+    "api_key -> hunter2",
+    "curl -u user:hunter2 http://h",
+    "train --api-key hunter2",
+    "train --password 'hunter2",
+    "<password>hunter2</password>",
+    "x?next=%3Ftoken%3Dhunter2",
+    "Authorization: token hunter2",
+    "Authorization: AWS4-HMAC-SHA256 Credential=a/b, SignedHeaders=host, Signature=hunter2",
+    "{'Authorization': 'Custom hunter2'}",
+    "Cookie: theme=dark; sid=hunter2",
+    "xapp-1-hunter2hunter2hunter2",
+    "nvapi-hunter2hunter2hunter2",
+    "gsk_hunter2hunter2hunter2",
+    "sk_live_hunter2hunter2hunter2",
+    "SG.hunter2hunter2hunter2.hunter2hunter2hunter2",
+    "https://x.webhook.office.com/webhookb2/hunter2",
+    "https://api.telegram.org/bot1:hunter2/sendMessage",
+    "https://open.feishu.cn/open-apis/bot/v2/hook/hunter2",
 ]
 PLAIN_TEXTS = [
     "reward.service.header_environment: the environment variable X is not set; export it",
@@ -89,6 +115,8 @@ PLAIN_TEXTS = [
     "bearer of news, basic settings",
     "task-learning-with-sk-learn models/hf_model",
     "the service answers with status 401 Unauthorized: bad key",
+    "train --steps 100000 --output-tokens 123456",
+    "<answer>42</answer> <think>no</think>",
     "commit 0123456789abcdef0123456789abcdef01234567",
 ]
 ARGUMENTS = [
@@ -117,9 +145,9 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-@pytest.mark.parametrize("value", [SECRET, 4711, 4.5, True, [SECRET], {"a": [SECRET]}, b"hunter2", ""], ids=str)
-def test_whatever_stands_under_a_secrets_name_is_hidden(name: str, value: Any) -> None:
-    assert redact({"a": [{"b": ({name: value, "style": "x"},)}]}) == {"a": [{"b": [{name: HIDDEN, "style": "x"}]}]}
+def test_whatever_stands_under_a_secrets_name_is_hidden(name: str) -> None:
+    for value in (SECRET, 4711, 4.5, True, [SECRET], {"a": [SECRET]}, b"hunter2", ""):
+        assert redact({"a": [{"b": ({name: value, "style": "x"},)}]}) == {"a": [{"b": [{name: HIDDEN, "style": "x"}]}]}
 
 
 @pytest.mark.parametrize("name", [*PLAIN_NAMES, *known_keys()])
@@ -226,3 +254,52 @@ def test_all_recipes_are_recorded_as_they_are() -> None:
     for path in recipes:
         recipe = load_recipe(path)
         assert yaml.safe_load(resolved_yaml(recipe, redact)) == recipe.model_dump(mode="json")
+
+
+FORMS = {
+    "URL": lambda text: urllib.parse.quote(text, safe=""),
+    "form": urllib.parse.quote_plus,
+    "JSON": lambda text: json.dumps(text)[1:-1],
+    "repr": lambda text: repr(text)[1:-1],
+    "bytes": lambda text: repr(text.encode())[2:-1],
+    "HTML": html.escape,
+    "hexadecimal": lambda text: text.encode().hex(),
+    "base64": lambda text: base64.b64encode(text.encode()).decode().rstrip("="),
+    "base64 of a login": lambda text: base64.urlsafe_b64encode(f"user:{text}".encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("value", ["plain-value-1", 'pa"ss\\w/o rd+%&\u00e9<1', "\U0001f600" * 6])
+def test_a_variables_value_is_hidden_in_other_forms(
+    form: Callable[[str], str], value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_SECRET", value)
+    hidden = hide_secrets(f"failed at [{form(value)}] there")
+    assert hidden.startswith("failed at [") and hidden.endswith("] there") and HIDDEN in hidden
+    assert len(hidden) - len("failed at [***] there") <= 10, "but for the name of a login"
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [("first-line-of-it\nsecond-line-of-it", "second-line-of-it"),
+     ("AccountName=a;AccountKey=QUJDREVG;Suffix=b", "QUJDREVG"),
+     ("https://h/services/T0/B0/hook-9?x=1", "/services/T0/B0/hook-9")],
+)  # fmt: skip
+def test_a_part_of_a_variables_value_is_hidden(value: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_SECRET", value)
+    assert part not in hide_secrets(f"failed: <{part}>")
+
+
+def test_the_password_of_a_url_in_any_variable_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:hunter%402@h/")
+    assert "hunter" not in hide_secrets("401 for user, hunter@2 and hunter%402")
+
+
+@pytest.mark.parametrize(
+    "piece", ["token=", "a: ", "://a", "a= b= ", "token: '", "-eyJaaaaaaaa", "cookie=", "-u a", "<a>"]
+)
+def test_a_long_text_takes_no_longer_than_its_length(piece: str) -> None:
+    begun = time.monotonic()
+    hide_secrets(piece * (300_000 // len(piece)))
+    assert time.monotonic() - begun < 20.0

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from rlhf_megatron.rollout.engine import RolloutError
 
 SIGNATURE = "compute_score(data_source, solution_str, ground_truth, extra_info):"
 HEAD = """
-import asyncio, builtins, decimal, fractions, gc, json, math, os, resource, signal, subprocess, sys, threading, time
+import asyncio, builtins, ctypes, decimal, fractions, gc, json, math, os, pickle
+import resource, signal, subprocess, sys, threading, time
 
 def pipes():
     names = [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")]
@@ -91,7 +94,11 @@ ODD = {
     "os.killpg(0, 9)": 0.0,
     "os.kill(os.getppid(), 9)\ntime.sleep(60)": 0.0,
     "os.killpg(os.getpgid(os.getppid()), 9)\ntime.sleep(60)": 0.0,
-    "signal.alarm(1)\ntime.sleep(60)": 0.0,
+    "signal.setitimer(signal.ITIMER_REAL, 0.1)\ntime.sleep(60)": 0.0,
+    "ctypes.CDLL(None).ptrace(0, 0, 0, 0)\nos.kill(os.getpid(), signal.SIGUSR1)\nreturn 0.5": 0.0,
+    "ctypes.CDLL(None).prctl(15, b'\\xff) T ')\ntime.sleep(0.5)\nreturn 0.5": 0.5,
+    "pickle.loads = lambda data: []\nreturn 0.5": 0.5,
+    "own = sys.modules['rlhf_megatron.rewards.worker']\nown.compute = own.answer = lambda *_: {}\nreturn 0.5": 0.5,
     "json.dumps = json.loads = os.write = os.getpid = None\nreturn 0.5": 0.5,
     "extra_info.clear()\nreturn 0.5": 0.5,
     "os.environ.clear()\nreturn 0.5": 0.5,
@@ -158,33 +165,56 @@ def make_scorer(function: str, **section: Any) -> Scorer:
     return Scorer(RewardSection(function=function, **(limits | section)))
 
 
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
-    with make_scorer(write_bodies(tmp_path_factory.mktemp("odd") / "reward.py", list(ODD))) as scorer:
-        scorer.score([item("good")])
-        yield scorer
+Scores = tuple[list[float], list[float]]
+
+
+def score_side_by_side(make: Callable[[], Scorer], count: int) -> list[Future[Scores]]:
+    """Of each body, what it and two good ones get together, and a good one after them; every third in one thread."""
+    scores: list[Future[Scores]] = [Future() for _ in range(count)]
+
+    def work(places: range) -> None:
+        with make() as scorer:
+            for place in places:
+                try:
+                    together = scorer.score([item("good"), item(str(place)), item("good")])
+                    scores[place].set_result((together, scorer.score([item("good")])))
+                except BaseException as error:
+                    scores[place].set_exception(error)
+
+    threads = [threading.Thread(target=work, args=(range(first, count, 3),)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return scores
 
 
 @pytest.fixture(scope="module")
-def odd_async(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
-    path = tmp_path_factory.mktemp("odd") / "reward.py"
-    with make_scorer(write_bodies(path, list(ODD_ASYNC), "async def"), timeout_seconds=0.7) as scorer:
-        scorer.score([item("good")])
-        yield scorer
+def odd(tmp_path_factory: pytest.TempPathFactory) -> list[Future[Scores]]:
+    function = write_bodies(tmp_path_factory.mktemp("odd") / "reward.py", list(ODD))
+    return score_side_by_side(lambda: make_scorer(function), len(ODD))
+
+
+@pytest.fixture(scope="module")
+def odd_async(tmp_path_factory: pytest.TempPathFactory) -> list[Future[Scores]]:
+    function = write_bodies(tmp_path_factory.mktemp("odd") / "reward.py", list(ODD_ASYNC), "async def")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf_megatron.rewards.worker.SECONDS_TO_CANCEL", 0.3)
+        return score_side_by_side(lambda: make_scorer(function, timeout_seconds=0.7), len(ODD_ASYNC))
 
 
 @pytest.mark.parametrize(("place", "expected"), list(enumerate(ODD.values())), ids=[body[:60] for body in ODD])
-def test_an_odd_call_costs_its_own_sample(odd: Scorer, place: int, expected: float) -> None:
-    assert odd.score([item("good"), item(str(place)), item("good")]) == [1.0, expected, 1.0]
-    assert odd.score([item("good")]) == [1.0]
+def test_an_odd_call_costs_its_own_sample(odd: list[Future[Scores]], place: int, expected: float) -> None:
+    assert odd[place].result() == ([1.0, expected, 1.0], [1.0])
 
 
 @pytest.mark.parametrize(
     ("place", "expected"), list(enumerate(ODD_ASYNC.values())), ids=[body[:60] for body in ODD_ASYNC]
 )
-def test_an_odd_call_costs_none_that_are_awaited_beside_it(odd_async: Scorer, place: int, expected: float) -> None:
-    assert odd_async.score([item("good"), item(str(place)), item("good")]) == [1.0, expected, 1.0]
-    assert odd_async.score([item("good")]) == [1.0]
+def test_an_odd_call_costs_none_that_are_awaited_beside_it(
+    odd_async: list[Future[Scores]], place: int, expected: float
+) -> None:
+    assert odd_async[place].result() == ([1.0, expected, 1.0], [1.0])
 
 
 @pytest.mark.parametrize(
@@ -192,9 +222,13 @@ def test_an_odd_call_costs_none_that_are_awaited_beside_it(odd_async: Scorer, pl
     [("if os.fork() == 0: time.sleep(0.3); return 99.0\nreturn 0.5", 0.5),
      ("threading.Timer(0.2, lambda: spew(b'noise\\n')).start()\nreturn 0.5", 0.5),
      ("threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()\nreturn 0.5", 0.5),
+     ("threading.Timer(0.2, ctypes.PyDLL(None).sleep, (600,)).start()\nreturn 0.5", 0.5),
      ("threading.Timer(0.2, lambda: os._exit(0)).start()\nreturn 0.5", 0.5)],
 )  # fmt: skip
-def test_what_comes_after_an_answer_is_not_the_next_ones(tmp_path: Path, late: str, score: float) -> None:
+def test_what_comes_after_an_answer_is_not_the_next_ones(
+    tmp_path: Path, late: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_megatron.rewards.pool.SECONDS_TO_BEGIN", 1.0)
     with make_scorer(write_bodies(tmp_path / "reward.py", [late])) as scorer:
         assert scorer.score([item("0")]) == [score]
         time.sleep(0.5)
@@ -206,13 +240,16 @@ def test_what_comes_after_an_answer_is_not_the_next_ones(tmp_path: Path, late: s
     [("raise KeyboardInterrupt", r"compute_score raised KeyboardInterrupt: *\(reward\.py line \d+\); mend it"),
      ("spew(b'noise\\n')\nreturn 1.0", r"the worker process sent what is no answer \(.*not valid JSON"),
      ("time.sleep(0.5)\ngrown = b'x' * 10**9\ntime.sleep(60)", "used more memory than memory_limit_gb allows"),
-     ("for _ in range(600): subprocess.Popen(['sleep', '600'])\ntime.sleep(60)", "had started more than 512 others"),
+     ("for _ in range(600): os.posix_spawn('/bin/sleep', ['sleep', '600'], {})\ntime.sleep(60)",
+      "had started more than 512 others"),
+     ("resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))\ntime.sleep(60)", "ended with status 1;"),
      ("return 1e39", r"returned 1e\+39 \(float\); return a finite number or \{'score': number\}, up to 3\.4e\+38"),
      ("raise ValueError('\\x1b[31m' + 'x' * 9999)", r"raised ValueError: \\x1b\[31mx{500}")],
 )  # fmt: skip
 def test_what_went_wrong_is_told_in_one_line(
-    tmp_path: Path, body: str, told: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, body: str, told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rlhf_megatron.rewards.pool.RETRIES_AFTER_DEATH", 0)  # which would tell the same, later
     function = write_bodies(tmp_path / "reward.py", [body])
     with (
         make_scorer(function, on_failure="stop", timeout_seconds=20.0) as scorer,

@@ -286,6 +286,7 @@ def test_an_error_gives_the_other_samples_up_and_closing_leaves_no_thread(tmp_pa
         ({"parts": [{"name": "a", "wait": 2}]}, "unknown key reward.parts.wait; did you mean reward.parts.weight?"),
         ({"parts": [{"name": "a b"}]}, "reward.parts.0.name: String should match"),
         ({"service": {"url": "host/score"}}, "url must begin with http:// or https:// and a host"),
+        ({"service": {"url": "http://h:99999"}}, "reward.service: Port out of range 0-65535"),
         ({"service": {"url": "http://me:secret@host/"}}, "url must hold no user or password"),
         ({"service": {"url": "http://host/?api_key=secret"}}, "url must hold no credentials"),
         ({"service": {"url": "http://h/", "header": "X: y"}}, "header='X: y' is not the name of an HTTP header"),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hugging_face import make_model
 from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole, files_of_role
-from rlhf_megatron.checkpoint.storage import CheckpointError, TensorFile, partial_folder, write_tensors
+from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors
+from rlhf_megatron.errors import CheckpointError
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.models.weight_map import megatron_blocks
 from rlhf_megatron.regather.shard_specs import parameter_shapes
@@ -111,6 +112,9 @@ DAMAGES: dict[str, Callable[[Saved], Any]] = {
     "implementation": lambda s: s.state.update(implementation="other"),
     "adapters of text": lambda s: s.state.update(adapters={"rank": "x", "scale": 1.0, "modules": []}),
     "steps null": lambda s: s.state.update(steps_taken=None),
+    "steps without end": lambda s: s.state.update(optimizer_steps=10**30),
+    "loss scale of nan": lambda s: s.state.update(loss_scale=[float("nan"), 0]),
+    "loss scale of 0": lambda s: s.state.update(loss_scale=[0.0, 0]),
     "steps below 0": lambda s: s.state.update(optimizer_steps=-1),
     "no steps": lambda s: s.state.pop("optimizer_steps"),
     "pieces gone": lambda s: s.about[0].pop("pieces"),

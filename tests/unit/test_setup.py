@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 import rlhf_megatron
 
 ROOT = Path(rlhf_megatron.__file__).resolve().parent.parent
@@ -50,12 +54,31 @@ def test_every_room_is_a_package() -> None:
     assert [room.name for room in rooms if not (room / "__init__.py").exists()] == []
 
 
-def test_requirements_are_pinned_and_unique() -> None:
-    lines = (ROOT / "tools" / "environment" / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
+def pins_of(name: str) -> dict[str, str]:
+    """The versions in a file of tools/environment, by package; each line is one exact version, and none comes twice."""
+    lines = (ROOT / "tools" / "environment" / name).read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.lstrip().startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin) for pin in pins)
-    names = [pin.partition("==")[0].lower().replace("_", "-") for pin in pins]
+    names = [canonicalize_name(pin.partition("==")[0]) for pin in pins]
     assert sorted(names) == sorted(set(names))
+    return dict(zip(names, (pin.partition("==")[2] for pin in pins), strict=True))
+
+
+@pytest.mark.parametrize("machine", ["cpu", "gpu"])
+def test_pinned_requirements_are_what_the_package_asks_for(machine: str) -> None:
+    pins = pins_of(f"requirements-{machine}.txt")
+    if machine == "cpu":
+        script = (ROOT / "tools" / "environment" / "setup_cpu.sh").read_text(encoding="utf-8")
+        pins["megatron-core"] = re.findall(r"^megatron=megatron-core==(.*)$", script, flags=re.MULTILINE)[0]
+    wanted = [
+        requirement
+        for requirement in map(Requirement, importlib.metadata.requires("rlhf-megatron") or [])
+        for extra in ("", machine, "convert", "dev", "resiliency", "tasks", "tune")
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+    ]
+    assert {"torch", "pytest", f"vllm{'-cpu' * (machine == 'cpu')}"} <= {requirement.name for requirement in wanted}
+    for requirement in wanted:
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
 def test_monitor_imports_neither_torch_nor_the_engines() -> None:

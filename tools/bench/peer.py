@@ -37,7 +37,7 @@ from reports import exit_status, missed_by, model_and_gpus, rows_with, spread, w
 from step import folder_with_model, write_prompts
 
 from rlhf_megatron.monitor.environment_report import package_versions
-from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 HERE = Path(__file__).resolve().parent
@@ -106,15 +106,15 @@ def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str,
     return row | summary(rounds, tokens_per_step(recipe), options.warm_up)
 
 
-def prepare(shape: Mapping[str, Any], folder: Path, steps: int, overrides: Sequence[str]) -> Recipe:
+def prepare(shape: Mapping[str, Any], folder: Path, steps: int, overrides: Sequence[str]) -> RLRecipe:
     """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe."""
     if "config" in shape:
         write_weights(HERE.parent.parent / shape["config"], folder / "model")
     (folder / "shape.yaml").write_text(
         yaml.safe_dump({"defaults": [str(HERE / "step_recipe.yaml")], **shape["recipe"]}), encoding="utf-8"
     )
-    of_shape = load_recipe(folder / "shape.yaml").rollout
-    assert of_shape is not None and of_shape.drawn_lengths is not None
+    of_shape = load_rl(folder / "shape.yaml").rollout
+    assert of_shape.drawn_lengths is not None
     length = round(of_shape.drawn_lengths.mean)
     same = {
         "name": "ours",
@@ -125,7 +125,7 @@ def prepare(shape: Mapping[str, Any], folder: Path, steps: int, overrides: Seque
         "monitor": {"timeline": {"steps": []}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"defaults": ["shape.yaml"], **same}), encoding="utf-8")
-    recipe = load_recipe(folder / "recipe.yaml", overrides)
+    recipe = load_rl(folder / "recipe.yaml", overrides)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")), encoding="utf-8")
     write_prompts(recipe, folder / "model", folder / "prompts.parquet")
     return recipe
@@ -145,10 +145,9 @@ def write_weights(config: Path, folder: Path) -> None:
     torch.cuda.empty_cache()  # the processes that are measured need the room
 
 
-def trl_settings(recipe: Recipe, model: str, overrides: Sequence[str], on_gpu: bool) -> dict[str, Any]:
+def trl_settings(recipe: RLRecipe, model: str, overrides: Sequence[str], on_gpu: bool) -> dict[str, Any]:
     """What ``peer_trl.py`` reads so that TRL does the work of the recipe. ``overrides``: KEY=JSON."""
     rollout, optimizer, batch = recipe.rollout, recipe.actor.optimizer, recipe.batch
-    assert rollout is not None and optimizer is not None and recipe.data is not None
     rows = batch.prompts_per_step * batch.responses_per_prompt
     prompt, response = recipe.data.max_prompt_length, rollout.max_response_length
     at_once = rows_at_once(rows, prompt + response, min(recipe.actor.tokens_per_gpu, TRL_TOKENS_AT_ONCE))
@@ -208,9 +207,8 @@ def rows_at_once(rows: int, length: int, tokens: int) -> int:
     return max(count for count in range(1, rows + 1) if rows % count == 0 and (count == 1 or count * length <= tokens))
 
 
-def tokens_per_step(recipe: Recipe) -> int:
+def tokens_per_step(recipe: RLRecipe) -> int:
     """Of all prompts, counted once for each response, and responses."""
-    assert recipe.rollout is not None and recipe.data is not None
     rows = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
     return rows * (recipe.data.max_prompt_length + recipe.rollout.max_response_length)
 
@@ -228,9 +226,8 @@ def run_side(side: str, settings: Mapping[str, Any], folder: Path, output: Path)
     return run("TRL", [str(HERE / "peer_trl.py"), str(path), str(output)], SECONDS_FOR_ONE_PROCESS, folder)
 
 
-def described(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+def described(recipe: RLRecipe, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of both sides that bear on the time; without folders of this machine."""
-    assert recipe.rollout is not None and recipe.data is not None and recipe.actor.optimizer is not None
     return {
         "prompt_tokens": recipe.data.max_prompt_length,
         "response_tokens": recipe.rollout.max_response_length,

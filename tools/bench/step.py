@@ -32,7 +32,7 @@ from reports import exit_status, missed_by, model_and_gpus, rows_of, rows_with, 
 
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
-from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 HERE = Path(__file__).resolve().parent
@@ -96,7 +96,7 @@ def folder_with_model(folder: Path) -> Path:
     return folder
 
 
-def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> Recipe:
+def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> RLRecipe:
     """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe."""
     if "config" in shape:
         config = json.loads((HERE.parent.parent / shape["config"] / "config.json").read_text(encoding="utf-8"))
@@ -109,12 +109,12 @@ def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> Recipe:
         "monitor": {"timeline": {"steps": [0, steps]}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    recipe = load_recipe(folder / "recipe.yaml")
+    recipe = load_rl(folder / "recipe.yaml")
     write_prompts(recipe, folder / "model", folder / "prompts.parquet")
     return recipe
 
 
-def write_prompts(recipe: Recipe, model: Path, path: Path) -> None:
+def write_prompts(recipe: RLRecipe, model: Path, path: Path) -> None:
     """Prompts for all steps and one more, each of exactly the recipe's longest length: random digits, a token each."""
     tokenizer, draw = load_tokenizer(model), random.Random(recipe.seed)
     around = len(tokenizer.encode_chat([{"role": "user", "content": "0"}])) - 1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.compat import megatron
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
-from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe import load_rl
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.exchange import gather_batches
 from rlhf_megatron.topology.world import join_world, leave_world
@@ -31,7 +31,7 @@ def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
     from rlhf_megatron.loops.rl import run_rl
     from rlhf_megatron.loops.session import Session
 
-    session = Session(load_recipe(recipe), resume="none")
+    session = Session(load_rl(recipe), resume="none")
     rollouts = Rollouts(session)
     run_rl(session, rollouts)
     raw = raw_seconds(session, rollouts, repeats)
@@ -42,7 +42,7 @@ def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
 def raw_seconds(session: Session, rollouts: Rollouts, repeats: int) -> dict[str, list[float]]:
     """Generation, forward passes, and forward and backward passes over the tokens of one step."""
     recipe, role, engine = session.recipe, session.actor.local, rollouts.engine
-    assert recipe.rollout is not None and recipe.rollout.drawn_lengths is not None
+    assert recipe.rollout.drawn_lengths is not None
     assert role is not None and engine is not None
     group, tensor = recipe.batch.responses_per_prompt, recipe.rollout.layout.tensor
     replicas, replica = session.world // tensor, session.rank // tensor

@@ -9,7 +9,6 @@ others here; verdict.py judges. Exit status 1: an expectation was not met.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib
 import json
@@ -35,6 +34,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from verdict import RECIPE, ROWS, Case, Result, decisions, judge, metrics_of
+
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.runtime.command import ArgumentParser, command
+from rlhf_megatron.untrusted import reason_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -263,9 +266,10 @@ def campaign(chosen: list[Case], folder: Path, start: Start, console: Console) -
     return results
 
 
+@command
 def main() -> int:
     """Returns 1 where an expectation was not met."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[""], help="cases whose names begin so")
     parser.add_argument("--list", action="store_true", help="show the cases")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results, and FILE.md beside them")
@@ -280,7 +284,12 @@ def main() -> int:
         console.print(*(f"{case.name:24} {case.expected}" for case in chosen or cases), sep="\n")
         return 0 if chosen else 2
     folder = options.keep or Path(tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if options.output:  # before the hours, not after them
+            options.output.touch()
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written ({reason_of(error)})") from error
     try:
         results = campaign([reference, *chosen], folder, warm_start() if options.warm else cold_start, console)
     finally:

@@ -20,18 +20,19 @@ from verl_sections import translate
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.recipe.load import make_recipe
-from rlhf_megatron.runtime.command import ArgumentParser, command
+from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 2 for input that is not right."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="the recipe to write")
+    parser.add_argument("--output", type=path_argument, required=True, help="the recipe to write")
     parser.add_argument("--rows", type=int, help="rows of the training files, where they are not on this machine")
     options, words = parser.parse_known_args(arguments)
     given = Command(parse(words))
     tree = translate(given, options.rows)
+    nodes = given.count("trainer.nnodes", 1)
     check(given)
     recipe = make_recipe(tree, "the recipe that this makes")
     plain = recipe.model_dump(mode="json", exclude_defaults=True)
@@ -41,15 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError(f"--output: {options.output} cannot be written ({error.strerror})") from error
     for key in given.left():
         given.remark(key, "has no counterpart, or is not known")
-    report(given, recipe, options.output)
+    report(given, recipe, options.output, nodes)
     return 0
 
 
-def report(given: Command, recipe: Recipe, output: Path) -> None:
+def report(given: Command, recipe: Recipe, output: Path, nodes: int) -> None:
     """Prints what is not as it was, and how the run is started."""
     for remark in given.remarks:
         print(f"not as in verl: {remark}", file=sys.stderr)
-    nodes, gpus = int(given.number("trainer.nnodes", 1)), recipe.cluster.gpus_per_node
+    gpus = recipe.cluster.gpus_per_node
     if not given.is_of_megatron:
         print(
             "no layout: FSDP cuts all weights over all GPUs, here tensor and pipeline parallelism cut the model; "

@@ -5,16 +5,21 @@ Not here: what keys mean (verl_sections.py).
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.load import apply_override
+from rlhf_megatron.untrusted import shown
 
 ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 MODEL = "actor_rollout_ref.model"
+
+# Keys whose values are mappings of names that are not verl's.
+MAPPINGS = ("data.apply_chat_template_kwargs",)
 
 # What needs no key here, by patterns: always so, done otherwise, or of Ray and FSDP alone.
 NEEDLESS = re.compile(
@@ -67,7 +72,10 @@ class Command:
         return self.given.get(f"{ACTOR}.strategy") == "megatron" or any(".megatron." in key for key in self.given)
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key, verl's default where it is not given. Keys below one are a mapping."""
+        """The value of a key, verl's default where it is not given. Keys below one are a mapping.
+
+        Raises RecipeError for a value of another kind than the default; null is as not given where that says nothing.
+        """
         self.asked.add(key)
         inner = {
             name.removeprefix(f"{key}."): value for name, value in self.given.items() if name.startswith(f"{key}.")
@@ -75,19 +83,24 @@ class Command:
         if inner and isinstance(default, dict):
             self.asked.update(f"{key}.{name}" for name in inner)
             return inner
-        return self.given.get(key, default)
+        return _of_kind(key, self.given.get(key, default), default)
 
     def first(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of several keys that is given and not null."""
-        found = [value for key in keys if (value := self.take(key)) is not None]
+        found = [_of_kind(key, value, default) for key in keys if (value := self.take(key)) is not None]
         return found[0] if found else default
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """The number of a key; raises RecipeError for what is none."""
+        """The number of a key; raises RecipeError for what is none, or not finite."""
         value = self.take(key, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise RecipeError(f"{key}={value}: must be a number")
-        return value
+        return value if value is None else _of_kind(key, value, 0.0)
+
+    def count(self, key: str, default: int | None = None) -> Any:
+        """The whole number of a key, 1 or more; raises RecipeError for another."""
+        value = self.number(key, default)
+        if value is not None and (value != int(value) or value < 1):
+            raise RecipeError(f"{key}={shown(value)}: must be a whole number, 1 or more")
+        return value if value is None else int(value)
 
     def choose(self, key: str, default: str, table: dict[str, str]) -> str | None:
         """The table's word for a key's value; None, and a remark, where it has none."""
@@ -103,7 +116,7 @@ class Command:
 
     def pass_over(self, *beginnings: str) -> None:
         """Counts keys that begin so as asked for: they are of what this command does not use."""
-        self.asked.update(key for key in self.given if key.startswith(beginnings))
+        self.asked.update(beginnings, (key for key in self.given if key.startswith(beginnings)))
 
     def left(self) -> list[str]:
         """Keys that were given, and that nothing has asked for and nothing makes needless."""
@@ -121,22 +134,56 @@ def parse(arguments: list[str]) -> dict[str, Any]:
         if argument.startswith("~"):
             given.pop(argument[1:].partition("=")[0], None)
             continue
-        values: dict[str, Any] = {}
         key, separator, text = argument.lstrip("+").partition("=")
-        if not separator:
-            raise RecipeError(f"{argument}: not of the form key=value, as arguments of verl.trainer.main_ppo are")
+        if not separator or not all(key.split(".")):
+            raise RecipeError(
+                f"{shown(argument)}: not of the form key=value, as arguments of verl.trainer.main_ppo are"
+            )
         if "${" in text or text.startswith("$("):
-            raise RecipeError(f"{argument}: neither Hydra's nor a shell's expressions are understood; write the value")
+            raise RecipeError(
+                f"{shown(argument)}: neither Hydra's nor a shell's expressions are understood; write the value"
+            )
+        values: dict[str, Any] = {}
         apply_override(values, f"value={text}")
-        value = values["value"]
-        if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-            value = float(value)  # 1e-6, which YAML takes for text
-        given[key] = value
+        given.update(_keys_of(key, values["value"]))
     return given
 
 
+def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A key with its value, or those of a mapping."""
+    if isinstance(value, dict) and value and key not in MAPPINGS:
+        for name, inner in value.items():
+            yield from _keys_of(f"{key}.{name}", inner)
+    elif isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        yield key, float(value)  # 1e-6, which YAML takes for text
+    else:
+        yield key, value
+
+
+def _of_kind(key: str, value: Any, default: Any) -> Any:
+    """``value``, which is of the kind of a default; raises RecipeError where it is not."""
+    if default is None or (value is None and not default):
+        return default if value is None else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    kinds: tuple[tuple[type | tuple[type, ...], str, bool], ...] = (
+        (bool, "true or false", isinstance(value, bool)),
+        ((int, float), "a number that is finite", is_number),
+        (str, "a text", isinstance(value, str)),
+        (list, "a list or a text", isinstance(value, list | str)),
+        (dict, "a mapping", isinstance(value, dict)),
+    )
+    kind, fits = next((kind, fits) for of, kind, fits in kinds if isinstance(default, of))
+    if not fits:
+        raise RecipeError(f"{key}={shown(value)}: must be {kind}")
+    return value
+
+
 def check(command: Command) -> None:
-    """Remarks on keys whose other values have no counterpart."""
+    """Remarks on keys whose other values have no counterpart; raises RecipeError for a value in a section's place."""
+    known = command.asked.union(CHECKS)
+    for key in command.left():
+        if any(other.startswith(f"{key}.") for other in known):
+            raise RecipeError(f"{key}={shown(command.given[key])}: is a section of keys, such as {key}.KEY=VALUE")
     for key, (fits, text) in CHECKS.items():
         if key in command.given:
             command.asked.add(key)

@@ -82,6 +82,8 @@ class Tree(dict[str, Any]):
         """Sets a key; null is not written, since the default says as much."""
         if value is None:
             return
+        if isinstance(value, str) and value.startswith("~/"):
+            value = str(Path(value).expanduser())
         *parents, last = path.split(".")
         place: dict[str, Any] = self
         for parent in parents:
@@ -96,10 +98,12 @@ def translate(command: Command, rows: int | None) -> dict[str, Any]:
     """
     tree = Tree()
     put, take = tree.put, command.take
-    name = re.sub(r"[^A-Za-z0-9._+=-]+", "-", str(take("trainer.experiment_name", "gsm8k"))).strip("-.") or "from_verl"
+    name = re.sub(r"[^A-Za-z0-9._+=-]+", "-", _name_of(command)).strip("-.") or "from_verl"
     put("name", name)
     put("loop", "rl")
     tree["steps"] = 0
+    if not isinstance(command.given.get(f"{MODEL}.path", ""), str):
+        raise RecipeError(f"{MODEL}.path: name the model's folder")
     for key, (default, ours) in SAME.items():
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         put(ours, command.number(key, default) if is_number else take(key, default))
@@ -108,9 +112,6 @@ def translate(command: Command, rows: int | None) -> dict[str, Any]:
             raise RecipeError(f"batch.{key}={tree['batch'][key]}, of the command's batch sizes: must be 1 or more")
     if rows is not None and rows < 1:
         raise RecipeError(f"--rows={rows}: must be 1 or more")
-    if not isinstance(tree["model"].get("path"), str):
-        raise RecipeError(f"{MODEL}.path: name the model's folder")
-    put("model.path", str(Path(tree["model"]["path"]).expanduser()))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", tree["model"]["path"]) and not Path(tree["model"]["path"]).exists():
         command.remark(f"{MODEL}.path", "names on a hub are not looked up; download it, and name its folder")
     put("model.dtype", "bfloat16")
@@ -124,10 +125,18 @@ def translate(command: Command, rows: int | None) -> dict[str, Any]:
     return tree
 
 
+def _name_of(command: Command) -> str:
+    name = command.take("trainer.experiment_name")
+    if isinstance(name, list | dict):
+        raise RecipeError(f"trainer.experiment_name={name}: must be a text")
+    return "gsm8k" if name is None else str(name)
+
+
 def put_data(command: Command, tree: Tree) -> None:
     """Files, and what becomes of prompts that are too long."""
     for key, ours, default in (("train", "train", "train"), ("val", "validation", "test")):
-        files = command.take(f"data.{key}_files", f"~/data/rlhf/gsm8k/{default}.parquet")
+        place = f"data.{key}_files"
+        files = command.take(place, [] if place in command.given else [f"~/data/rlhf/gsm8k/{default}.parquet"])
         listed = files if isinstance(files, list) else [files]
         if not all(isinstance(file, str) for file in listed if file):
             raise RecipeError(f"data.{key}_files={files}: must be names of files")
@@ -137,9 +146,9 @@ def put_data(command: Command, tree: Tree) -> None:
     if not drops and truncation != "error":
         command.remark("data.truncation", "prompts are never cut; those that are too long are left out")
     tree.put("data.overlong_prompts", "stop" if not drops and truncation == "error" else "drop")
-    most = command.number("data.val_max_samples", -1)
+    most = command.number("data.val_max_samples")
     tree.put("evaluation.max_prompts", most if most and most > 0 else None)
-    if command.take("data.train_max_samples", -1) not in (-1, None):
+    if command.number("data.train_max_samples") not in (-1, None):
         command.remark("data.train_max_samples", "all rows are used; make a smaller file")
     if command.take(f"{MODEL}.custom_chat_template"):
         command.remark(f"{MODEL}.custom_chat_template", "write it to a file, and name that in data.chat_template")
@@ -150,9 +159,9 @@ def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
 
     With dynamic sampling verl draws batches of data.gen_batch_size, and a step takes one of them at least.
     """
-    steps = command.number("trainer.total_training_steps")
+    steps: int | None = command.count("trainer.total_training_steps")
     if steps:
-        return int(steps)
+        return steps
     try:
         counted = rows or sum(pyarrow.parquet.read_metadata(file).num_rows for file in tree["data"]["train_files"])
     except (OSError, pyarrow.ArrowInvalid) as error:
@@ -164,7 +173,7 @@ def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
     drawn = (command.number("data.gen_batch_size") if filtered else None) or tree["batch"]["prompts_per_step"]
     if filtered:
         command.remark("algorithm.filter_groups.enable", "steps is the most that verl's epochs can have; check it")
-    return max(1, int((command.number("trainer.total_epochs") or 30) * (counted // drawn)))
+    return max(1, command.count("trainer.total_epochs", 30) * int(counted // drawn))
 
 
 def put_algorithm(command: Command, tree: Tree) -> None:
@@ -258,30 +267,31 @@ def put_correction(command: Command, tree: Tree) -> None:
     def put(key: str, value: Any) -> None:
         tree.put(f"{section}.{key}", value)
 
-    cap = command.number(f"{ACTOR}.tis_imp_ratio_cap", -1)  # before verl 0.6
-    level, limit = take(f"{section}.rollout_is"), command.number(f"{section}.rollout_is_threshold", 2.0)
+    cap = command.number(f"{ACTOR}.tis_imp_ratio_cap")  # before verl 0.6
+    level, limit = take(f"{section}.rollout_is", ""), command.number(f"{section}.rollout_is_threshold", 2.0)
     if cap and cap > 0:
         level, limit = "token", cap
     if level:
         put("type", "tis")
         put("level", level)
         put("threshold", limit)
-    rejection, most = take(f"{section}.rollout_rs"), command.number(f"{section}.rollout_rs_threshold")
+    rejection, most = take(f"{section}.rollout_rs", ""), command.number(f"{section}.rollout_rs_threshold")
     least = command.number(f"{section}.rollout_rs_threshold_lower")
+    most_or_limit = limit if most is None else most
     if rejection == "geometric":
-        put("reject_threshold", most or limit)
+        put("reject_threshold", most_or_limit)
         if least and most and abs(least * most - 1) > 1e-3:
             command.remark(f"{section}.rollout_rs_threshold_lower", "the lower bound is 1 / the upper")
     elif rejection in ("token", "sequence") and not level:
         command.remark(f"{section}.rollout_rs", "what is kept has its ratio as weight too")
         put("type", "mis")
         put("level", rejection)
-        put("threshold", most or limit)
+        put("threshold", most_or_limit)
         put("threshold_low", least or 1 / (most or limit))
     elif rejection:
         command.remark(f"{section}.rollout_rs", "beside weights, responses are left out by the geometric mean alone")
     put("veto_threshold", take(f"{section}.rollout_token_veto_threshold"))
-    if command.first(f"{section}.bypass_mode", f"{section}.bypass_old_logprob_for_rollout"):
+    if command.first(f"{section}.bypass_mode", f"{section}.bypass_old_logprob_for_rollout", default=False):
         tree.put("algorithm.old_logprobs", "rollout")
 
 
@@ -301,8 +311,7 @@ def put_roles(command: Command, tree: Tree) -> None:
     if tree["algorithm"].get("advantage") == "gae":
         put_role(command, tree, "critic", longest, 32768)
         put_optimizer(command, tree, "critic", 1e-5)
-        path = command.take("critic.model.path")
-        tree.put("critic.path", path and str(Path(path).expanduser()))
+        tree.put("critic.path", command.take("critic.model.path", "") or None)
         tree.put("critic.value_clip", command.take("critic.cliprange_value", 0.5))
         # verl's actor learns from step critic_warmup on, ours after so many steps.
         tree.put("critic.warmup_steps", max(0, command.number("trainer.critic_warmup", 0) - 1))
@@ -311,7 +320,7 @@ def put_roles(command: Command, tree: Tree) -> None:
     if command.first("reward_model.enable", "reward.reward_model.enable", default=False):
         put_role(command, tree, "reward_model", longest, 32768)
         path = command.first("reward_model.model.path", "reward.reward_model.model_path", default="MISSING")
-        tree.put("reward_model.path", str(Path(path).expanduser()))
+        tree.put("reward_model.path", path)
     of_actor = tree["actor"]
     for role in ("reference", "critic", "reward_model"):
         section = tree.get(role, {})
@@ -322,7 +331,7 @@ def put_roles(command: Command, tree: Tree) -> None:
 def put_adapters(command: Command, tree: Tree) -> None:
     """Low-rank adapters of the actor, by the keys of FSDP or by those of Megatron; the reference is without them."""
     of_fsdp, of_megatron = command.number(f"{MODEL}.lora_rank", 0), command.number(f"{MODEL}.lora.rank", 0)
-    path = command.first(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path")
+    path = command.first(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path", default="")
     if not of_fsdp and not of_megatron:
         if path:
             command.remark(f"{MODEL}.lora_adapter_path", "all weights are trained; give its rank too, as lora_rank")
@@ -332,9 +341,11 @@ def put_adapters(command: Command, tree: Tree) -> None:
     tree.put("actor.lora.rank", int(of_fsdp or of_megatron))
     tree.put("actor.lora.alpha", alpha)
     key = f"{MODEL}.target_modules" if of_fsdp else f"{MODEL}.lora.target_modules"
-    asked = command.take(key, "all-linear")
-    if asked != "all-linear":
+    asked = command.take(key, ["all-linear"])
+    if asked not in ("all-linear", ["all-linear"]):
         listed = asked if isinstance(asked, list) else [asked]
+        if not all(isinstance(name, str) for name in listed):
+            raise RecipeError(f"{key}={asked}: must be names of layers, or all-linear")
         known = {name for names in LINEAR_LAYERS.values() for name in names}
         layers = [
             layer for name in filter(None, listed) for layer in LINEAR_LAYERS.get(name, [name] if name in known else [])
@@ -350,7 +361,7 @@ def put_adapters(command: Command, tree: Tree) -> None:
             command.remark(excluded, "name the layers that are left in actor.lora.target_modules")
     if command.number(f"{MODEL}.lora.dropout", 0.0):
         command.remark(f"{MODEL}.lora.dropout", "adapters have no dropout")
-    tree.put("actor.lora.path", path and str(Path(path).expanduser()))
+    tree.put("actor.lora.path", path or None)
     command.pass_over(f"{MODEL}.lora.merge", f"{MODEL}.lora.type")  # always merged, and always what is called canonical
 
 
@@ -363,7 +374,7 @@ def put_role(command: Command, tree: Tree, role: str, longest: int, default: int
         value = command.number(f"{role}.megatron.{key}", inherited)
         tree.put(f"{ours}.layout.{degree}", value if value not in (None, 1) or degree == "expert_tensor" else None)
     heads = command.number(f"{role}.ulysses_sequence_parallel_size", 1)
-    if heads > 1:
+    if heads != 1:
         tree.put(f"{ours}.layout.context", heads)
         tree.put(f"{ours}.cp_comm_type", "a2a")
     tensor = tree.get(ours, {}).get("layout", {}).get("tensor", 1)
@@ -433,7 +444,7 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
         put("decay_steps", decay and decay * updates)
         put(
             "min_learning_rate",
-            command.first(f"{section}.min_lr", default=(take(f"{section}.min_lr_ratio") or 0) * rate),
+            command.first(f"{section}.min_lr", default=command.number(f"{section}.min_lr_ratio", 0) * rate),
         )
     put("weight_decay", take(f"{section}.weight_decay", 0.01))
     betas = take(f"{section}.betas", [0.9, 0.999])
@@ -447,7 +458,7 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
 def put_rewards(command: Command, tree: Tree) -> None:
     """The reward function, or the model that takes its place."""
     places = ("custom_reward_function", "reward.custom_reward_function")
-    path = command.first(*(f"{place}.path" for place in places))
+    path = command.first(*(f"{place}.path" for place in places), default="")
     name = command.first(*(f"{place}.name" for place in places), default="compute_score")
     if "reward_model" in tree:
         tree.put("reward.rule", "none")  # in verl a reward model's scores are the whole reward
@@ -467,7 +478,7 @@ def put_operations(command: Command, tree: Tree) -> None:
     if save > 0 and not take("trainer.max_actor_ckpt_to_keep"):
         command.remark("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last_k keeps 2, and verl all")
     put("run_root", take("trainer.default_local_dir"))
-    loggers = take("trainer.logger", ["console", "wandb"]) or []
+    loggers = take("trainer.logger", ["console", "wandb"])
     listed = [str(logger) for logger in (loggers if isinstance(loggers, list) else [loggers])]
     put("monitor.trackers", ["jsonl", *(name for name in ("tensorboard", "wandb", "mlflow") if name in listed)])
     others = sorted(set(listed) - {"console", "tensorboard", "wandb", "mlflow", "file"})

@@ -1,9 +1,11 @@
-"""Checks of a model's config.json and generation_config.json before vLLM reads them."""
+"""Checks of a model folder's configs before vLLM reads them, which would guess or refuse. Imports no vLLM."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhf_megatron.rollout.engine import RolloutError
 from rlhf_megatron.rollout.vllm.refusals import one_line
@@ -12,12 +14,25 @@ from rlhf_megatron.untrusted import read_json, shown
 _MOST_LAYERS = 10_000
 
 
-def checked_vocabulary(folder: Path) -> int:
-    """Return the size of the vocabulary of a model that generates and that vLLM computes as its config.json says.
+def check_generates(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise RolloutError where vLLM would take the config at ``path`` for no generating model, or compute another."""
+    classes = config.get("architectures")
+    if not classes:
+        # Without it vLLM guesses, and takes some families for embedding models.
+        raise RolloutError(f'{path}: "architectures" is missing; add it, for example ["Qwen3ForCausalLM"]')
+    if isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes):
+        raise RolloutError(
+            f"{path}: architectures is {shown(classes)}: a classifier generates nothing; name another model"
+        )
+    head_dim, heads, hidden = (config.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
+    if config.get("model_type") == "qwen2" and head_dim is not None and hidden != head_dim * heads:
+        raise RolloutError(
+            f"{path}: head_dim is {head_dim}, and vLLM takes hidden_size / num_attention_heads for qwen2"
+        )
 
-    Raises:
-        RolloutError: it is missing, malformed, or of a model that vLLM would misread.
-    """
+
+def checked_vocabulary(folder: Path) -> int:
+    """Return the vocabulary's size; raises RolloutError for a config.json that ``check_generates`` or vLLM refuses."""
     path = folder / "config.json"
     try:
         config = read_json(path, RolloutError)
@@ -31,24 +46,12 @@ def checked_vocabulary(folder: Path) -> int:
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise RolloutError(f"{path}: num_hidden_layers is {shown(layers, 80)}; at most {_MOST_LAYERS} are possible")
     _read_as_vllm_does(folder, config.get("model_type"))
-    classes = config.get("architectures")
-    if not classes:
-        # Without it vLLM guesses, and takes some families for embedding models.
-        raise RolloutError(f'{path}: "architectures" is missing; add it, for example ["Qwen3ForCausalLM"]')
-    if isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes):
-        raise RolloutError(
-            f"{path}: architectures is {shown(classes)}: a classifier generates nothing; name another model"
-        )
-    vocabulary, heads, hidden = (config.get(key) for key in ("vocab_size", "num_attention_heads", "hidden_size"))
+    check_generates(path, config)
+    vocabulary = config.get("vocab_size")
     if vocabulary is None:
         raise RolloutError(f"{path}: vocab_size is missing; model.path must be a text model")
     if type(vocabulary) is not int or vocabulary < 1:
         raise RolloutError(f"{path}: vocab_size is {shown(repr(vocabulary), 80)}; it must be a whole number above 0")
-    head_dim = config.get("head_dim")
-    if config.get("model_type") == "qwen2" and head_dim is not None and hidden != head_dim * heads:
-        raise RolloutError(
-            f"{path}: head_dim is {head_dim}, and vLLM takes hidden_size / num_attention_heads for qwen2"
-        )
     return vocabulary
 
 

@@ -1,0 +1,16 @@
+"""What an evaluation of a model by itself reads, of a recipe of any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rlhf_megatron.recipe.rl import RolloutRecipe
+
+
+class EvaluationRecipe(RolloutRecipe):
+    """A recipe of any loop with a rollout."""
+
+    needed: ClassVar[Mapping[str, str]] = {
+        "rollout": "an evaluation needs this section, at least rollout.max_response_length"
+    }

@@ -1,0 +1,243 @@
+"""The recipe of reinforcement learning, and the part of it that an evaluation reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, SELECTING_LOSSES, AlgorithmSection
+from rlhf_megatron.recipe.batch import GroupedBatchSection
+from rlhf_megatron.recipe.operations import RegatherSection
+from rlhf_megatron.recipe.recipe import Recipe
+from rlhf_megatron.recipe.reward import RewardSection
+from rlhf_megatron.recipe.roles import CriticSection, FrozenRoleSection, RewardModelSection, RoleSection
+from rlhf_megatron.recipe.rollout import RolloutSection
+
+
+class RolloutRecipe(Recipe):
+    """A recipe that generates responses and scores them."""
+
+    rollout: RolloutSection
+    """How responses are generated; needed by rl."""
+    reward: RewardSection = RewardSection()
+    """Rewards."""
+
+    @property
+    def rollout_repeats(self) -> bool:
+        """Whether what the engines compute together is to be the same in every run."""
+        return self.rollout.scheduling == "static"
+
+
+class RLRecipe(RolloutRecipe):
+    """A run of reinforcement learning."""
+
+    loop: Literal["rl"]
+    """Reinforcement learning."""
+    batch: GroupedBatchSection
+    """Sizes of a step."""
+    reference: FrozenRoleSection | None = None
+    """The frozen model that kl_coef compares with. With actor.lora: only one of another path, since the actor without
+    its adapters is there already."""
+    critic: CriticSection | None = None
+    """The value model of PPO."""
+    reward_model: RewardModelSection | None = None
+    """A model that gives rewards."""
+    regather: RegatherSection = RegatherSection()
+    """How its weights follow the actor's."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """The objective."""
+
+    needed: ClassVar[Mapping[str, str]] = {"rollout": "loop rl needs this section; see recipes/tiny_grpo.yaml"}
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RLRecipe:
+        self._check_no_response_column()
+        if self.data.max_response_length is not None:
+            raise ValueError(
+                f"data.max_response_length={self.data.max_response_length}: rl learns no given responses; set "
+                "rollout.max_response_length"
+            )
+        if self.actor.lora is not None and self.reference is not None and self.reference.path is None:
+            raise ValueError(
+                "reference: with actor.lora it is the actor without its adapters; set reference=null, or "
+                "reference.path to another model"
+            )
+        self._check_rl()
+        return self
+
+    def _check_keep_best(self) -> None:
+        """Refuse a metric that no evaluation has, where a reward model alone scores; else only the run can tell."""
+        best = self.checkpoint.keep_best
+        if best and self.reward.rule == "none":  # to a reward model alone, no answer is right or wrong
+            of_sources = best.metric.startswith("eval/") and best.metric.endswith("/score")
+            if not of_sources:
+                raise self._unknown_metric(("eval/SOURCE/score",))
+
+    @property
+    def roles(self) -> Mapping[str, RoleSection]:
+        """See Recipe."""
+        named = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
+        return {"actor": self.actor} | {name: section for name, section in named.items() if section is not None}
+
+    @property
+    def roles_made(self) -> Mapping[str, RoleSection]:
+        """See Recipe. Without a KL term nothing reads the reference."""
+        compares = self.algorithm.kl_coef != 0.0
+        return {name: section for name, section in self.roles.items() if name != "reference" or compares}
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether what kl_coef compares with is the actor without its adapters, for which there is no role."""
+        return self.actor.lora is not None and self.reference is None and self.algorithm.kl_coef != 0.0
+
+    @property
+    def old_logprobs(self) -> Literal["update", "recompute", "rollout"]:
+        """Where old logprobs come from; "update": they are those of the forward pass of the step's only update.
+
+        That is so where nothing before that update asks for them: no KL in the reward, no selection of tokens.
+        """
+        asked, algorithm = self.algorithm.old_logprobs, self.algorithm
+        if asked != "auto":
+            return asked
+        asked_before = algorithm.policy_loss in SELECTING_LOSSES or (
+            algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
+        )
+        return "recompute" if asked_before or self.batch.updates_per_step > 1 else "update"
+
+    @property
+    def rollout_is_ahead(self) -> bool:
+        """Whether GPUs of their own generate for a step while others learn from the one before."""
+        return self.rollout.steps_ahead > 0
+
+    @property
+    def learning_steps(self) -> int:
+        """See Recipe; in its warm-up the critic alone learns."""
+        return self.steps - (self.critic.warmup_steps if self.critic else 0)
+
+    @property
+    def temperature(self) -> float:
+        """See Recipe."""
+        return self.rollout.temperature
+
+    @property
+    def longest_sequence(self) -> int:
+        """See Recipe."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Names of the parts of a reward in the run, the reward model's the last; none where there is one part."""
+        if self.reward_model is None:
+            return self.reward.part_names
+        own = [] if self.reward.rule == "none" else self.reward.part_names or ["rule"]
+        return [*own, "reward_model"]
+
+    @property
+    def why_weights_are_copied(self) -> str | None:
+        """What in the recipe keeps the rollout from having weights in the actor's memory; None where nothing does."""
+        if self.rollout.share_weights == "never":
+            return "rollout.share_weights is never"
+        if self.actor.offload.parameters:
+            return "actor.offload.parameters takes the actor's off the GPU"
+        if self.rollout.dtype not in (None, self.model.dtype):
+            return f"rollout.dtype is {self.rollout.dtype} and model.dtype {self.model.dtype}"
+        return None
+
+    def _check_rewards(self) -> None:
+        """Refuses rewards that would be the same for every response."""
+        longest = self.rollout.max_response_length
+        for source in (self.reward, *self.reward.parts):
+            if source.length_low >= longest:
+                raise ValueError(
+                    f"reward.length_low={source.length_low}: no response would be paid, since "
+                    f"rollout.max_response_length={longest}; lower it"
+                )
+        if self.reward.rule == "none" and self.reward_model is None:
+            raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")
+        if self.reward.rule == "none" and self.reward_model is not None and not self.reward_model.weight:
+            raise ValueError(
+                "reward_model.weight=0: each reward would be 0, as reward.rule=none has no other; change one"
+            )
+
+    def _check_filter_groups(self) -> None:
+        """Refuses dynamic sampling that could never have the groups of a step together."""
+        settings, group, wanted = (
+            self.algorithm.filter_groups,
+            self.batch.responses_per_prompt,
+            self.batch.prompts_per_step,
+        )
+        if not settings.enable:
+            return
+        if group < 2:
+            raise ValueError(
+                f"algorithm.filter_groups: rewards of a group differ only where batch.responses_per_prompt={group} is "
+                "at least 2; raise it, or set enable to false"
+            )
+        drawn = (settings.prompts_per_round or wanted) * settings.max_num_gen_batches
+        if settings.max_num_gen_batches and drawn < wanted:
+            raise ValueError(
+                f"algorithm.filter_groups: max_num_gen_batches={settings.max_num_gen_batches} x prompts_per_round="
+                f"{settings.prompts_per_round} is below batch.prompts_per_step={wanted}; raise one"
+            )
+
+    def _check_rl(self) -> None:
+        algorithm, group = self.algorithm, self.batch.responses_per_prompt
+        if self.deterministic and self.rollout.scheduling != "static":
+            raise ValueError(
+                f"deterministic: with rollout.scheduling={self.rollout.scheduling} the batches of the engine depend on "
+                "the replicas' speed; set it to static"
+            )
+        corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
+        if self.rollout.quantization and not corrected:
+            raise ValueError(
+                f"rollout.quantization={self.rollout.quantization}: another policy than the actor's answers; correct "
+                "for it by algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
+            )
+        if self.rollout.steps_ahead and not corrected:
+            raise ValueError(
+                "rollout.steps_ahead=1: the policy of an update before answers; correct for it by "
+                "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
+            )
+        if algorithm.kl_coef and self.reference is None and not self.reference_is_base:
+            raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the section reference; add it, or use 0")
+        if algorithm.advantage in COMPARING_ADVANTAGES and group < 2:
+            raise ValueError(
+                f"batch.responses_per_prompt={group} must be at least 2: {algorithm.advantage} compares the responses "
+                "to one prompt"
+            )
+        if algorithm.pass_k is not None and algorithm.pass_k > group:
+            raise ValueError(f"algorithm.pass_k={algorithm.pass_k} is above batch.responses_per_prompt={group}")
+        if algorithm.advantage == "gae" and self.critic is None:
+            raise ValueError("algorithm.advantage=gae needs the section critic, whose values it takes")
+        if algorithm.advantage != "gae" and self.critic is not None:
+            raise ValueError(
+                f"critic: algorithm.advantage={algorithm.advantage} reads no values; leave it out, or use gae"
+            )
+        if self.critic is not None and self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps}: the actor would learn in none of {self.steps} steps; "
+                "lower it"
+            )
+        if self.rollout.multi_turn and self.reward_model is not None:
+            raise ValueError(
+                "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
+            )
+        self._check_rewards()
+        self._check_filter_groups()
+        longest_row, most = (
+            self.data.max_prompt_length + self.rollout.max_response_length,
+            self.rollout.max_num_batched_tokens,
+        )
+        if most is not None and most < longest_row and not self.rollout.enable_chunked_prefill:
+            raise ValueError(
+                f"rollout.max_num_batched_tokens={most} is below the {longest_row} tokens of a whole sequence "
+                "(data.max_prompt_length + rollout.max_response_length), which enable_chunked_prefill=false asks for; "
+                "raise it, or leave it out"
+            )
+        buffer, longest = algorithm.overlong_buffer, self.rollout.max_response_length
+        if buffer.enable and not 0 < buffer.len <= longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer.len={buffer.len} must be from 1 to rollout.max_response_length={longest}"
+            )

@@ -1,0 +1,112 @@
+"""Settings, each in its range, that could do nothing, never end, or would be read otherwise than meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_megatron.recipe import RecipeError, check_world, load_recipe
+
+RECIPE: dict[str, Any] = {
+    "name": "small",
+    "loop": "rl",
+    "steps": 10,
+    "model": {"path": "somewhere", "dtype": "bfloat16"},
+    "data": {"train_files": ["a.parquet"], "validation_files": ["b.parquet"], "max_prompt_length": 100},
+    "batch": {"prompts_per_step": 8, "responses_per_prompt": 4},
+    "actor": {"tokens_per_gpu": 1000, "optimizer": {"learning_rate": 1e-4}},
+    "rollout": {"max_response_length": 50},
+}
+SERVICE = "reward.service={url: 'http://host', header_environment: KEY}"
+KEEPS = ("checkpoint.keep_best={}", "checkpoint.save_interval=4", "evaluation.at_end=false")
+TELLS = "health.rules=[{metric: x, when: above, value: 1, action: alert}]"
+FILTERS = "algorithm.filter_groups={enable: true, max_num_gen_batches: 2, prompts_per_round: %d}"
+PROFILES = "monitor.profile={steps: [1], ranks: [%s], phases: [%s]}"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return tmp_path / "recipe.yaml"
+
+
+REFUSED = [
+    ([FILTERS % 4, "algorithm.advantage=remax", "batch.responses_per_prompt=1"], "at least 2"),
+    ([FILTERS % 3], "is below batch.prompts_per_step=8"),
+    ([*KEEPS], "no step of 10 is both saved"),
+    ([*KEEPS, "evaluation.interval=3"], "no step of 10 is both saved"),
+    (["monitor.profile.steps=[11]"], "the run has 10 steps"),
+    (["monitor.timeline.steps=[11, 12]"], "the run has 10 steps"),
+    ([PROFILES % ("", "update")], "ranks=[]"),
+    ([PROFILES % ("0", "")], "phases=[]"),
+    (["monitor.trackers=[jsonl, csv, jsonl]"], "jsonl is named twice"),
+    (["rollout.max_num_batched_tokens=255"], "is below max_num_seqs=256"),
+    (["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=149", "rollout.max_num_seqs=9"], "150"),
+    (["actor.optimizer.weight_decay=1e4"], "takes all of each weight away"),
+    (["batch.prompts_per_step=1048576", "batch.responses_per_prompt=17"], "17,825,792 rows"),
+    (["algorithm.sapo.temperature_positive=2"], "is for policy_loss sapo"),
+    (["algorithm.covariance.fraction=0.5"], "is for policy_loss clip_cov and kl_cov"),
+    (["reward.parts=[{name: a, rule: math, weight: 0}]"], "all weights are 0"),
+    (["reward.rule=none", "reward_model={path: m, tokens_per_gpu: 9, weight: 0}"], "reward_model.weight=0"),
+    (["reward.rule=length", "reward.length_low=50", "reward.length_high=60"], "no response would be paid"),
+    (["reward.rule=format", "reward.pattern='a{99999999999}'"], "pattern is not a regular expression"),
+    (["reward.rule=format", f"reward.pattern={'(' * 2000}a{')' * 2000}"], "pattern is not a regular expression"),
+    ([SERVICE, "reward.service.url=http://host:99999"], "Port out of range"),
+    ([SERVICE, "reward.service.url=http://host:x"], "Port could not be cast"),
+    ([SERVICE, "reward.service.url=http://host:0"], "port 0"),
+    ([SERVICE, "reward.service.url=http://host/a b"], "blanks"),
+    ([SERVICE, "reward.service.header=Content-Length"], "that authenticates"),
+    ([SERVICE, "reward.service.header=X-Key", "reward.service.header_environment=null"], "nothing would be sent"),
+    ([SERVICE, "reward.service.header_environment=A=B"], "names an environment variable"),
+    (["health.alert.webhook_environment=https://hooks.example/abc"], "names an environment variable"),
+    ([TELLS], "nobody is told"),
+    (["health.rules=[{metric: x, when: above, value: 1, window: 5}]"], "window=5 is for"),
+    (["retry.launcher=ft_launcher", "retry.hang_seconds=0"], "would kill each rank"),
+    (["slurm.options=[--nodes=4]"], "set slurm.nodes"),
+    (["slurm.options=[--qos=high, --no-requeue]"], "set slurm.requeue"),
+    (["slurm.options=['--']"], "is none of sbatch's"),
+    (["slurm.container_mounts=['/a:/b']"], "there is no container"),
+    (["data.response_column=response"], "loop rl does not read it"),
+    (["data.shuffle=1"], "must be true or false; it is 1"),
+    (["model.random_weights=0.0"], "must be true or false; it is 0.0"),
+    (["run_root=~/runs"], "only a shell knows what ~ is"),
+    (["run_root=${HOME}/runs"], "only a shell knows what ${HOME} is"),
+    (["data.train_files=[a.parquet, $DATA/b.parquet]"], "only a shell knows what $DATA is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "line"), REFUSED, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_each_is_refused_in_one_line(recipe: Path, overrides: list[str], line: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, overrides)
+    assert line in str(caught.value) and str(caught.value).isprintable()
+    assert "hooks.example" not in str(caught.value)  # it may be a secret
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [FILTERS % 4], [*KEEPS, "evaluation.interval=5"], [*KEEPS, "evaluation.interval=2"], [*KEEPS[:2]],
+        ["monitor.profile.steps=[10, 11]"], ["monitor.timeline={steps: [11], every: 2}"],
+        ["rollout.max_num_batched_tokens=256"], ["actor.optimizer.weight_decay=1"],
+        ["algorithm.policy_loss=sapo", "algorithm.sapo.temperature_positive=2"],
+        ["algorithm.policy_loss=kl_cov", "algorithm.covariance.fraction=0.5"],
+        ["reward.parts=[{name: a, rule: math}, {name: b, rule: gsm8k, weight: 0}]"],
+        [SERVICE, "reward.service.header=X-Key", "reward.service.url=https://host:8443/a?b=c"],
+        [TELLS, "health.alert.command=[mail]"], ["slurm.options=[--qos=high, --cpus-per-task=16, --exclusive]"],
+        ["run_root=a~/b$c"], ["data.shuffle=no"],
+    ],
+    ids=lambda value: value[0][:40],
+)  # fmt: skip
+def test_their_neighbours_are_right(recipe: Path, overrides: list[str]) -> None:
+    load_recipe(recipe, overrides)
+
+
+def test_a_profile_of_a_rank_that_is_not_there(recipe: Path) -> None:
+    asked = load_recipe(recipe, [PROFILES % ("0, 9", "update")])
+    check_world(asked, 10)
+    with pytest.raises(RecipeError, match="there is no rank 9 of 8"):
+        check_world(asked, 8)
