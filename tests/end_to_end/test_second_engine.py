@@ -19,7 +19,6 @@ RECIPE: dict[str, Any] = {
     "name": "second_engine",
     "loop": "rl",
     "steps": 3,
-    "deterministic": True,
     "model": {"path": "model", "dtype": "float32"},
     "data": {"train_files": ["train.parquet"], "validation_files": ["held_out.parquet"], "max_prompt_length": 64},
     "batch": {"prompts_per_step": 4, "responses_per_prompt": 2, "minibatch_prompts": 2},
