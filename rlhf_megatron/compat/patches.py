@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from packaging.version import Version
 
+from rlhf_megatron.compat.private_names import missing_of_installed
+
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
@@ -63,7 +65,7 @@ def _apply_once(change: Patch) -> None:
 
 @functools.cache
 def warn_of_unknown_version(packages: tuple[str, ...], first: str, last: str) -> None:
-    """Warn, once for each range, where the installed version of a library is outside what was run."""
+    """Warn, once for each range, where the installed version of a library is outside it; says what that lacks."""
     for package in packages:
         try:
             version = importlib.metadata.version(package)
@@ -71,9 +73,10 @@ def warn_of_unknown_version(packages: tuple[str, ...], first: str, last: str) ->
             continue
         if not Version(first) <= Version(version) <= Version(last):
             known = first if first == last else f"{first} to {last}"
+            lacks = "".join(f"; it lacks {name}" for name in missing_of_installed(packages))
             warnings.warn(
                 f"{package} {version} was never run with this version of rlhf_megatron, which knows {known}; "
-                f"install one of these if anything about {package} fails",
+                f"install one of these if anything about {package} fails{lacks}",
                 stacklevel=2,
             )
         return

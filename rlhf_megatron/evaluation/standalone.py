@@ -43,8 +43,8 @@ from rlhf_megatron.recipe import RecipeError, RolloutRecipe
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.rewards.rules import answer_of
 from rlhf_megatron.rewards.score import Score, Scorer
-from rlhf_megatron.rollout.engine import Completion, Request, Sampling, request_seed
-from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+from rlhf_megatron.rollout.engine import Completion, Request, RolloutEngine, Sampling, request_seed
+from rlhf_megatron.rollout.engines import make_engine
 from rlhf_megatron.rollout.work_queue import WorkQueues
 from rlhf_megatron.runtime.finite import nonfinite
 from rlhf_megatron.topology.exchange import gather_bytes, refused_by_all
@@ -89,7 +89,7 @@ def evaluate(recipe: RolloutRecipe) -> None:
         else:
             with CheckpointFiles(recipe.model.path, architecture):
                 pass  # told before the engine takes memory
-        engine = VllmEngine(
+        engine = make_engine(
             recipe.model.path, recipe.rollout, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed, "auto"
         )
         with refused_by_all():
@@ -140,7 +140,7 @@ def check(recipe: RolloutRecipe, world: int) -> None:
 def answer(
     recipe: RolloutRecipe,
     prompts: Sequence[Prompt],
-    engine: VllmEngine,
+    engine: RolloutEngine,
     scorer: Scorer | None,
     function: TurnFunction | None,
     tokenizer: Tokenizer,
@@ -163,13 +163,13 @@ def answer(
     conversations = Conversations(turns, function, groups, count, tokenizer, recipe.rollout_repeats) if turns else None
     scoring = GroupScoring(scorer, groups, count, tokenizer, conversations=conversations)
     task = progress.add_task("generate", total=None)
-    tickets = WorkQueues(recipe.rollout.scheduling, replica, replicas).open(len(prompts))
+    queue = WorkQueues(recipe.rollout.scheduling, replica, replicas).open(len(prompts))
     completions = engine.generate(
         requests,
         sampling,
         lambda done, begun: progress.update(task, completed=done, total=begun),
         scoring.take,
-        tickets,
+        queue,
         conversations,
     )
     scores = scoring.results(scoring.submitted())

@@ -1,7 +1,7 @@
 """Responses of several turns: a function of the user's speaks between the model's, in processes with a time limit.
 
 The rank that leads a replica asks it; what comes back is put through the chat template, and its tokens go behind the
-model's, marked as not sampled (``rollout.pulling``).
+model's, marked as not sampled (``rollout.scheduler``).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def make_turn_function(recipe: RolloutRecipe, leads: bool) -> TurnFunction | Non
 
 
 class Conversations:
-    """The turns of one generation of a replica; ``rollout.engine.Turns``."""
+    """The turns of one generation of a replica; ``rollout.engine.Environment``."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Conversations:
         repeatable: bool,
     ) -> None:
         """Row ``i * responses + k`` is response k to the prompt of group i. ``function`` is on the rank that leads.
-        ``repeatable`` as in Turns.
+        ``repeatable`` as in Environment.
 
         Raises RolloutError where the chat template does not say where a turn of the model's ends.
         """
@@ -118,11 +118,11 @@ class Conversations:
         self.counts = TurnCounts()
 
     def goes_on(self, completion: Completion) -> bool:
-        """See Turns."""
+        """See Environment."""
         return completion.token_ids[-1] == self._end and completion.turns < self._section.max_assistant_turns
 
     def ask(self, completion: Completion) -> Future[Any]:
-        """See Turns."""
+        """See Environment."""
         assert self._function is not None, "only the rank that leads asks"
         prompt = self._groups[completion.row_id // self._responses].prompt
         return self._function.call(
@@ -130,7 +130,7 @@ class Conversations:
         )
 
     def read(self, completion: Completion, found: Outcome) -> list[int] | None:
-        """See Turns. Raises RolloutError where the function does not work, or the template refuses what it says."""
+        """See Environment. Raises RolloutError where the function does not work, or the template refuses its words."""
         assert self._function is not None, "only the rank that leads asks"
         messages = self._function.messages_of(found)
         if not messages:

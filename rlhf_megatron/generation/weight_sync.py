@@ -22,7 +22,7 @@ from rlhf_megatron.regather.shard_specs import rollout_shards
 from rlhf_megatron.regather.views import describe_sharing, shareable
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.rollout.engine import RolloutEngine
-from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+from rlhf_megatron.rollout.engines import make_engine
 from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.topology.team import world_of_their_own
 
@@ -114,13 +114,13 @@ class WeightSync:
             self._peers.close()
 
 
-def make_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mapping[str, Tensor]) -> RolloutEngine | None:
+def build_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mapping[str, Tensor]) -> RolloutEngine | None:
     """Builds this rank's engine, whose ``shared`` parameters are the actor's memory; collective over the world."""
     recipe, section, engine = context.recipe, context.recipe.rollout, None
     with context.phase("engine"):
         with world_of_their_own(replica.ranks):
             if replica.index is not None:
-                engine = VllmEngine(
+                engine = make_engine(
                     recipe.model.path,
                     section,
                     recipe.model.dtype,

@@ -1,9 +1,14 @@
-"""What a rollout engine is to the rest of the system. ``vllm_engine`` is the one there is."""
+"""The contract of rollout engines: requests in, completions out, weights written in place.
+
+Everything outside of an engine's own folder knows it as a `RolloutEngine`. `engines.make_engine` makes one, and
+tests/unit/test_engine_contract.py holds two to it: vLLM and a small one on transformers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -20,7 +25,7 @@ class RolloutError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 takes the likeliest; ``top_k`` -1 is off.
+    """Settings of sampling. Temperature 0 takes the likeliest token; ``top_k`` -1 is off.
 
     ``stop_token_ids`` alone end a response: what the model's generation_config.json says is not looked at.
     """
@@ -39,23 +44,23 @@ class Completion:
     row_id: int
     token_ids: list[int]
     logprobs: list[float]  # of each sampled token, under the distribution that it was drawn from
-    finish_reason: str  # "stop" or "length"; "abort": it was given up, and may be gone on with
+    finish_reason: str  # "stop" or "length"; "abort": it was given up, and can be resumed
     weight_versions: list[int]  # of the weights that sampled each token
-    sampled: list[bool] | None = None  # which tokens are the model's, where others have spoken between its turns
+    sampled: list[bool] | None = None  # which tokens are the model's, where an environment has spoken between its turns
 
     @property
     def turns(self) -> int:
-        """How often the model has spoken."""
+        """Number of the model's turns."""
         marks = self.sampled if self.sampled is not None else [True] * len(self.token_ids)
-        return sum(mark and (place == 0 or not marks[place - 1]) for place, mark in enumerate(marks))
+        return sum(mark and not before for before, mark in itertools.pairwise([False, *marks]))
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens are the model's."""
+        """Number of tokens that are the model's."""
         return len(self.token_ids) if self.sampled is None else sum(self.sampled)
 
     def answered(self, token_ids: Sequence[int]) -> Completion:
-        """With ``token_ids`` of somebody else behind it."""
+        """Return it with ``token_ids`` of somebody else behind it."""
         count, before = len(token_ids), self.sampled or [True] * len(self.token_ids)
         return dataclasses.replace(
             self,
@@ -72,7 +77,7 @@ class Completion:
 
     @property
     def weight_version(self) -> int:
-        """The oldest of its tokens'."""
+        """Oldest weight version of its tokens."""
         return min(self.weight_versions)
 
 
@@ -95,23 +100,23 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRecord:
-    """What one call of ``generate`` did on this replica."""
+    """Counts and time of one call of ``generate`` on this replica."""
 
     seconds: float = 0.0
     steps: int = 0  # of the engine
     sampled_tokens: int = 0
     resumed: int = 0  # rows that were begun
-    aborted: int = 0  # rows that were given up
+    aborted: int = 0  # rows that were aborted
 
 
 def request_seed(seed: int, step: int, row: int) -> int:
-    """The sampling seed of one trajectory: the same in every layout, unrelated between rows and steps."""
+    """Return the sampling seed of one trajectory: the same in every layout, unrelated between rows and steps."""
     digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
-class Turns(Protocol):
-    """Who speaks between the model's turns. Of the ranks of a replica only the first one asks and reads.
+class Environment(Protocol):
+    """Speaks between the model's turns. Of the ranks of a replica only the first one asks and reads.
 
     Attributes:
         repeatable: the engine waits for all answers that it has asked for, and then goes on with all of them: what it
@@ -121,16 +126,16 @@ class Turns(Protocol):
     repeatable: bool
 
     def goes_on(self, completion: Completion) -> bool:
-        """Whether somebody may have an answer to what the model has said; the same on all ranks of a replica."""
+        """Return whether there may be an answer to what the model has said; the same on all ranks of a replica."""
         ...
 
     def ask(self, completion: Completion) -> Future[Any]:
-        """Begins to find the answer, and returns at once."""
+        """Begin to find the answer, and return at once."""
         ...
 
-    def read(self, completion: Completion, found: Any) -> list[int] | None:
-        """The tokens that come behind ``completion``, up to the beginning of the model's next turn, given what ``ask``
-        has found; None where the response ends."""
+    def read(self, completion: Completion, answer: Any, /) -> list[int] | None:
+        """Return the tokens of the result of `ask` that come behind `completion`, up to the beginning of the model's
+        next turn; None where the response ends."""
         ...
 
 
@@ -146,49 +151,57 @@ class RolloutEngine(Protocol):
         sampling: Sampling,
         on_progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
-        tickets: WorkQueue | None = None,
-        turns: Turns | None = None,
+        queue: WorkQueue | None = None,
+        environment: Environment | None = None,
     ) -> list[Completion]:
-        """Completions in the order of ``requests``; with ``turns`` of several turns.
+        """Return completions in the order of `requests`; with an `environment` they may have several turns.
 
-        With ``tickets``, one for each group, this replica answers those groups that it draws, and there are completions
-        of these only; what is given up when enough groups are done comes as far as it went.
+        With a `queue` of all groups this replica answers those that it claims, and there are completions of these
+        only; what is aborted when enough groups are done comes as far as it went. Without one all are this replica's.
 
-        As they finish, ``on_completion`` is called with each, and ``on_progress`` with (done, begun by this replica).
+        As they finish, `on_completion` is called with each, and `on_progress` with (done, begun by this replica).
+
+        Raises:
+            RolloutError: a prompt or the sampling cannot be carried out.
+            RuntimeError: there are no weights, since none came yet or the engine slept.
         """
         ...
 
     def expect(self, lengths: Sequence[int]) -> None:
-        """The lengths of the latest responses, in place of what it has learned itself; it admits groups by them."""
+        """Take the lengths of the latest responses in place of what it has learned itself; it admits groups by them."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Drops cached prefixes, so that the next generation does as one of a new engine would."""
+        """Drop cached prefixes, so that the next generation does as one of a new engine would.
+
+        Raises:
+            RuntimeError: requests are running.
+        """
         ...
 
     def parameters(self) -> dict[str, Tensor]:
-        """The live storage of this rank's weights by the engine's names; written to in place by a regathering."""
+        """Return the live storage of this rank's weights by the engine's names; weight sync writes to it in place."""
         ...
 
     def weights_updated(self, version: int) -> None:
-        """Says that new weights are in place: cached prefixes are dropped, completions carry ``version``."""
+        """Drop cached prefixes since new weights are in place; completions carry `version` from now on."""
         ...
 
     def sleep(self) -> None:
-        """Gives weights and cache back to the device, where the platform can; no generating until ``weights_updated``.
+        """Give weights and cache back to the device, where the platform can; no generating until `weights_updated`.
 
         Weights are lost that are not another's memory.
         """
         ...
 
     def wake_weights(self) -> None:
-        """Takes memory for the weights again; they are to be written before the next generation."""
+        """Take memory for the weights again; they are to be written before the next generation."""
         ...
 
     def wake_kv_cache(self) -> None:
-        """Takes memory for the cache again."""
+        """Take memory for the cache again."""
         ...
 
     def close(self) -> None:
-        """Ends the engine."""
+        """End the engine."""
         ...

@@ -1,4 +1,4 @@
-"""How long responses will probably be, and how many more of them a cache will hold: from the lengths of the latest."""
+"""Forecast of response lengths, and of how many more responses a cache will hold, from the lengths of the latest."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _TIMES = 32  # at which a forecast looks
 
 
 class ResponseLengths:
-    """The lengths of the latest responses; to begin with, of ``latest``."""
+    """Lengths of the latest responses; to begin with, ``latest``."""
 
     def __init__(self, latest: Sequence[int] = ()) -> None:
         self._latest = deque(latest, maxlen=LATEST)
 
     def learn(self, tokens: int) -> None:
-        """A response has ended with so many."""
+        """Add a response that has ended with so many."""
         self._latest.append(tokens)
 
     def survival(self, longest: int) -> NDArray[np.float64]:
-        """[longest + 1], for each t the share of responses of more than t tokens; none has more than ``longest``.
+        """Return [longest + 1], for each t the share of responses of more than t tokens; none has more than `longest`.
 
         The imagined ones are evenly spread up to the longest: they are all there is to go by at first, and later on
         for a response that has become longer than all of the latest.
@@ -42,7 +42,7 @@ def groups_that_fit(
     rows: float,
     begun: float = 0.0,
 ) -> float:
-    """How many groups more a cache with ``free`` tokens of room will probably hold at every time to come; at least 0.
+    """Return how many groups more a cache with `free` tokens of room will hold at every time to come; at least 0.
 
     Responses end at different times, so that not all of them are in the cache at their full length: t steps from now
     one that still runs has t tokens more, and one that has ended has left what it had.
@@ -58,14 +58,14 @@ def groups_that_fit(
     times = np.linspace(0, longest, min(_TIMES, longest + 1)).astype(int)
     ages = np.minimum(np.asarray(running, dtype=int), longest - 1)
     change = (_tokens_later(survival, ages, times) - ages[:, None]).sum(0)
-    of_group = prompt + rows * _tokens_later(survival, np.array([min(int(begun), longest - 1)]), times)[0]
-    return max(0.0, float(((free - change) / np.maximum(of_group, 1.0)).min()))
+    per_group = prompt + rows * _tokens_later(survival, np.array([min(int(begun), longest - 1)]), times)[0]
+    return max(0.0, float(((free - change) / np.maximum(per_group, 1.0)).min()))
 
 
 def _tokens_later(
     survival: NDArray[np.float64], ages: NDArray[np.int64], times: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """[responses, times]: tokens that each is expected to have in the cache then, none once it has ended."""
+    """Return [responses, times]: the tokens that each is expected to have in the cache then, none once it has ended."""
     later = np.minimum(ages[:, None] + times, len(survival) - 1)
     tokens: NDArray[np.float64] = survival[later] / survival[ages][:, None] * later
     return tokens

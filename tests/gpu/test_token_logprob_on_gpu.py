@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from rlhf_megatron.compat import vllm_logprobs
+from rlhf_megatron.compat.vllm import logprobs
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from token_logprobs import check, check_kernel
 
@@ -23,9 +23,8 @@ def test_vllm_takes_it_for_sampled_tokens_while_it_generates_and_its_own_for_mor
     logits = torch.randn(9, 5000, device="cuda", generator=generator)
     tokens = torch.randint(5000, (9,), device="cuda", generator=generator)
     scheduler = types.SimpleNamespace(update_from_output=None)
-    engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(scheduler=scheduler))
     before = sampler.compute_topk_logprobs
-    with vllm_logprobs.kept_as_numbers(types.SimpleNamespace(engine_core=engine), on_gpu=True):
+    with logprobs.kept_as_numbers(scheduler, on_gpu=True):
         one, several = (
             sampler.compute_topk_logprobs(logits, count, tokens, max_per_req_token_ids=0) for count in (0, 3)
         )

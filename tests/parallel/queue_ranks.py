@@ -21,10 +21,10 @@ def serve(model: str, **settings: Any) -> Any:
     """An engine with the model's weights."""
     prepare_environment()
     from rlhf_megatron.recipe import RolloutSection
-    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.engines import make_engine
 
     section = RolloutSection.model_validate({"max_response_length": MAX_RESPONSE, **settings})
-    engine = VllmEngine(model, section, DTYPE, MAX_PROMPT, seed=1, load_format="auto")
+    engine = make_engine(model, section, DTYPE, MAX_PROMPT, seed=1, load_format="auto")
     engine.weights_updated(1)
     return engine
 
@@ -46,7 +46,7 @@ def requests_of(groups: Sequence[int]) -> list[Any]:
     ]
 
 
-def told(completions: Sequence[Any]) -> list[Any]:
+def as_json(completions: Sequence[Any]) -> list[Any]:
     """Completions as JSON."""
     return [list(dataclasses.asdict(completion).values()) for completion in completions]
 
@@ -64,18 +64,17 @@ def replicas(model: str) -> dict[str, Any]:
     engine, rank = serve(model, max_num_seqs=4, kv_cache_gb=0.0625), dist.get_rank()
     result: dict[str, Any] = {}
     for scheduling in ("queue", "static"):
-        office = WorkQueues(scheduling, rank, 2, name=scheduling)
-        tickets = office.open(GROUPS)
-        result[scheduling] = told(engine.generate(requests_of(range(GROUPS)), sampling(), tickets=tickets))
+        queue = WorkQueues(scheduling, rank, 2, name=scheduling).open(GROUPS)
+        result[scheduling] = as_json(engine.generate(requests_of(range(GROUPS)), sampling(), queue=queue))
         dist.barrier()
 
-    office = WorkQueues("queue", rank, 2, name="enough")
+    queues = WorkQueues("queue", rank, 2, name="enough")
     done: list[int] = []
     first = engine.generate(
         requests_of(range(GROUPS)),
         sampling(),
         on_completion=lambda completion: done.append(completion.row_id),
-        tickets=office.open(GROUPS, wanted=5),
+        queue=queues.open(GROUPS, wanted=5),
     )
     record = dataclasses.asdict(engine.record)
     everywhere: list[Any] = [None, None]
@@ -88,17 +87,17 @@ def replicas(model: str) -> dict[str, Any]:
         for request in requests_of(range(GROUPS))
         if request.row_id not in begun or not begun[request.row_id].is_whole
     ]
-    second = engine.generate(left, sampling(), tickets=office.open(len({request.group_id for request in left})))
+    second = engine.generate(left, sampling(), queue=queues.open(len({request.group_id for request in left})))
     resumed = engine.record.resumed
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
-    keys = [store.check([f"enough/{call}/drawn"]) for call in (1, 2)]
+    keys = [store.check([f"enough/{call}/claimed"]) for call in (1, 2)]
     return {
         **result,
-        "first": told(first),
+        "first": as_json(first),
         "done": done,
         "record": record,
-        "second": told(second),
+        "second": as_json(second),
         "resumed": resumed,
         "keys": keys,
     }
@@ -106,12 +105,13 @@ def replicas(model: str) -> dict[str, Any]:
 
 def lockstep(model: str, tensor: int) -> dict[str, Any]:
     """One replica of ``tensor`` ranks with a cache that holds few sequences: what each rank did."""
+    from rlhf_megatron.compat.vllm import internals
     from rlhf_megatron.rollout.work_queue import WorkQueue
 
     # A sequence has up to 88 tokens, each with a key and a value of two heads of 32 in four layers.
     cache = CACHE_TOKENS * 2 * 2 * 32 * 4 * BYTES / tensor
     engine = serve(model, max_num_seqs=16, kv_cache_gb=cache / 2**30, layout={"tensor": tensor})
-    scheduler = engine._core.engine_core.engine_core.scheduler
+    scheduler = internals.scheduler(engine._engine)
     preempted = [0]
     preempt = scheduler._preempt_request
 
@@ -120,13 +120,13 @@ def lockstep(model: str, tensor: int) -> dict[str, Any]:
         return preempt(*arguments, **named)
 
     scheduler._preempt_request = counted
-    cache_config = engine._core.vllm_config.cache_config
+    cache_config = engine._engine.vllm_config.cache_config
     rounds: list[list[Any]] = []
     waiting = requests_of(range(GROUPS))
     for wanted in (4, 4, None):
         groups = len({request.group_id for request in waiting})
-        found = engine.generate(waiting, sampling(), tickets=WorkQueue(range(groups), wanted))
-        rounds.append([told(found), engine.record.steps, engine.record.sampled_tokens])
+        found = engine.generate(waiting, sampling(), queue=WorkQueue(range(groups), wanted))
+        rounds.append([as_json(found), engine.record.steps, engine.record.sampled_tokens])
         begun = {completion.row_id: completion for completion in found}
         waiting = [
             dataclasses.replace(request, begun=begun.get(request.row_id, request.begun))
@@ -140,7 +140,7 @@ def lockstep(model: str, tensor: int) -> dict[str, Any]:
             dataclasses.replace(request, group_id=0 if together else request.group_id)
             for request in requests_of(range(GROUPS))
         ]
-        rounds.append([told(engine.generate(requests, sampling())), engine.record.steps])
+        rounds.append([as_json(engine.generate(requests, sampling())), engine.record.steps])
     return {
         "rounds": rounds,
         "left": len(waiting),

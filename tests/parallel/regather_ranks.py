@@ -15,6 +15,7 @@ megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.checkpoint.hugging_face import export_weights  # noqa: E402
+from rlhf_megatron.compat.vllm import internals  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
@@ -115,7 +116,7 @@ def differ_from_loading(engine: VllmEngine, folder: Path) -> list[str]:
     regathered = {name: parameter.clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.fill_(torch.nan)
-    engine._model().load_weights(
+    internals.model(engine._engine).load_weights(
         pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items()
     )
     return [name for name, parameter in parameters.items() if not torch.equal(parameter, regathered[name])]

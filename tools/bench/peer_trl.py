@@ -91,9 +91,9 @@ def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_: Any) -> list
 def adapt_to_cpus() -> None:
     """What vLLM needs without a GPU, on both sides alike: the environment, and weights that can be written in place."""
     prepare_environment()
-    from rlhf_megatron.compat import vllm_cpu
+    from rlhf_megatron.compat.vllm import cpu
 
-    vllm_cpu.install()
+    cpu.install()
 
 
 def pass_to_engine(arguments: Mapping[str, Any]) -> None:

@@ -19,16 +19,19 @@ from rlhf_megatron.topology.exchange import max_over_ranks
 
 if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role
-    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+    from rlhf_megatron.rollout.engine import RolloutEngine
 
 WARM_UP_PIECES = 2  # prompts or micro-batches
 
 
-def generate(engine: VllmEngine, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+def generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
     """The tokens that vLLM answers each prompt with, as many as ``lengths`` say."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+
+    assert isinstance(engine, VllmEngine), engine
     asked = [
         SamplingParams(
             max_tokens=length, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY

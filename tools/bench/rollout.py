@@ -191,13 +191,13 @@ def beside_llm_generate(
     engine: VllmEngine, sampling: Sampling, requests: Sequence[Request], repeats: int
 ) -> dict[str, Any]:
     """Tokens per second of both on the same requests."""
-    from rlhf_megatron.rollout.vllm.pulling import sampling_params
+    from rlhf_megatron.rollout.vllm.core import sampling_params
 
     tokens = sum(request.max_tokens or 0 for request in requests)
     given = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
     parameters = [sampling_params(sampling, request.seed, request.max_tokens or 0) for request in requests]
-    for of_request in parameters:
-        of_request.flat_logprobs = True  # the quicker of the two forms that vLLM has
+    for request_parameters in parameters:
+        request_parameters.flat_logprobs = True  # the quicker of the two forms that vLLM has
 
     def ours() -> int:
         return sum(len(completion.token_ids) for completion in engine.generate(requests, sampling))
@@ -240,12 +240,12 @@ def beside_a_static_split(
     for repeat in range(WARM_UPS + repeats):
         drawn = load.draw(load.prompts)
         for name, one_round in rounds.items():
-            found = one_round.run(drawn)
+            metrics = one_round.run(drawn)
             if repeat >= WARM_UPS:
-                for metric, value in found.items():
+                for metric, value in metrics.items():
                     measured[name][metric].append(value)
     result: dict[str, Any] = {
-        name: {metric: spread(values) for metric, values in found.items()} for name, found in measured.items()
+        name: {metric: spread(values) for metric, values in metrics.items()} for name, metrics in measured.items()
     }
     for name in ("queue", "resumed"):
         for metric, ending in (("tokens_per_second", ""), ("tokens_per_engine_step", "_in_engine_steps")):
@@ -263,7 +263,7 @@ class Round:
         from rlhf_megatron.rollout.work_queue import WorkQueues
 
         self._engine, self._sampling, self._load, self._oversample = engine, sampling, load, oversample
-        self._office = WorkQueues(scheduling, dist.get_rank(), dist.get_world_size(), name=f"{scheduling}{oversample}")
+        self._queues = WorkQueues(scheduling, dist.get_rank(), dist.get_world_size(), name=f"{scheduling}{oversample}")
         self._waiting: list[Group] = []
 
     def run(self, drawn: Sequence[Group]) -> dict[str, float]:
@@ -278,13 +278,13 @@ class Round:
             groups = [*self._waiting, *self._load.draw(more)]
         requests = self._load.requests(groups)
         before = sum(group.whole() == responses for group in groups)
-        tickets = self._office.open(
+        queue = self._queues.open(
             len({request.group_id for request in requests}), None if wanted is None else max(wanted - before, 0)
         )
         self._engine.weights_updated(0)
         dist.barrier()
         started = time.perf_counter()
-        completions = self._engine.generate(requests, self._sampling, tickets=tickets)
+        completions = self._engine.generate(requests, self._sampling, queue=queue)
         records = gather_objects(self._engine.record)
         seconds = time.perf_counter() - started
         if wanted is not None:

@@ -1,4 +1,4 @@
-"""Records what a loader copies from checkpoint tensors into a model's parameters, by strides and not by values.
+"""Record of what a loader copies from checkpoint tensors into a model's parameters, by strides and not by values.
 
 A loader is run on probes: tensors with a checkpoint's names and shapes, on the meta device. A `CopyRecorder` around it
 reads both sides of every `copy_` off their storage, offset and strides, and carries none of them out; so models of any
@@ -6,7 +6,7 @@ size are recorded without their memory, and parameters that are in use stay as t
 way by `contiguous`, a cast, `cat` or `stack` are followed back to the probes. A value that is computed (`+ 1`, an
 index, a product) and reaches a parameter is named: that parameter is no copy.
 
-Only tensors are known here. Which loader is run is the matter of vllm_loading.py, what becomes of the copies that of
+Only tensors are known here. Which loader is run is the matter of weight_loading.py, what becomes of the copies that of
 models/learned_map.py.
 """
 

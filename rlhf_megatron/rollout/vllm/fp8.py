@@ -1,11 +1,11 @@
-"""Linear layers of vLLM in 8-bit floating point (e4m3), quantized anew after each regathering.
+"""Linear layers of vLLM in 8-bit floating point (e4m3), quantized anew after each weight sync.
 
-A layer keeps its full-precision ``weight``, which a regathering fills or which is the actor's own memory, and gets a
+A layer keeps its full-precision ``weight``, which a weight sync fills or which is the actor's own memory, and gets a
 quantized copy with one scale for each row. Activations get one scale for each token as they come. So y = x W^T becomes
 (s_x q_x) (q_W s_W)^T, where q = round(v / s) in e4m3 and s = max |v| / 448, as in arXiv 2209.05433, section 3, by rows.
 Routers, experts, embeddings and the output layer stay as they are.
 
-Import after ``environment.prepare_environment``: it imports vLLM.
+Import after ``process_environment.prepare_environment``: it imports vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _QUANTIZED, _SCALE = "quantized_weight", "weight_scale"
 
 
 def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, m] -> (e4m3 [n, m], scales [n, 1] float32), of which the product is nearly ``values``."""
+    """Quantize [n, m] -> (e4m3 [n, m], scales [n, 1] float32), of which the product is nearly ``values``."""
     if values.is_cuda:
         from vllm import _custom_ops
 
@@ -38,7 +38,7 @@ def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_room(layer: Any) -> None:
-    """Gives a layer with a ``weight`` the parameters of its quantized copy, which hold nothing yet."""
+    """Give a layer with a ``weight`` the parameters of its quantized copy, which hold nothing yet."""
     quantized = torch.empty_like(layer.weight, dtype=TYPE)
     scale = torch.empty(len(quantized), 1, dtype=torch.float32, device=quantized.device)
     for name, tensor in ((_QUANTIZED, quantized), (_SCALE, scale)):
@@ -46,36 +46,36 @@ def add_room(layer: Any) -> None:
 
 
 class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
-    """What a linear layer does with its weights."""
+    """Weights and product of a linear layer in 8 bits."""
 
     def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
-        """The full-precision weight, and room for the quantized one."""
+        """Create the full-precision weight, and room for the quantized one."""
         super().create_weights(layer, *arguments, **named)
         add_room(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """The quantized copy of the weight as it is now, in place."""
+        """Quantize the weight as it is now, in place."""
         quantized, scale = quantized_rows(layer.weight.data)
         layer.quantized_weight.data.copy_(quantized)
         layer.weight_scale.data.copy_(scale)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., columns] -> [..., rows], in the type of ``x``."""
+        """Multiply [..., columns] -> [..., rows], in the type of ``x``."""
         tokens = x.reshape(-1, x.shape[-1])
         quantized, scale = quantized_rows(tokens)
         if x.is_cuda:
             from vllm import _custom_ops
 
             weight = layer.quantized_weight.t()
-            of_tokens = _custom_ops.cutlass_scaled_mm(quantized, weight, scale, layer.weight_scale, x.dtype, bias)
+            output = _custom_ops.cutlass_scaled_mm(quantized, weight, scale, layer.weight_scale, x.dtype, bias)
         else:
             product = (quantized.float() * scale) @ (layer.quantized_weight.float() * layer.weight_scale).t()
-            of_tokens = product.to(x.dtype) if bias is None else (product + bias).to(x.dtype)
-        return of_tokens.view(*x.shape[:-1], -1)
+            output = product.to(x.dtype) if bias is None else (product + bias).to(x.dtype)
+        return output.view(*x.shape[:-1], -1)
 
 
 class Fp8Config(QuantizationConfig):  # type: ignore[misc]
-    """Which layers are quantized; nothing about it is in a checkpoint."""
+    """Choice of the layers that are quantized; nothing about it is in a checkpoint."""
 
     def get_name(self) -> str:
         """See vLLM."""
@@ -101,7 +101,7 @@ class Fp8Config(QuantizationConfig):  # type: ignore[misc]
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> UnquantizedLinearMethod | None:
-        """The method of a layer; None leaves vLLM its own."""
+        """Return the method of a layer; None leaves vLLM its own."""
         if not isinstance(layer, LinearBase):
             return None
         return UnquantizedLinearMethod() if isinstance(layer, ReplicatedLinear) else Fp8LinearMethod()
@@ -109,17 +109,17 @@ class Fp8Config(QuantizationConfig):  # type: ignore[misc]
 
 @functools.cache
 def install() -> None:
-    """Makes the method known to vLLM in this process."""
+    """Make the method known to vLLM in this process."""
     register_quantization_config(METHOD)(Fp8Config)
 
 
 def is_full_precision(name: str) -> bool:
-    """Whether a parameter of this name is one of the model's, and not made from another."""
+    """Return whether a parameter of this name is one of the model's, and not made from another."""
     return name.rpartition(".")[2] not in (_QUANTIZED, _SCALE)
 
 
 def quantize(model: torch.nn.Module) -> None:
-    """Makes the quantized copies of all weights what these are now."""
+    """Quantize all weights as they are now."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, Fp8LinearMethod):

@@ -1,4 +1,4 @@
-"""The configs of a model folder as vLLM reads them: what it would guess or refuse is told before. Imports no vLLM."""
+"""Checks of a model folder's configs before vLLM reads them, which would guess or refuse. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.rollout.engine import RolloutError
+from rlhf_megatron.rollout.vllm.refusals import one_line
 from rlhf_megatron.untrusted import read_json, shown
 
 _MOST_LAYERS = 10_000
 
 
 def check_generates(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises RolloutError where vLLM would take the config at ``path`` for no generating model, or compute another."""
+    """Raise RolloutError where vLLM would take the config at ``path`` for no generating model, or compute another."""
     classes = config.get("architectures")
     if not classes:
         # Without it vLLM guesses, and takes some families for embedding models.
@@ -31,7 +32,7 @@ def check_generates(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def checked_vocabulary(folder: Path) -> int:
-    """Returns the vocabulary's size; raises RolloutError for a config.json that ``check_generates`` or vLLM refuses."""
+    """Return the vocabulary's size; raises RolloutError for a config.json that ``check_generates`` or vLLM refuses."""
     path = folder / "config.json"
     try:
         config = read_json(path, RolloutError)
@@ -55,7 +56,7 @@ def checked_vocabulary(folder: Path) -> int:
 
 
 def _read_as_vllm_does(folder: Path, kind: object) -> None:
-    """Raises RolloutError where transformers, by which vLLM reads a folder's configs, refuses one."""
+    """Raise RolloutError where transformers, by which vLLM reads a folder's configs, refuses one."""
     from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
 
     try:
@@ -68,10 +69,3 @@ def _read_as_vllm_does(folder: Path, kind: object) -> None:
         raise
     except Exception as error:  # of any kind: a field of the file may replace a method of transformers'
         raise RolloutError(f"rollout: {folder} has configs that transformers refuses: {one_line(error)}") from error
-
-
-def one_line(error: Exception) -> str:
-    """Returns what an error says in one line."""
-    details = getattr(error, "errors", None)  # pydantic's ValidationError, whose own text has many lines
-    text = "; ".join(str(detail["msg"]) for detail in details()) if callable(details) else str(error)
-    return shown(" ".join(text.split()), 500)

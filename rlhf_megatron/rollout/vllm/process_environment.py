@@ -1,5 +1,5 @@
-"""What a process needs set before torch, Megatron and vLLM are imported: variables that they read, and which of their
-warnings are worth a line. Imports none of them.
+"""Environment of a process before torch, Megatron and vLLM are imported: variables that they read, and which of their
+warnings are shown. Imports none of them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _LOGGED_IN_EVERY_RUN = {
 
 
 def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU that the process may see; found without torch."""
+    """Return whether this machine has an NVIDIA GPU that the process may see; without torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden
 
 
 def prepare_environment(deterministic: bool = False) -> None:
-    """Sets what an in-process engine needs; call it before torch or vLLM is imported. What the user has set stays.
+    """Set what an in-process engine needs; call it before torch or vLLM is imported. What the user has set stays.
 
-    Warnings that come in every run are not shown, unless Python was told which to show (-W, PYTHONWARNINGS).
+    Warnings that come in every run are not shown, unless Python's own settings say which to show (-W, PYTHONWARNINGS).
 
     ``deterministic``: libraries choose kernels that give the same bits each time, and none by how fast it was here.
 
@@ -60,7 +60,7 @@ def prepare_environment(deterministic: bool = False) -> None:
         settings |= {
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
-            # On CPUs vLLM warns about libraries to preload, about what vllm_cpu.py does on purpose and, through
+            # On CPUs vLLM warns about libraries to preload, about what compat.vllm.cpu does on purpose and, through
             # torch's own log, about binding memory to NUMA nodes.
             "VLLM_LOGGING_LEVEL": "ERROR",
             "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -1,23 +1,20 @@
-"""Records what vLLM's own loader of a model does with each checkpoint tensor, on any tensor rank, without weights.
+"""Trace of what vLLM's own loader of a model does with each checkpoint tensor, on any tensor rank, without weights.
 
-The model is built on the meta device, so nothing of its size is allocated. In a run each rank records its own share
-beside its engine. Without one (a dry run, a test) one process records any rank's: only the sizes and the rank of vLLM's
-group objects are set, and no function of vLLM is replaced but the two that could not do their work on meta.
+The model is built on the meta device, so nothing of its size is allocated (compat.vllm.load_tracing). In a run each
+rank records its own share beside its engine. Without one (a dry run, a test) one process records any rank's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_megatron.compat.vllm import load_tracing
 from rlhf_megatron.rollout.engine import RolloutError
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
 
@@ -26,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class LoadTrace:
-    """What a loader does with a checkpoint on one rank.
+    """Copies that a loader makes of a checkpoint on one rank.
 
     Attributes:
         copies: every copy, in the loader's order.
@@ -56,27 +53,16 @@ def trace_rank(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    _start_distributed()
+    load_tracing.start_distributed()
     try:
         config = EngineArgs(
             model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, load_format="dummy"
         ).create_engine_config()
-        with _as_rank(config, tensor, rank, expert_parallel):
-            return trace_model(build_on_meta(config), shapes, getattr(torch, dtype))
+        with load_tracing.as_rank(config, tensor, rank, expert_parallel):
+            return trace_model(load_tracing.build_on_meta(config), shapes, getattr(torch, dtype))
     except (ValueError, NotImplementedError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise RolloutError(f"{folder}: vLLM cannot build this model without its weights: {reason}") from error
-
-
-def build_on_meta(config: Any) -> torch.nn.Module:
-    """Build the model of vLLM's `VllmConfig`, which must be its current one, with parameters that hold nothing."""
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    dtype = set_default_torch_dtype(config.model_config.dtype)
-    with _own_rotary_modules(), _expert_map_on_host(), dtype, torch.device("meta"):
-        model: torch.nn.Module = initialize_model(config)
-    return model
 
 
 @torch.no_grad()
@@ -115,69 +101,3 @@ def _loadable(model: torch.nn.Module) -> dict[str, Tensor]:
         if "cos_sin_cache" not in name and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
     return dict(by_storage.values())
-
-
-def _start_distributed() -> None:
-    """Make this process a world of one, as vLLM's models ask for."""
-    from vllm.distributed import parallel_state
-
-    if not torch.cuda.is_available():
-        from rlhf_megatron.compat import vllm_cpu
-
-        vllm_cpu.install()
-    if torch.distributed.is_initialized():
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
-
-
-@contextlib.contextmanager
-def _as_rank(config: Any, tensor: int, rank: int, expert_parallel: bool) -> Iterator[None]:
-    """Have vLLM take this process for rank `rank` of `tensor` ranks."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    config.parallel_config.tensor_parallel_size = tensor
-    config.parallel_config.enable_expert_parallel = expert_parallel
-    with set_current_vllm_config(config):
-        parallel_state.initialize_model_parallel(1, 1)
-        try:
-            for group in filter(None, (parallel_state._TP, parallel_state._EP)):
-                group.world_size, group.rank_in_group, group.ranks = tensor, rank, list(range(tensor))
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-
-
-@contextlib.contextmanager
-def _own_rotary_modules() -> Iterator[None]:
-    """vLLM caches rotary embeddings for the whole process: those made on meta must not reach a real engine."""
-    from vllm.model_executor.layers import rotary_embedding
-
-    cached = dict(rotary_embedding._ROPE_DICT)
-    rotary_embedding._ROPE_DICT.clear()
-    try:
-        yield
-    finally:
-        rotary_embedding._ROPE_DICT.clear()
-        rotary_embedding._ROPE_DICT.update(cached)
-
-
-@contextlib.contextmanager
-def _expert_map_on_host() -> Iterator[None]:
-    """The table of a rank's experts is read by `.item()` while weights are loaded, so it needs values also on meta."""
-    from vllm.model_executor.layers.fused_moe import expert_map_manager
-
-    original = expert_map_manager.determine_expert_map
-
-    def on_host(*arguments: Any, **named: Any) -> Any:
-        with torch.device("cpu"):
-            return original(*arguments, **named)
-
-    expert_map_manager.determine_expert_map = on_host
-    try:
-        yield
-    finally:
-        expert_map_manager.determine_expert_map = original

@@ -1,7 +1,8 @@
-"""Parameters of vLLM as views of tensors that somebody else owns: a model loader for vLLM, alike in 0.25 and 0.32.
+"""Parameters of vLLM as views of tensors that somebody else owns: a model loader for vLLM, alike in 0.25 to 0.33.
 
 The views are there before vLLM looks at its memory, compiles and captures CUDA graphs, so all of these see the final
-addresses. What is shared is no part of vLLM's pools: it survives its sleep, and is never vLLM's to free.
+addresses. What is shared is no part of vLLM's pools: it survives its sleep, and is never vLLM's to free. vLLM's own way
+is to copy weights; on shards that a trainer holds already: https://github.com/vllm-project/vllm/issues/29701
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SMALL = 1e-3  # dummy weights, until the first real ones come
 
 @contextlib.contextmanager
 def offered(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """An engine that is made inside with dummy weights has views of ``tensors``, by the names of its parameters.
+    """Give an engine that is made inside with dummy weights views of `tensors`, by the names of its parameters.
 
     A parameter of another shape, type or device than the tensor of its name, or without one, has memory of its own,
     with small random numbers. Import vLLM before.
@@ -51,10 +52,10 @@ def _loader_of(tensors: Mapping[str, Tensor]) -> type:
         """Reads no files."""
 
         def download_model(self, *_: Any) -> None:
-            """There is nothing to download."""
+            """Do nothing: there is nothing to download."""
 
         def load_model(self, *arguments: Any, **named: Any) -> Any:
-            """The model; while it is made, what may become a view takes memory for one parameter at a time."""
+            """Make the model; meanwhile what may become a view takes memory for one parameter at a time."""
             self._registration = register_module_parameter_registration_hook(give_up_memory)
             try:
                 return super().load_model(*arguments, **named)
@@ -62,7 +63,7 @@ def _loader_of(tensors: Mapping[str, Tensor]) -> type:
                 self._registration.remove()
 
         def load_weights(self, model: torch.nn.Module, *_: Any) -> None:
-            """Makes the views, and gives the other parameters their memory back."""
+            """Make the views, and give the other parameters their memory back."""
             self._registration.remove()  # parameters that vLLM makes of these are to keep theirs
             for name, parameter in model.named_parameters():
                 tensor = tensors.get(name)

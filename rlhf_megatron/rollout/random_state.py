@@ -1,4 +1,4 @@
-"""Keeps the trainer's random numbers its own while something else draws from the same generators."""
+"""Preserved random state: the trainer's random numbers stay its own while an engine draws from the same generators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Restores the generators of python, numpy and torch (CPU and the current GPU) afterwards, also after an error.
+    """Restore the generators of python, numpy and torch (CPU and the current GPU) afterwards, also after an error.
 
     vLLM seeds all of them when an engine is made, and draws from torch's when it samples.
     """

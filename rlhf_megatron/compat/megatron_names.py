@@ -1,0 +1,40 @@
+"""Private names of Megatron-core that are used here, and the versions in which they were looked up or run."""
+
+from __future__ import annotations
+
+from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
+
+PACKAGES = ("megatron-core",)
+
+_RANDOM, _MAPPINGS = "megatron.core.tensor_parallel.random", "megatron.core.tensor_parallel.mappings"
+_ROPE, _LANGUAGE = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.models.common.language_module."
+
+NAMES = (
+    PrivateName("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER", "scratch memory of sequence parallelism"),
+    PrivateName("megatron.core.parallel_state", "_set_global_memory_buffer", "scratch memory of sequence parallelism"),
+    PrivateName(
+        _LANGUAGE + "language_module",
+        "LanguageModule.tie_embeddings_and_output_weights_state_dict"
+        "(sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata)",
+        "checkpoints of tied embeddings",
+    ),
+    PrivateName("megatron.core.utils", "make_tp_sharded_tensor_for_checkpoint", "checkpoints of tied embeddings"),
+    PrivateName(
+        _ROPE,
+        "_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group)",
+        "packed sequences are rotated at once",
+    ),
+    PrivateName("megatron.core.transformer.torch_norm", "WrappedTorchNorm", "norms under sequence parallelism"),
+    # Machines without a GPU.
+    PrivateName(_RANDOM, "_get_cuda_rng_state", "random states of the CPU"),
+    PrivateName(_RANDOM, "_set_cuda_rng_state", "random states of the CPU"),
+    PrivateName(_RANDOM, "CudaRNGStatesTracker.fork(name)", "random states of the CPU"),
+    PrivateName(_RANDOM, "CudaRNGStatesTracker.states_", "random states of the CPU"),
+    PrivateName(_MAPPINGS, "_gather_along_first_dim(input_, group, output_split_sizes)", "uneven parts over gloo"),
+    PrivateName(
+        _MAPPINGS, "_reduce_scatter_along_first_dim(input_, group, input_split_sizes)", "uneven parts over gloo"
+    ),
+    PrivateName("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", "counts of tokens"),
+)
+
+REGISTRY[PACKAGES] = NAMES

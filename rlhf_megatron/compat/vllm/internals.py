@@ -1,0 +1,131 @@
+"""Reading of vLLM's private attributes, on the way from its LLMEngine in this process to scheduler, cache and model.
+
+The names and the versions that have them are in `names`; a version that is none of these lets a start go on with a
+warning, and what it lacks raises `UnknownVllm`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.compat.vllm.logprobs import SampledLogprobs
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
+
+
+class UnknownVllm(RuntimeError):
+    """A private attribute that this version of vLLM does not have."""
+
+
+@contextlib.contextmanager
+def _known_names() -> Iterator[None]:
+    """Say of an attribute that is not there which version lacks it, and which ones are known to have it."""
+    try:
+        yield
+    except AttributeError as error:
+        raise UnknownVllm(
+            f"{installed_version()} has changed what rlhf_megatron reads of it ({error}); "
+            f"install vLLM {KNOWN['first']} to {KNOWN['last']}"
+        ) from error
+
+
+def installed_version() -> str:
+    """Return the installed distribution of vLLM and its version."""
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{package} {importlib.metadata.version(package)}"
+    return "vLLM"
+
+
+def model(engine: Any) -> torch.nn.Module:
+    """Return the model of an LLMEngine on this rank."""
+    with _known_names():
+        runner = engine.model_executor.driver_worker.worker.model_runner
+        module: torch.nn.Module = runner.get_model()  # the one name that both of vLLM's model runners have
+    return module
+
+
+def scheduler(engine: Any) -> Any:
+    """Return vLLM's own scheduler."""
+    with _known_names():
+        return engine.engine_core.engine_core.scheduler
+
+
+def scheduling_limits(engine: Any) -> tuple[int, int, bool]:
+    """Return (most sequences at a time, tokens of a cache block, whether prefixes are cached)."""
+    with _known_names():
+        config = engine.vllm_config
+        return (
+            config.scheduler_config.max_num_seqs,
+            config.cache_config.block_size,
+            bool(config.cache_config.enable_prefix_caching),
+        )
+
+
+def sampled_tokens(engine: Any) -> dict[str, int]:
+    """Return how many tokens each request has sampled that is in the cache, by vLLM's own names, in its order."""
+    with _known_names():
+        return {request.request_id: request.num_output_tokens for request in scheduler(engine).running}
+
+
+def free_cache_tokens(engine: Any) -> float:
+    """Return for how many tokens the cache has room; infinite in a version that does not tell, which then preempts."""
+    try:
+        manager = scheduler(engine).kv_cache_manager
+        blocks, layouts = manager.block_pool.get_num_free_blocks(), len(manager.kv_cache_config.kv_cache_groups)
+    except AttributeError:
+        return math.inf
+    return float(blocks * engine.vllm_config.cache_config.block_size / layouts)
+
+
+def keep_logprobs_as_numbers(engine: Any, request_id: str) -> None:
+    """Have a request collect the logprobs of sampled tokens alone; see `logprobs`."""
+    with _known_names():
+        engine.output_processor.request_states[request_id].logprobs_processor = SampledLogprobs()
+
+
+def abort_all(engine: Any) -> Iterator[Any]:
+    """Abort each request, and yield vLLM's output of what it has sampled.
+
+    One at a time: of several, vLLM frees the cache blocks in an order that differs between the ranks of a replica, and
+    their schedules must be the same (https://github.com/vllm-project/vllm/pull/12071).
+    """
+    from vllm.v1.engine import FinishReason
+
+    with _known_names():
+        states = list(engine.output_processor.request_states.values())
+    for state in states:
+        with _known_names():
+            make_output, request_id = state.make_request_output, state.external_req_id
+        output = make_output([], None, FinishReason.ABORT, None)
+        engine.abort_request([request_id])
+        yield output
+
+
+def drain(engine: Any) -> None:
+    """Wait for what vLLM has begun ahead (asynchronous scheduling): it reads weights that are about to change."""
+    with _known_names():
+        begun_ahead = engine.engine_core.engine_core.batch_queue  # None where it does not schedule ahead
+    while begun_ahead:
+        engine.step()
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """Return the group, of CPU tensors, of the ranks that vLLM has made a tensor-parallel replica of."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    with _known_names():
+        group: dist.ProcessGroup = get_tp_group().cpu_group
+    return group
+
+
+def shutdown(engine: Any) -> None:
+    """End an LLMEngine, and with it torch.distributed for the whole process."""
+    with _known_names():
+        engine.engine_core.shutdown()

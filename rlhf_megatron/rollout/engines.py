@@ -1,0 +1,40 @@
+"""Engines by name. This is the one place that knows their classes: everything else is typed on `RolloutEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from rlhf_megatron.recipe import RolloutSection
+from rlhf_megatron.rollout.engine import RolloutEngine
+from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {"vllm": VllmEngine}
+"""Called as `make_engine` is, without the name."""
+
+
+def make_engine(
+    model_path: str,
+    section: RolloutSection,
+    dtype: str,
+    max_prompt_length: int,
+    seed: int,
+    load_format: str = "dummy",
+    shared: Mapping[str, Tensor] | None = None,
+    name: str = "vllm",
+) -> RolloutEngine:
+    """Make this rank's engine of a replica; collective over the whole world.
+
+    Args:
+        model_path: a folder with at least a config.json.
+        dtype: of the weights, a name such as "bfloat16".
+        max_prompt_length: in tokens.
+        seed: of what the engine draws beside the requests' own seeds.
+        load_format: "dummy" for weights that `parameters` takes later, "auto" for those of `model_path`.
+        shared: with dummy weights, tensors that parameters of these names are to be views of; they must never move.
+
+    Raises:
+        RolloutError: config.json or the recipe's rollout section is not right, or there is too little memory.
+    """
+    return ENGINES[name](model_path, section, dtype, max_prompt_length, seed, load_format, shared)

@@ -1,0 +1,84 @@
+"""Rows that wait for an environment: asked by the rank that leads the replica, answered alike on all of its ranks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from rlhf_megatron.rollout.engine import Completion, Environment
+from rlhf_megatron.rollout.lockstep import ReplicaRanks
+
+_SECONDS_TO_WAIT = 1.0  # for answers, at a time
+
+
+class Answer(NamedTuple):
+    """Tokens of an environment behind a row so far; `token_ids` are None where the row ends."""
+
+    number: int
+    completion: Completion
+    token_ids: list[int] | None
+
+
+class EnvironmentTurns:
+    """Completions that an environment is answering, by the number of their request.
+
+    Attributes:
+        is_blocked: a repeatable environment has not answered all of them, and the engine waits for that.
+    """
+
+    def __init__(self, environment: Environment | None, ranks: ReplicaRanks) -> None:
+        """Start with none; without an `environment` none comes."""
+        self._environment, self._ranks = environment, ranks
+        self._pending: dict[int, Completion] = {}
+        self._futures: dict[int, Future[Any]] = {}  # on the leader
+        self.is_blocked = False
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def take(self, number: int, completion: Completion) -> bool:
+        """Ask for an answer to what a row says so far; returns whether there may be one."""
+        if self._environment is None or completion.finish_reason != "stop":
+            return False
+        if not self._environment.goes_on(completion):
+            return False
+        self._pending[number] = completion
+        if self._ranks.is_leader:
+            self._futures[number] = self._environment.ask(completion)
+        return True
+
+    def has_news(self) -> bool:
+        """Return whether an answer can be taken at once: only a replica of one rank sees that without its peers."""
+        if self._environment is None or self._environment.repeatable or self._ranks.group is not None:
+            return False
+        return any(future.done() for future in self._futures.values())
+
+    def receive(self, wait: bool) -> list[Answer]:
+        """Return the answers that have come, the same on all ranks of the replica.
+
+        With `wait`, since nothing else is to be done, it takes a second for the first of them. A repeatable environment
+        gives all answers at once, and until then none.
+        """
+        tokens = self._ranks.broadcast_object(self._receive(wait) if self._ranks.is_leader else None)
+        self.is_blocked = tokens is None
+        return [Answer(number, self._pending.pop(number), token_ids) for number, token_ids in tokens or ()]
+
+    def _receive(self, wait: bool) -> list[tuple[int, list[int] | None]] | None:
+        environment, futures = self._environment, self._futures
+        assert environment is not None, "nothing is pending without one"
+        if environment.repeatable or wait:
+            until = concurrent.futures.ALL_COMPLETED if environment.repeatable else concurrent.futures.FIRST_COMPLETED
+            concurrent.futures.wait(futures.values(), _SECONDS_TO_WAIT, until)
+        done = sorted(number for number, future in futures.items() if future.done())
+        if environment.repeatable and len(done) < len(futures):
+            return None
+        answers = [(number, futures.pop(number).result()) for number in done]
+        return [(number, environment.read(self._pending[number], answer)) for number, answer in answers]
+
+    def abort(self) -> dict[int, Completion]:
+        """Stop waiting; returns the completions that no answer came to."""
+        for future in self._futures.values():
+            future.cancel()
+        pending, self._pending, self._futures = self._pending, {}, {}
+        return pending
