@@ -48,7 +48,7 @@ class WeightSync:
         why_copied = recipe.why_weights_are_copied
         parameters = {} if why_copied else actor.parameters()
         shared = {name: parameters[source] for name, source in shareable(plan).items()} if parameters else {}
-        self.engine = make_engine(context, replica, shared)
+        self.engine = build_engine(context, replica, shared)
         if self.engine:
             sharing = f"all are copies, since {why_copied}" if why_copied else None
             context.say(f"rollout weights: {sharing or describe_sharing(plan, parameters, self.engine.parameters())}")
