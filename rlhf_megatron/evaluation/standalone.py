@@ -34,7 +34,7 @@ from rlhf_megatron.evaluation.estimates import Answered, Estimate, evaluation_me
 from rlhf_megatron.generation.conversations import Conversations, TurnFunction, answer_text
 from rlhf_megatron.generation.prompt_groups import Group
 from rlhf_megatron.generation.scoring import GroupScoring
-from rlhf_megatron.models.architecture import ModelError, read_architecture, read_config
+from rlhf_megatron.models.architecture import ModelError, check_generates, read_architecture, read_config
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.hf_files import check_types
 from rlhf_megatron.monitor.run_folder import RunFolder
@@ -64,7 +64,7 @@ def evaluate(recipe: Recipe) -> None:
     """
     check(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if str(read_config(recipe.model.path).get("model_type")) in FAMILIES:  # vLLM knows more, which can be evaluated
-        read_architecture(recipe.model.path)
+        check_generates(read_architecture(recipe.model.path), recipe.model.path)
     join_world(_LONGEST_MINUTES)
     rank = dist.get_rank()
     if rank == 0:

@@ -19,6 +19,7 @@ from rlhf_megatron.generation.prompt_groups import Group, groups_left, requests_
 from rlhf_megatron.generation.rolled import Packing, Rolled
 from rlhf_megatron.generation.scoring import GroupScoring
 from rlhf_megatron.loops.session import Session
+from rlhf_megatron.models.architecture import check_generates
 from rlhf_megatron.recipe import role_ranks
 from rlhf_megatron.recipe.world_checks import roles_made
 from rlhf_megatron.regather.execute import Regather
@@ -81,6 +82,7 @@ class Rollouts:
             () if section.drawn_lengths else session.tokenizer.stop_token_ids,
         )
         self._drawn_lengths = section.drawn_lengths
+        check_generates(session.architecture, recipe.model.path)
         wanted = rollout_shards(session.architecture, tensor, ranks, section.layout.expert_parallel)
         plan = plan_regather(session.actor.side(), wanted, session.rank, recipe.cluster.gpus_per_node)
         why_copied = recipe.why_weights_are_copied

@@ -125,7 +125,7 @@ class Layout:
         given = {stage: count for stage, count in edge.items() if count is not None}
         even_stages = self.pipeline - len(given)
         left = layers - sum(given.values())
-        if left < 0 or (left % even_stages if even_stages else left):
+        if left < even_stages or (left % even_stages if even_stages else left):  # a stage without layers is none
             raise RecipeError(
                 f"layout: {layers} layers do not split over {self.pipeline} pipeline stages"
                 f"{f' with {given} given for the edge stages' if given else ''}; "

@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
-from rlhf_megatron.models.config_fields import _ONLY, _READ, _READ_OF_EXPERTS, _TYPES
+from rlhf_megatron.models.config_fields import _ONLY, _READ, _TYPES
+from rlhf_megatron.models.families.mixture import EXPERT_FIELDS
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -24,7 +25,7 @@ WHOLE = {
     "qwen3": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
 }
-FIELDS = [*sorted(_READ | _READ_OF_EXPERTS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
+FIELDS = [*sorted(_READ | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
      "false", "bfloat16", "torch.bfloat16", "\x1b\n", [], ["full_attention"] * 2, ["sliding_attention"] * 2, [1, 2],

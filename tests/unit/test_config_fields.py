@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.errors import RecipeError
-from rlhf_megatron.models.architecture import ModelError, parse_architecture, read_architecture
+from rlhf_megatron.models.architecture import (
+    ModelError,
+    check_generates,
+    parse_architecture,
+    read_architecture,
+)
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe import load_recipe
 
@@ -104,6 +109,14 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
     assert read.rope_theta == theirs.rope_parameters["rope_theta"]
     assert read.rope_scaling_factor == theirs.rope_parameters.get("factor")
     assert (read.vocabulary, read.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
+
+
+def test_a_model_that_vllm_would_misread_generates_nothing() -> None:
+    check_generates(parse_architecture(QWEN3 | {"head_dim": 32}, "here"), "here")
+    check_generates(parse_architecture(QWEN2, "here"), "here")
+    said = "^here/config.json: head_dim is 32, and vLLM takes hidden_size / num_attention_heads for qwen2$"
+    with pytest.raises(ModelError, match=said):
+        check_generates(parse_architecture(QWEN2 | {"head_dim": 32}, "here"), "here")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

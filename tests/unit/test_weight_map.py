@@ -202,6 +202,8 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line() -> None:
         architecture().check_layout(Layout(3))
     with pytest.raises(ValueError, match="4 layers do not split over 3 pipeline stages"):
         architecture().check_layout(Layout(1, 3))
+    with pytest.raises(RecipeError, match="2 layers do not split over 4 pipeline stages with"):
+        Layout(pipeline=4, first_stage_layers=1, last_stage_layers=1).stage_chunks(2)
     assert Layout(1, 3, first_stage_layers=1, last_stage_layers=1).stage_chunks(4) == [
         [range(0, 1)],
         [range(1, 3)],

@@ -320,16 +320,11 @@ def _checked_vocabulary(folder: Path) -> int:
         raise RolloutError(
             f"{path}: architectures is {shown(classes)}: a classifier generates nothing; name another model"
         )
-    vocabulary, heads, hidden = (config.get(key) for key in ("vocab_size", "num_attention_heads", "hidden_size"))
+    vocabulary = config.get("vocab_size")
     if vocabulary is None:
         raise RolloutError(f"{path}: vocab_size is missing; model.path must be a text model")
     if type(vocabulary) is not int or vocabulary < 1:
         raise RolloutError(f"{path}: vocab_size is {shown(repr(vocabulary), 80)}; it must be a whole number above 0")
-    head_dim = config.get("head_dim")
-    if config.get("model_type") == "qwen2" and head_dim is not None and hidden != head_dim * heads:
-        raise RolloutError(
-            f"{path}: head_dim is {head_dim}, and vLLM takes hidden_size / num_attention_heads for qwen2"
-        )
     return vocabulary
 
 
