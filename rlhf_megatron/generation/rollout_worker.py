@@ -23,6 +23,7 @@ from rlhf_megatron.models.architecture import check_generates
 from rlhf_megatron.recipe import role_ranks
 from rlhf_megatron.recipe.world_checks import roles_made
 from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.learned_rollout import check_engine, learned_rollout_blocks
 from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.shard_specs import rollout_shards
@@ -83,7 +84,16 @@ class Rollouts:
         )
         self._drawn_lengths = section.drawn_lengths
         check_generates(session.architecture, recipe.model.path)
-        wanted = rollout_shards(session.architecture, tensor, ranks, section.layout.expert_parallel)
+        learned = learned_rollout_blocks(
+            session.architecture,
+            recipe.model.path,
+            ranks,
+            tensor,
+            section.layout.expert_parallel,
+            section.dtype or recipe.model.dtype,
+            recipe.run_root,
+        )
+        wanted = rollout_shards(session.architecture, tensor, ranks, section.layout.expert_parallel, learned)
         plan = plan_regather(session.actor.side(), wanted, session.rank, recipe.cluster.gpus_per_node)
         why_copied = recipe.why_weights_are_copied
         actors = {} if why_copied else session.actor.parameters()
@@ -101,6 +111,10 @@ class Rollouts:
                         shared=shared,
                     )
             dist.barrier()  # engines compile at different speeds, and the wait for the slowest is the engines' time
+        if learned is not None:
+            blocks = learned[ranks.index(session.rank) % tensor] if self.engine else None
+            names = list(self.engine.parameters()) if self.engine else []
+            check_engine(session.architecture, blocks, names, recipe.model.path)
         if self.engine:
             sharing = f"all are copies, since {why_copied}" if why_copied else None
             session.say(f"rollout weights: {sharing or describe_sharing(plan, actors, self.engine.parameters())}")

@@ -69,6 +69,8 @@ def rollout_blocks(
     """
     layers = range(architecture.layers) if only_layers is None else sorted(only_layers)
     family = FAMILIES[architecture.family]
+    if not family.has_rollout_table:
+        raise ValueError(f"{architecture.family}: what vLLM's ranks hold is learned, and not in a table")
     return family.rollout_blocks(architecture, tensor, tensor_rank, expert_parallel, layers)
 
 

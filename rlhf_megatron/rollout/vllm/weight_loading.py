@@ -1,15 +1,14 @@
 """Records what vLLM's own loader of a model does with each checkpoint tensor, on any tensor rank, without weights.
 
-The model is built on the meta device, so nothing of its size is allocated. In a run each rank records its own share
-beside its engine. Without one (a dry run, a test) one process records any rank's: only the sizes and the rank of vLLM's
-group objects are set, and no function of vLLM is replaced but the two that could not do their work on meta.
+The model is built on the meta device, so nothing of its size is allocated. A process that has no engine yet records any
+rank's share, whatever torch.distributed is to it: vLLM's group objects are stand-ins that know sizes and ranks alone.
+No function of vLLM is replaced but the two that could not do their work on meta.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,10 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.rollout.engine import RolloutError
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
+from rlhf_megatron.rollout.vllm.random_state import preserved_random_state
+from rlhf_megatron.untrusted import shown
 
 Shapes = dict[str, tuple[int, ...]]
+# The groups of vLLM's parallel_state, by version, that all tensor ranks of a replica are in; others are of one rank.
+_TENSOR_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP", "_EPLB")
+_OTHER_GROUPS = ("_INNER_DP_WORLD", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,7 @@ class LoadTrace:
 def trace_rank(
     folder: str | Path, shapes: Mapping[str, tuple[int, ...]], tensor: int, rank: int, expert_parallel: bool, dtype: str
 ) -> LoadTrace:
-    """Trace tensor rank `rank` of `tensor` in this process, which must have no engine; see `prepare_environment`.
+    """Trace tensor rank `rank` of `tensor` in this process, which has no engine yet; see `prepare_environment`.
 
     Args:
         folder: of config.json.
@@ -54,17 +59,27 @@ def trace_rank(
     Raises:
         RolloutError: vLLM cannot build the model here; some need a GPU for it.
     """
+    if not torch.cuda.is_available():
+        from rlhf_megatron.compat import vllm_cpu
+
+        vllm_cpu.install()
     from vllm.engine.arg_utils import EngineArgs
 
-    _start_distributed()
+    backend = {"moe_backend": "triton"} if torch.cuda.is_available() else {}  # as the engine has it
     try:
-        config = EngineArgs(
-            model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, load_format="dummy"
-        ).create_engine_config()
-        with _as_rank(config, tensor, rank, expert_parallel):
-            return trace_model(build_on_meta(config), shapes, getattr(torch, dtype))
+        with preserved_random_state(), preserved_threads():
+            config = EngineArgs(
+                model=str(folder),
+                dtype=dtype,
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                load_format="dummy",
+                **backend,
+            ).create_engine_config()
+            with _as_rank(config, tensor, rank, expert_parallel):
+                return trace_model(build_on_meta(config), shapes, getattr(torch, dtype))
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = shown(str(error).strip().partition("\n")[0], 300)
         raise RolloutError(f"{folder}: vLLM cannot build this model without its weights: {reason}") from error
 
 
@@ -117,38 +132,52 @@ def _loadable(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(by_storage.values())
 
 
-def _start_distributed() -> None:
-    """Make this process a world of one, as vLLM's models ask for."""
-    from vllm.distributed import parallel_state
-
-    if not torch.cuda.is_available():
-        from rlhf_megatron.compat import vllm_cpu
-
-        vllm_cpu.install()
-    if torch.distributed.is_initialized():
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
-
-
 @contextlib.contextmanager
 def _as_rank(config: Any, tensor: int, rank: int, expert_parallel: bool) -> Iterator[None]:
-    """Have vLLM take this process for rank `rank` of `tensor` ranks."""
+    """Have vLLM take this process for rank `rank` of `tensor` ranks, which cannot communicate."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
     config.parallel_config.tensor_parallel_size = tensor
     config.parallel_config.enable_expert_parallel = expert_parallel
-    with set_current_vllm_config(config):
-        parallel_state.initialize_model_parallel(1, 1)
-        try:
-            for group in filter(None, (parallel_state._TP, parallel_state._EP)):
-                group.world_size, group.rank_in_group, group.ranks = tensor, rank, list(range(tensor))
+    whole, alone = _group(tensor, rank), _group(1, 0)
+    own = {name: whole if name in _TENSOR_GROUPS else alone for name in (*_TENSOR_GROUPS, *_OTHER_GROUPS)}
+    before = {name: getattr(parallel_state, name) for name in own if hasattr(parallel_state, name)}
+    try:
+        for name in before:
+            setattr(parallel_state, name, own[name])
+        with set_current_vllm_config(config):
             yield
-        finally:
-            parallel_state.destroy_model_parallel()
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
+
+
+class _SizeAndRank:
+    """In place of a process group of torch's."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def rank(self) -> int:
+        """This process's."""
+        return self._rank
+
+
+def _group(size: int, rank: int) -> Any:
+    """Make one of vLLM's groups that knows its size, and has nothing to communicate by."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    group: Any = object.__new__(GroupCoordinator)
+    group.world_size, group.ranks, group.rank, group.rank_in_group = size, list(range(size)), rank, rank
+    group.local_rank, group.unique_name = 0, "of no process"
+    group.cpu_group = group.device_group = _SizeAndRank(size, rank)
+    group.device_communicator = group.mq_broadcaster = None
+    return group
 
 
 @contextlib.contextmanager
