@@ -88,8 +88,8 @@ def test_frequencies_are_transformers_and_megatrons_to_the_last_bit(family: str,
 
     factor = architecture.rope_scaling_factor
     megatrons = RotaryEmbedding(
-        32, 1.0, rotary_base=theta, rope_scaling=factor is not None, rope_scaling_factor=factor or 1.0,
-        use_cpu_initialization=True,
+        architecture.head_dim, 1.0, rotary_base=theta, rope_scaling=factor is not None,
+        rope_scaling_factor=factor or 1.0, use_cpu_initialization=True,
     )  # fmt: skip
     for table in tables:
         assert torch.equal(table.inverse_frequencies, theirs.inv_freq)
