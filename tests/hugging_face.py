@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -23,6 +24,7 @@ CONFIGS = {
     "llama3": LlamaConfig,
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
+    "qwen2_moe": Qwen2MoeConfig,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_moe_plain": Qwen3MoeConfig,
@@ -43,6 +45,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         },
     },
     "mistral": {"sliding_window": None},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "head_dim": 16},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole
 from rlhf_megatron.checkpoint.storage import TensorFile
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
+from rlhf_megatron.models.description import stored_form
 from rlhf_megatron.models.weight_map import is_expert
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.optimizer_state import MOMENTS, is_distributed, moments_of, owned_ranges
@@ -54,7 +55,7 @@ def role_state(role: Role) -> dict[str, Any]:
     return {
         "layout": dataclasses.asdict(role.learning_layout),
         "ranks": role.ranks,
-        "architecture": dataclasses.asdict(role.architecture),
+        "architecture": stored_form(role.architecture),
         "implementation": role.implementation,
         "adapters": dataclasses.asdict(role.adapters.adaptation) if role.adapters else None,
         "base": role.adapters.base if role.adapters else None,

@@ -6,7 +6,6 @@ by the rectangles of the weight map, so that the reader's layout may be another,
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections import defaultdict
@@ -22,6 +21,7 @@ from rlhf_megatron.checkpoint.manifest import first_problem
 from rlhf_megatron.checkpoint.storage import TensorFile
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.architecture import Architecture, Head
+from rlhf_megatron.models.description import LATER_FIELDS, stored_form, without_silent_fields
 from rlhf_megatron.models.lora import Adaptation, adapter_blocks, whole_adapter_blocks
 from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, whole_blocks
 from rlhf_megatron.regather.plan import Copy, ShardSpec, plan_regather
@@ -34,10 +34,14 @@ _READER = -1  # whoever reads is none of the ranks that wrote
 
 def _check_architecture(role: str, wanted: Architecture, saved: Mapping[str, Any]) -> None:
     # Through JSON, as the saved one went: tuples become lists.
-    own = json.loads(json.dumps(dataclasses.asdict(wanted)))
+    own = json.loads(json.dumps(stored_form(wanted)))
+    saved = without_silent_fields(saved)
     del own["end_token_ids"]  # a matter of generation
+    compared = dict.fromkeys([*own, *(key for key in LATER_FIELDS if key in saved)])
     different = [
-        f"{key} {shown(saved.get(key), 60)} and not {value}" for key, value in own.items() if saved.get(key) != value
+        f"{key} {shown(saved.get(key), 60)} and not {own.get(key)}"
+        for key in compared
+        if saved.get(key) != own.get(key)
     ]
     if different:
         raise ForeignCheckpoint(

@@ -1,4 +1,4 @@
-"""Patches of megatron-core: places that ask for global process groups, and three modules that cannot do what is needed.
+"""Patches of megatron-core: places that ask for global process groups, and modules that cannot do what is needed.
 
 Megatron's global `parallel_state` is never initialised here, so a missing process group raises instead of silently
 using another model's. What still reads it although a role's own groups were passed is patched below.
@@ -9,12 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from rlhf_megatron.compat import megatron_cpu
 from rlhf_megatron.compat.patches import patch
-from rlhf_megatron.kernels.rotary import rotate
 
 _KNOWN = {"first": "0.19.2", "last": "0.19.2"}
 
@@ -24,7 +21,6 @@ def install() -> None:
     megatron_cpu.install()
     make_scratch_memory()
     tie_embeddings_over_own_groups()
-    rotate_packed_sequences_at_once()
     build_norms_for_sequence_parallelism()
 
 
@@ -71,53 +67,6 @@ def tie_embeddings_over_own_groups() -> None:
         )
 
     LanguageModule.tie_embeddings_and_output_weights_state_dict = tie
-
-
-@patch(
-    "megatron-core",
-    **_KNOWN,
-    why="the unfused rotary embedding of packed sequences loops over them, which for hundreds of short ones takes more "
-    "time than the rest of a layer; Transformer Engine's takes twice the time of a copy, this one a tenth more than it",
-    upstream="https://github.com/NVIDIA/Megatron-LM/pull/5243",
-)
-def rotate_packed_sequences_at_once() -> None:
-    """Have megatron-core rotate packed sequences by `rotate_packed`."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    rope_utils._apply_rotary_pos_emb_thd = rotate_packed
-
-
-def rotate_packed(
-    values: Tensor,
-    cu_seqlens: Tensor,
-    frequencies: Tensor,
-    rotary_interleaved: bool = False,
-    mla_rotary_interleaved: bool = False,
-    mscale: float = 1.0,
-    cp_group: dist.ProcessGroup | None = None,
-    multi_latent_attention: bool | None = None,
-) -> Tensor:
-    """Rotate values [t, heads, d] of packed sequences by frequencies [longest, 1, 1, d]; the same shape as `values`.
-
-    `cu_seqlens` are of all tokens, t of which this rank of the context-parallel group holds. The second half of
-    Megatron's frequencies repeats the first.
-
-    Raises:
-        NotImplementedError: neighbouring pairs, an attention factor, a part of each head, or frequencies by token.
-    """
-    asked = {
-        "rotary_interleaved": rotary_interleaved,
-        "mla_rotary_interleaved": mla_rotary_interleaved or bool(multi_latent_attention),
-        f"mscale={mscale}": mscale != 1.0,
-        f"{frequencies.size(-1)} of {values.size(-1)} dimensions": frequencies.size(-1) != values.size(-1),
-    }
-    unknown = [name for name, is_asked in asked.items() if is_asked]
-    if unknown or cp_group is None:
-        raise NotImplementedError(
-            f"rotary embeddings of packed sequences with {unknown or 'no context-parallel group'}"
-        )
-    angles = frequencies[:, 0, 0, : values.size(-1) // 2]
-    return rotate(values, cu_seqlens, angles, cp_group.size(), cp_group.rank())
 
 
 @patch(

@@ -34,7 +34,7 @@ from rlhf_megatron.evaluation.estimates import Answered, Estimate, evaluation_me
 from rlhf_megatron.generation.conversations import Conversations, TurnFunction
 from rlhf_megatron.generation.generated_groups import GroupScoring
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
-from rlhf_megatron.models.architecture import ModelError, read_architecture, read_config
+from rlhf_megatron.models.architecture import ModelError, check_generates, read_architecture, read_config
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.hf_files import CheckpointFiles, check_types
 from rlhf_megatron.monitor.run_folder import RunFolder
@@ -66,6 +66,8 @@ def evaluate(recipe: RolloutRecipe) -> None:
     check(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     known = str(read_config(recipe.model.path).get("model_type")) in FAMILIES  # vLLM has more, which can be evaluated
     architecture = read_architecture(recipe.model.path) if known else None
+    if architecture is not None:
+        check_generates(architecture, recipe.model.path)
     join_world(_LONGEST_MINUTES)
     rank = dist.get_rank()
     if rank == 0:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.generation.replica import Replica
-from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.architecture import Architecture, check_generates
 from rlhf_megatron.recipe import RLRecipe, role_ranks
 from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.learned_rollout import check_engine, learned_rollout_blocks
 from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.shard_specs import rollout_shards
@@ -43,12 +44,26 @@ class WeightSync:
         recipe = context.recipe
         self._context, self._actor, self.version = context, actor, 0
         layout = recipe.rollout.layout
-        wanted = rollout_shards(architecture, layout.tensor, replica.ranks, layout.expert_parallel)
+        check_generates(architecture, recipe.model.path)
+        learned = learned_rollout_blocks(
+            architecture,
+            recipe.model.path,
+            replica.ranks,
+            layout.tensor,
+            layout.expert_parallel,
+            recipe.rollout.dtype or recipe.model.dtype,
+            recipe.run_root,
+        )
+        wanted = rollout_shards(architecture, layout.tensor, replica.ranks, layout.expert_parallel, learned)
         plan = plan_regather(actor.side(), wanted, context.rank, recipe.cluster.gpus_per_node)
         why_copied = recipe.why_weights_are_copied
         parameters = {} if why_copied else actor.parameters()
         shared = {name: parameters[source] for name, source in shareable(plan).items()} if parameters else {}
         self.engine = build_engine(context, replica, shared)
+        if learned is not None:
+            blocks = learned[replica.ranks.index(context.rank) % layout.tensor] if self.engine else None
+            names = list(self.engine.parameters()) if self.engine else []
+            check_engine(architecture, blocks, names, recipe.model.path)
         if self.engine:
             sharing = f"all are copies, since {why_copied}" if why_copied else None
             context.say(f"rollout weights: {sharing or describe_sharing(plan, parameters, self.engine.parameters())}")

@@ -10,17 +10,22 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.attention import PackedAttention
+from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.heads import ScalarHead
-from rlhf_megatron.models.self_attention import StackedSelfAttention
+from rlhf_megatron.models.rotary import Rotary
+from rlhf_megatron.models.rotary_table import rotary_tables
 from rlhf_megatron.models.weight_map import Implementation
 from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
@@ -46,27 +51,6 @@ def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str) ->
     if wanted == "transformer_engine" and not available:
         raise UserError(f"{key} needs Transformer Engine; it is not installed here, or there is no GPU: set it to auto")
     return "transformer_engine" if available and can and wanted != "local" else "local"
-
-
-def _layer_spec(architecture: Architecture, implementation: Implementation) -> ModuleSpec:
-    spec: Any
-    experts = architecture.experts.count if architecture.experts else None
-    if implementation == "transformer_engine":
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts,
-            moe_grouped_gemm=experts is not None,
-            qk_layernorm=architecture.query_key_norm,
-            use_te_activation_func=experts is None,
-        )
-    else:
-        spec = get_gpt_layer_local_spec(
-            num_experts=experts, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
-        )
-        spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    spec.submodules.self_attention.module = StackedSelfAttention
-    return spec
 
 
 @contextlib.contextmanager
@@ -133,22 +117,37 @@ def _build_chunk(
     chunk: int,
 ) -> GPTModel:
     chunks = config.virtual_pipeline_model_parallel_size or 1
+    stage = chunk if chunks > 1 else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(architecture, implementation),
+        transformer_layer_spec=_layer_specs(architecture, config, groups, implementation, stage),
         vocab_size=architecture.padded_vocabulary(groups.tp.size()),
         max_sequence_length=architecture.max_positions,
         pre_process=groups.pp.rank() == 0 and chunk == 0,
         post_process=groups.pp.rank() == groups.pp.size() - 1 and chunk == chunks - 1,
         share_embeddings_and_output_weights=architecture.tied_embeddings and architecture.head == "language",
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
-        rope_scaling=architecture.rope_scaling_factor is not None,
-        rope_scaling_factor=architecture.rope_scaling_factor or 1.0,
+        position_embedding_type="none",  # attention has its own (``rotary``)
         parallel_output=True,
         pg_collection=groups,
-        vp_stage=chunk if chunks > 1 else None,
+        vp_stage=stage,
     )
     if architecture.head == "scalar" and model.post_process:
         model.output_layer = ScalarHead(config, groups.tp)
     return model
+
+
+def _layer_specs(
+    architecture: Architecture,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    implementation: Implementation,
+    virtual_stage: int | None,
+) -> TransformerBlockSubmodules:
+    """Megatron's specs of the decoder layers of one chunk, by the kind of each."""
+    family, rank = FAMILIES[architecture.family], groups.pp.rank()
+    device = "cpu" if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+    rotary = Rotary(rotary_tables(architecture, device))
+    first = get_transformer_layer_offset(config, virtual_stage, rank)
+    kinds = architecture.layer_kinds[first : first + get_num_layers_to_build(config, virtual_stage, rank)]
+    spec_of = {kind: family.layer_spec(architecture, kind, implementation, rotary) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[spec_of[kind] for kind in kinds], layer_norm=LayerNormImpl)

@@ -6,13 +6,13 @@ that is not known may change the model, and is refused by name. Free of torch: `
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.families import Family
 from rlhf_megatron.untrusted import parse_json, read_bytes, shown
 
 # Beyond any model, and small enough that nothing runs out of memory over one of them.
@@ -30,6 +30,7 @@ _LARGEST = {
     "num_local_experts": 2**14,
     "num_experts_per_tok": 2**14,
 }
+_LARGEST_OTHER = 2**20  # any other width or count
 _LARGEST_NUMBERS = {"rms_norm_eps": 0.1, "rope_theta": 1e12, "factor": 1e6}
 _MOST_LABELS = 2**20
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -40,9 +41,6 @@ _READ = {
     "intermediate_size", "layer_types", "max_position_embeddings", "model_type", "num_attention_heads",
     "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "rope_scaling",
     "rope_theta", "tie_word_embeddings", "torch_dtype", "vocab_size",
-}  # fmt: skip
-_READ_OF_EXPERTS = {
-    "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
 }  # fmt: skip
 
 # The one value that is supported, which is also what an absent field means.
@@ -120,9 +118,25 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_TEXTS, (str,)),
     **dict.fromkeys(_GENERATION, (bool, int, float, str, list)),
 }
-_TYPES_OF_EXPERTS: dict[str, tuple[type, ...]] = {"output_router_logits": (bool,), "router_aux_loss_coef": (float,)}
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number with a point", str: "text"}
 _TYPE_NAMES |= {list: "a list", dict: "an object"}
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyFields:
+    """The fields of one ``model_type`` beside those of every decoder.
+
+    ``read``: what its file reads. ``types``: fields without effect, by the types that transformers wants to see.
+    ``only``: fields and the one value of each that is supported, which is what an absent field means.
+    ``never_null``: fields that transformers' class of this kind refuses as null.
+    ``absent``: sizes that transformers takes for absent fields, where it does not derive them from others.
+    """
+
+    read: frozenset[str] = frozenset()
+    types: Mapping[str, tuple[type, ...]] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    never_null: tuple[str, ...] = ()
+    absent: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def read_model_json(path: Path) -> Any:
@@ -148,12 +162,12 @@ def brief(value: object) -> str:
     return shown(repr(value) if isinstance(value, (str, int, float, type(None))) else repr(value)[:1000], 80)
 
 
-def check_fields(path: Path, config: Mapping[str, Any], family: Family) -> None:
+def check_fields(path: Path, config: Mapping[str, Any], own: FamilyFields) -> None:
     """Raises ModelError for the first field of the config at ``path`` that is not known, or has a value that is not."""
-    single = _ONLY | dict(family.only)
-    types = _TYPES | (_TYPES_OF_EXPERTS if family.experts else {})
-    read = _READ | (_READ_OF_EXPERTS if family.experts else set())
-    never_null = _NEVER_NULL.union(family.never_null)
+    single = {field: value for field, value in _ONLY.items() if field not in own.read} | dict(own.only)
+    types = {field: kinds for field, kinds in _TYPES.items() if field not in own.read} | dict(own.types)
+    read = _READ | own.read
+    never_null = _NEVER_NULL.union(own.never_null)
     for field, value in config.items():
         if field in _OF_THE_CLASS:
             raise ModelError(
@@ -188,9 +202,9 @@ def _check_type(path: Path, field: str, value: object, types: tuple[type, ...]) 
         raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be {wanted}")
 
 
-def check_class(path: Path, config: Mapping[str, Any], family: Family) -> None:
-    """Raises ModelError where the config is for another class than the family's language model or classifier."""
-    known = [f"{family.classes}For{head}" for head in ("CausalLM", "SequenceClassification")]
+def check_class(path: Path, config: Mapping[str, Any], classes: str) -> None:
+    """Raises ModelError where the config is for another class than the language model or classifier of ``classes``."""
+    known = [f"{classes}For{head}" for head in ("CausalLM", "SequenceClassification")]
     named = config.get("architectures") or []
     if not isinstance(named, list) or any(name not in known for name in named):
         raise unsupported(path, "architectures", named, " or ".join(f'["{name}"]' for name in known))
@@ -227,8 +241,9 @@ def size(path: Path, field: str, config: Mapping[str, Any], default: int | None 
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"{shown(path)}: {field} {_not_a('whole number', field, config)}")
-    if value > _LARGEST[field]:
-        raise ModelError(f"{shown(path)}: {field} is {_figures(value)}; it must be at most {_LARGEST[field]:,}")
+    most = _LARGEST.get(field, _LARGEST_OTHER)
+    if value > most:
+        raise ModelError(f"{shown(path)}: {field} is {_figures(value)}; it must be at most {most:,}")
     return value
 
 

@@ -5,9 +5,11 @@ What the model needs, not what was done: recomputed activations and padding do n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.families import FAMILIES
 
 # Dense bfloat16 operations per second from the vendor's data sheets, by what a GPU's name contains; the first counts.
 _PEAKS = {
@@ -29,16 +31,11 @@ def forward_flops(architecture: Architecture, lengths: Iterable[float], outputs:
     A product of [m, k] and [k, n] counts 2 m k n; norms, activations and rotary embeddings count nothing. Attention of
     a row of n tokens is counted for the n (n + 1) / 2 pairs that may be seen, or for all n^2 without ``causal``.
     """
-    a = architecture
-    query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
-    weights = a.hidden * (2 * query + 2 * key_value)
-    if a.experts:
-        weights += a.hidden * a.experts.count + 3 * a.hidden * a.experts.feed_forward * a.experts.chosen
-    else:
-        weights += 3 * a.hidden * a.feed_forward
+    a, family = architecture, FAMILIES[architecture.family]
+    weights = sum(count * family.multiplied_weights(a, kind) for kind, count in Counter(a.layer_kinds).items())
     rows = list(lengths)
     head = 1 if a.head == "scalar" else a.vocabulary
-    return 2.0 * (a.layers * weights * sum(rows) + a.hidden * head * outputs) + _attention_flops(a, rows, causal)
+    return 2.0 * (weights * sum(rows) + a.hidden * head * outputs) + _attention_flops(a, rows, causal)
 
 
 def training_flops(
@@ -55,10 +52,9 @@ def training_flops(
 
 
 def _attention_flops(architecture: Architecture, rows: Sequence[float], causal: bool) -> float:
-    """Of a forward pass, the operations of queries with keys, and of their softmax with values: 4 for a pair and a
-    column of a head."""
-    pairs = sum(n * (n + 1) / 2 if causal else n * n for n in rows)
-    return 4.0 * architecture.layers * architecture.heads * architecture.head_dim * pairs
+    """Of a forward pass, the operations that are no products with weights."""
+    a, family = architecture, FAMILIES[architecture.family]
+    return sum(count * family.attention_flops(a, kind, rows, causal) for kind, count in Counter(a.layer_kinds).items())
 
 
 def attention_cost(architecture: Architecture) -> float:
@@ -71,3 +67,10 @@ def attention_cost(architecture: Architecture) -> float:
 def peak_flops(gpu: str) -> float | None:
     """Dense bfloat16 operations per second of a GPU by its name, as torch gives it; None where it is not known."""
     return next((peak for name, peak in _PEAKS.items() if name in gpu), None)
+
+
+def kv_cache_bytes_per_token(architecture: Architecture, tensor: int, element_bytes: int) -> int:
+    """Bytes that vLLM's cache takes for one token on each of ``tensor`` ranks."""
+    a, family = architecture, FAMILIES[architecture.family]
+    kinds = Counter(a.layer_kinds).items()
+    return element_bytes * sum(count * family.cached_elements(a, kind, tensor) for kind, count in kinds)

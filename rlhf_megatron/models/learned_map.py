@@ -1,8 +1,8 @@
 """vLLM's side of the weight map, learned from vLLM's own loader instead of written by hand.
 
-The `LoadTrace`s of a replica's ranks become `Block`s, the form of the hand-written table (weight_map.py) that
-regathering plans with. A start is refused where that cannot be done exactly. Maps are kept as JSON by model, layout and
-vLLM version, so that a dry run needs no vLLM.
+The `LoadTrace`s of a replica's ranks become `Block`s, the form of the tables that families write down, by which
+regathering plans. A start is refused where that cannot be done exactly. Maps are kept as JSON by model, layout and vLLM
+version, so that a dry run needs no vLLM.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def learned_blocks(
         ModelError: the loader computes, casts or leaves out something on some rank, copies what is no rectangle (a
             transpose), or no rank reads some part of a tensor: the engine would compute another model.
     """
-    ranks = [_blocks_of_rank(trace, tensor_shapes, where) for trace in traces]
+    ranks = [rank_blocks(trace, tensor_shapes, where) for trace in traces]
+    check_all_is_read(ranks, tensor_shapes, where)
+    return ranks
+
+
+def check_all_is_read(ranks: Sequence[Sequence[Block]], tensor_shapes: Mapping[str, Sequence[int]], where: str) -> None:
+    """Raises ModelError where no rank of a replica reads some part of a checkpoint's tensor."""
     regions: dict[str, set[Region]] = {name: set() for name in tensor_shapes}
     for block in itertools.chain(*ranks):
         regions[block.tensor].add(block.region)
@@ -50,10 +56,19 @@ def learned_blocks(
         read = sum(prod(stop - start for start, stop in region) for region in regions[name])
         if read != prod(shape):
             raise ModelError(f"{where}: vLLM's loader reads {read} of the {prod(shape)} elements of {name}")
-    return ranks
 
 
-def _blocks_of_rank(trace: LoadTrace, tensor_shapes: Mapping[str, Sequence[int]], where: str) -> list[Block]:
+def check_all_is_written(
+    blocks: Sequence[Block], parameters: Iterable[str], derived: Iterable[str], where: str
+) -> None:
+    """Raises ModelError where ``blocks`` are not those of a live engine's ``parameters``, but for ``derived`` ones."""
+    odd = {block.parameter for block in blocks} ^ set(parameters).difference(derived)
+    if odd:
+        raise ModelError(f"{where}: the learned weight map and vLLM's engine disagree on its parameter {min(odd)}")
+
+
+def rank_blocks(trace: LoadTrace, tensor_shapes: Mapping[str, Sequence[int]], where: str) -> list[Block]:
+    """Return the blocks of one rank; raises ModelError where the loader does not only copy rectangles."""
     if trace.problems:
         more = f" (and {len(trace.problems) - 1} more)" if trace.problems[1:] else ""
         raise ModelError(f"{where}: vLLM's loader does not only copy: {trace.problems[0]}{more}")
@@ -122,9 +137,20 @@ def _columns(shape: Sequence[int]) -> int:
     return shape[-1] if shape else 1
 
 
-def map_key(config: Mapping[str, Any], tensor: int, expert_parallel: bool, vllm_version: str) -> str:
-    """Return the name under which a map is kept: a digest of all that it depends on."""
-    identity = [FORMAT, dict(config), tensor, expert_parallel, vllm_version]
+def map_file(folder: Path, config: Mapping[str, Any], tensor: int, expert_parallel: bool, vllm_version: str) -> Path:
+    """Return where a map is kept under ``folder``, by all that it depends on."""
+    return folder / f"{_digest(config, tensor, expert_parallel)}-{vllm_version}.json"
+
+
+def stored_map(folder: Path, config: Mapping[str, Any], tensor: int, expert_parallel: bool) -> list[list[Block]] | None:
+    """Return the latest map of whatever vLLM version; None: none was learned. Raises ModelError where it is damaged."""
+    files = folder.glob(f"{_digest(config, tensor, expert_parallel)}-*.json")
+    latest = max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+    return None if latest is None else read_map(latest)
+
+
+def _digest(config: Mapping[str, Any], tensor: int, expert_parallel: bool) -> str:
+    identity = [FORMAT, dict(config), tensor, expert_parallel]
     return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

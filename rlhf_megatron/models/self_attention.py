@@ -8,20 +8,39 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from rlhf_megatron.models.rotary import Rotary
+
 
 class StackedSelfAttention(SelfAttention):
     """All queries of a rank, then its keys, then its values; Megatron's own interleaves them by group.
 
-    With fewer key-value heads than tensor ranks Megatron cuts through groups, and that stays as it is
-    (see ``weight_map``).
+    Queries and keys are turned by the layer's own rotary table before Megatron sees them: its model has no position
+    embeddings. With fewer key-value heads than tensor ranks Megatron cuts through groups, and that stays as it is
+    (see ``rectangles``).
     """
+
+    def __init__(self, config: Any, *args: Any, rotary: Rotary, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self._rotary = rotary
+        self._packed: Any = None  # Megatron's PackedSeqParams, while in forward
+
+    def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
+        """See SelfAttention; packed sequences only."""
+        if packed_seq_params is None:
+            raise ValueError("StackedSelfAttention takes packed sequences only; pass packed_seq_params")
+        self._packed = packed_seq_params
+        try:
+            return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **options)
+        finally:
+            self._packed = None
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **options: Any
     ) -> Any:
-        """hidden_states [s, b, hidden] -> query [s, b, heads, d], key and value [s, b, kv_heads, d] of this rank."""
+        """hidden_states [s, 1, hidden] -> query [s, 1, heads, d], key and value [s, 1, kv_heads, d] of this rank."""
         if self.config.num_query_groups < self.world_size:
-            return super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
+            query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
+            return self._turned(query), self._turned(key), value
         fused, _ = self.linear_qkv(hidden_states)
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         of_heads = fused.unflatten(-1, (-1, self.hidden_size_per_attention_head))
@@ -30,7 +49,10 @@ class StackedSelfAttention(SelfAttention):
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        # Rotary embeddings make queries and keys anew. A value that is a view would keep all of ``fused`` for the
-        # backward pass, and of a single token it counts as contiguous wherever it begins, which Transformer Engine
-        # refuses.
-        return query, key, value.clone(memory_format=torch.contiguous_format)
+        # Queries and keys are made anew. A value that is a view would keep all of ``fused`` for the backward pass, and
+        # of a single token it counts as contiguous wherever it begins, which Transformer Engine refuses.
+        return self._turned(query), self._turned(key), value.clone(memory_format=torch.contiguous_format)
+
+    def _turned(self, values: Tensor) -> Tensor:
+        group = self.pg_collection.cp
+        return self._rotary.turn(values.squeeze(1), self.layer_number - 1, self._packed, group).unsqueeze(1)

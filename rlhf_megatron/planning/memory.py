@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.kv_cache import key_value_bytes
+from rlhf_megatron.models.flops import kv_cache_bytes_per_token
 from rlhf_megatron.planning.parameters import (
     adapter_parameters,
     model_parameters,
@@ -125,7 +125,7 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
     else:
         share = section.gpu_memory_utilization * recipe.cluster.gpu_memory_gb
         cache = max(0.0, share - beside_cache)
-    tokens = int(cache * GB // key_value_bytes(architecture, size, tensor))
+    tokens = int(cache * GB // kv_cache_bytes_per_token(architecture, tensor, size))
     replicas = len(rollout_ranks(recipe, world_size)) // tensor
     return RolloutMemory(replicas, weights, shared, cache, share, tokens, tokens // recipe.longest_sequence)
 

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from rlhf_megatron.errors import RecipeError
-from rlhf_megatron.models.architecture import Architecture, Head, read_architecture, read_config
+from rlhf_megatron.models.architecture import Architecture, Head, check_generates, read_architecture, read_config
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe
-from rlhf_megatron.rollout.vllm.model_config import check_generates
+from rlhf_megatron.rollout.vllm.model_config import check_classes
 from rlhf_megatron.untrusted import shown
 
 
@@ -50,7 +50,8 @@ def model_architecture(recipe: Recipe, folder: Path) -> Architecture:
     """
     architecture = read_architecture(folder)
     if isinstance(recipe, RLRecipe):
-        check_generates(folder / "config.json", read_config(folder))
+        check_classes(folder / "config.json", read_config(folder))
+        check_generates(architecture, folder)
     return architecture
 
 

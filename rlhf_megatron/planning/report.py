@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.weight_map import has_rollout_table
 from rlhf_megatron.planning.dry_run import dry_run
-from rlhf_megatron.planning.model_folders import planned_architectures
+from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
 from rlhf_megatron.planning.step_time import expected_time
 from rlhf_megatron.recipe import Recipe, RLRecipe, role_ranks, rollout_ranks
+from rlhf_megatron.regather.learned_rollout import remembered_rollout_blocks
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
 from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
 from rlhf_megatron.topology.role_layout import make_layout
@@ -54,7 +56,13 @@ def regather_summary(recipe: RLRecipe, architecture: Architecture, world_size: i
     sources = trainer_shards(architecture, make_layout(recipe.actor.layout, len(ranks)), ranks)
     rollout = recipe.rollout.layout
     generating = rollout_ranks(recipe, world_size)
-    wanted = rollout_shards(architecture, rollout.tensor, generating, rollout.expert_parallel)
+    learned = None
+    if not has_rollout_table(architecture):
+        folder = planning_folder(recipe)
+        learned = remembered_rollout_blocks(folder, rollout.tensor, rollout.expert_parallel, recipe.run_root)
+        if learned is None:
+            return f"not known yet: the first run under {recipe.run_root} learns it from vLLM"
+    wanted = rollout_shards(architecture, rollout.tensor, generating, rollout.expert_parallel, learned)
     element_bytes = _BYTES[recipe.rollout.dtype or recipe.model.dtype]
 
     def plans_of(some: Iterable[int]) -> list[RankPlan]:

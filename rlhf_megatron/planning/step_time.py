@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.flops import forward_flops, peak_flops, training_flops
-from rlhf_megatron.models.kv_cache import key_value_bytes
+from rlhf_megatron.models.flops import forward_flops, kv_cache_bytes_per_token, peak_flops, training_flops
 from rlhf_megatron.monitor.columns import GENERATING
 from rlhf_megatron.planning.memory import RolloutMemory, estimate
 from rlhf_megatron.planning.stage_memory import GB, keeps_logits, recomputed_layers
@@ -215,7 +214,7 @@ def _generate(
     def seconds_of_token(sequences: float, cached: float) -> float:
         reading = 2.0 * _weights(model) / tensor / (bandwidth * _OF_WEIGHTS)
         computing = 2.0 * _weights(model) * sequences / tensor / (peak * _OF_PEAK_IN_ROLLOUT)
-        of_cache = key_value_bytes(model, 2) / tensor * cached
+        of_cache = kv_cache_bytes_per_token(model, 1, 2) / tensor * cached
         received = 2.0 * sequences * model.hidden * (tensor - 1)
         reducing = _ALL_REDUCE_SECONDS + received / _ALL_REDUCE_BYTES_PER_SECOND if tensor > 1 else 0.0
         return (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.lora import Adaptation, adapter_blocks, adapter_layout
-from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks, rollout_blocks
+from rlhf_megatron.models.weight_map import Block, Implementation, layer_of, megatron_blocks, rollout_blocks
 from rlhf_megatron.regather.plan import Shard, ShardSpec
 from rlhf_megatron.topology.layout import Layout
 
@@ -38,11 +38,27 @@ def adapter_shards(
 
 
 def rollout_shards(
-    architecture: Architecture, tensor: int, ranks: Sequence[int], expert_parallel: bool = False
+    architecture: Architecture,
+    tensor: int,
+    ranks: Sequence[int],
+    expert_parallel: bool = False,
+    learned: Sequence[Sequence[Block]] | None = None,
 ) -> ShardSpec:
-    """What vLLM's replicas want, of ``tensor`` neighbours in ``ranks`` each; the shard is the place in the replica."""
+    """What vLLM's replicas want, of ``tensor`` neighbours in ``ranks`` each; the shard is the place in the replica.
+
+    ``learned`` are the blocks of each, for a model whose family has no table of them (``learned_rollout``).
+    """
+    shard_of = {rank: place % tensor for place, rank in enumerate(ranks)}
+    if learned is not None:
+        return ShardSpec(
+            shard_of,
+            lambda shard: learned[shard],
+            lambda shard, layers: [
+                block for block in learned[shard] if layer_of(block.tensor) in layers or layer_of(block.tensor) is None
+            ],
+        )
     return ShardSpec(
-        {rank: place % tensor for place, rank in enumerate(ranks)},
+        shard_of,
         lambda shard: rollout_blocks(architecture, tensor, shard, expert_parallel),
         lambda shard, layers: rollout_blocks(architecture, tensor, shard, expert_parallel, layers),
     )

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from rlhf_megatron.data.packing import MicroBatch
 from rlhf_megatron.data.rollout_batch import RolloutBatch
-from rlhf_megatron.models.architecture import Architecture, transformer_config
+from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import build_model, choose_implementation
 from rlhf_megatron.models.hf_files import WeightSource, load_blocks
+from rlhf_megatron.models.transformer_config import transformer_config
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
 from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection, RoleSection

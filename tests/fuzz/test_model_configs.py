@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
-from rlhf_megatron.models.config_fields import _ONLY, _READ, _READ_OF_EXPERTS, _TYPES
+from rlhf_megatron.models.config_fields import _ONLY, _READ, _TYPES
+from rlhf_megatron.models.families.mixture import EXPERT_FIELDS
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -23,12 +24,15 @@ WHOLE = {
     "qwen2": SIZES,
     "qwen3": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
+    "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
 }
-FIELDS = [*sorted(_READ | _READ_OF_EXPERTS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
+OF_LAYERS = ["decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"]
+FIELDS = [*sorted(_READ | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
+FIELDS += OF_LAYERS
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
      "false", "bfloat16", "torch.bfloat16", "\x1b\n", [], ["full_attention"] * 2, ["sliding_attention"] * 2, [1, 2],
-     [[]], {}, {"a": 1}, {"rope_type": "default", "rope_theta": 5e5}, {"type": "linear", "factor": 2.0}]
+     [0], [0, 1], [[]], {}, {"a": 1}, {"rope_type": "default", "rope_theta": 5e5}, {"type": "linear", "factor": 2.0}]
 )  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
@@ -70,3 +74,11 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     if read.experts:
         assert (read.experts.count, read.experts.chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
         assert read.experts.normalized == theirs.norm_topk_prob
+        # A mixture in a layer is what transformers builds there; see Qwen2MoeDecoderLayer and Qwen3MoeDecoderLayer.
+        sparse = [
+            layer not in theirs.mlp_only_layers and (layer + 1) % theirs.decoder_sparse_step == 0
+            for layer in range(read.layers)
+        ]
+        assert [kind.feed_forward == "experts" for kind in read.layer_kinds] == sparse
+        shared = read.experts.shared.feed_forward if read.experts.shared else 0
+        assert shared == getattr(theirs, "shared_expert_intermediate_size", 0)

@@ -5,10 +5,16 @@ python learn_maps.py OUTPUT FOLDER... : OUTPUT/NAME-tT[-ep].json for each folder
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+
+if TYPE_CHECKING:
+    from rlhf_megatron.models.rectangles import Block, Shapes
 
 # (tensor parallelism, expert parallel). With 4 ranks there are fewer key-value heads than ranks.
 LAYOUTS = ((1, False), (2, False), (4, False), (2, True))
@@ -28,15 +34,55 @@ def main(output: Path, folders: list[Path]) -> None:
     for folder in folders:
         architecture = read_architecture(folder)
         shapes = tensor_shapes(architecture)
+        loaded: dict[str, list[str]] = {"compared": [], "different": []}
         for tensor, expert_parallel in LAYOUTS:
             if expert_parallel and architecture.experts is None:
                 continue
             traces = [trace_rank(folder, shapes, tensor, rank, expert_parallel, "float32") for rank in range(tensor)]
             target = map_file(output, folder.name, tensor, expert_parallel)
             try:
-                write_map(target, learned_blocks(traces, shapes, folder.name), {"model": folder.name})
+                learned = learned_blocks(traces, shapes, folder.name)
             except ModelError as error:
                 target.with_suffix(".refused").write_text(str(error))
+                continue
+            write_map(target, learned, {"model": folder.name})
+            if tensor == 2:
+                loaded["compared"].append(target.name)
+                loaded["different"] += differences(folder, shapes, learned[1], tensor, 1, expert_parallel)
+        (output / f"{folder.name}.loaded").write_text(json.dumps(loaded))
+
+
+def differences(
+    folder: Path, shapes: Shapes, blocks: Sequence[Block], tensor: int, rank: int, expert_parallel: bool
+) -> list[str]:
+    """The parameters in which vLLM's own load of random tensors is not what ``blocks`` say; padding may be 0."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    from rlhf_megatron.models.hf_files import window
+    from rlhf_megatron.rollout.vllm.weight_loading import _as_rank
+
+    config = EngineArgs(
+        model=str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy"
+    ).create_engine_config()
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    with _as_rank(config, tensor, rank, expert_parallel), torch.no_grad():
+        model = initialize_model(config)
+        parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+        for parameter in parameters.values():
+            parameter.fill_(torch.nan)
+        model.load_weights(iter(tensors.items()))
+    expected = {name: torch.full_like(parameter, torch.nan) for name, parameter in parameters.items()}
+    for block in blocks:
+        source = tensors[block.tensor][tuple(slice(*span) for span in block.region)]
+        window(expected[block.parameter], block.offset, block.region).copy_(source)
+    return [
+        name
+        for name, parameter in parameters.items()
+        if not torch.equal(parameter, torch.where(expected[name].isnan(), 0.0, expected[name]))
+    ]
 
 
 if __name__ == "__main__":

@@ -76,6 +76,12 @@ TRANSFORMERS = {
     "experts, TP2 and EP2, then PP2": Case(
         "qwen3_moe", True, {"tensor": 2, "expert": 2, "expert_tensor": 1}, then={"pipeline": 2}
     ),
+    "shared expert and a dense layer, one rank": Case("qwen2_moe", True, {}),
+    "shared expert, TP2": Case("qwen2_moe", False, {"tensor": 2}),
+    "shared expert, EP2": Case("qwen2_moe", False, {"data": 2, "expert": 2}),
+    "shared expert, PP2, then TP2 and EP2": Case(
+        "qwen2_moe", False, {"pipeline": 2}, then={"tensor": 2, "expert": 2, "expert_tensor": 1}
+    ),
     "experts, EP2 DP2, then TP2 EP2": Case(
         "qwen3_moe", False, {"data": 4, "expert": 2}, then={"tensor": 2, "data": 2, "expert": 2}
     ),

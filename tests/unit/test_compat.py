@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names
 from rlhf_megatron.compat.patches import PATCHES, Patch, warn_of_unknown_version
@@ -136,30 +135,3 @@ def test_vllm_is_known_to_its_own_folders_only() -> None:
                 assert not module.startswith(("rlhf_megatron.compat.vllm", "rlhf_megatron.rollout.vllm.vllm_engine")), (
                     own
                 )
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ({"mscale": 1.2}, "mscale=1.2"),
-        ({"rotary_interleaved": True}, "rotary_interleaved"),
-        ({"multi_latent_attention": True}, "mla_rotary_interleaved"),
-        ({"cp_group": None}, "no context-parallel group"),
-    ],
-)
-def test_rotary_embeddings_that_are_not_known_are_refused(how: dict[str, object], said: str) -> None:
-    class One:
-        """A context-parallel group of one rank."""
-
-        def size(self) -> int:
-            return 1
-
-        def rank(self) -> int:
-            return 0
-
-    values, lengths, frequencies = torch.randn(3, 2, 8), torch.tensor([0, 3]), torch.randn(4, 1, 1, 8)
-    assert megatron.rotate_packed(values, lengths, frequencies, cp_group=One()).shape == values.shape  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match=said):
-        megatron.rotate_packed(values, lengths, frequencies, **{"cp_group": One()} | how)  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="4 of 8 dimensions"):
-        megatron.rotate_packed(values, lengths, frequencies[..., :4], cp_group=One())  # type: ignore[arg-type]

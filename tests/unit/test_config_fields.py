@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.errors import RecipeError
-from rlhf_megatron.models.architecture import ModelError, parse_architecture, read_architecture
+from rlhf_megatron.models.architecture import (
+    ModelError,
+    check_generates,
+    parse_architecture,
+    read_architecture,
+)
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.rollout.engine import RolloutError
@@ -59,6 +64,13 @@ def without(config: dict[str, Any], *fields: str) -> dict[str, Any]:
     return {field: value for field, value in config.items() if field not in fields}
 
 
+QWEN2_MOE = QWEN2 | {
+    "architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5632,
+    "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False,
+    "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 16, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "vocab_size": 151936,
+}  # fmt: skip
 PUBLISHED = {
     "Llama 2": without(LLAMA, "rope_theta", "mlp_bias", "attention_bias", "attention_dropout", "rope_scaling")
     | {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None}
@@ -77,6 +89,11 @@ PUBLISHED = {
     "Qwen2": QWEN2 | {"sliding_window": 131072, "eos_token_id": [151645, 151643], "rope_theta": 1000000.0},
     "Qwen3": QWEN3,
     "Qwen3-Coder-30B-A3B": QWEN3_CODER,
+    "Qwen1.5-MoE-A2.7B": QWEN2_MOE,
+    "Qwen2-57B-A14B": QWEN2_MOE
+    | {"hidden_size": 3584, "intermediate_size": 18944, "moe_intermediate_size": 2560, "num_attention_heads": 28}
+    | {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 28, "num_key_value_heads": 4}
+    | {"rope_theta": 1000000.0, "shared_expert_intermediate_size": 20480},
     "a reward model": QWEN3
     | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
     "transformers 5": without(QWEN3, "rope_theta", "torch_dtype")
@@ -105,6 +122,15 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
     assert read.rope_theta == theirs.rope_parameters["rope_theta"]
     assert read.rope_scaling_factor == theirs.rope_parameters.get("factor")
     assert (read.vocabulary, read.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
+
+
+def test_a_model_that_vllm_would_misread_generates_nothing() -> None:
+    check_generates(parse_architecture(QWEN3 | {"head_dim": 32}, "here"), "here")
+    check_generates(parse_architecture(QWEN2, "here"), "here")
+    for config in (QWEN2, QWEN2_MOE):
+        said = f"head_dim is 32, and vLLM takes hidden_size / num_attention_heads for {config['model_type']}"
+        with pytest.raises(ModelError, match=f"^here/config.json: {said}$"):
+            check_generates(parse_architecture(config | {"head_dim": 32}, "here"), "here")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -215,6 +241,19 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN3_CODER, {"mlp_only_layers": [3]}, r"mlp_only_layers is \[3\]"),
     (QWEN3_CODER, {"n_group": 8}, "n_group is 8"),
     (QWEN3_CODER, {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+    (QWEN2_MOE, {"mlp_only_layers": [24]}, r"mlp_only_layers is \[24\]; it must be a list of layers, 0 to 23"),
+    (QWEN2_MOE, {"mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]"),
+    (QWEN2_MOE, {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
+    (QWEN2_MOE, {"mlp_only_layers": list(range(24))}, "mlp_only_layers is .*, which is not supported"),
+    (QWEN2_MOE, {"decoder_sparse_step": 25}, "decoder_sparse_step is 25, which is not supported"),
+    (QWEN2_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a whole number above 0"),
+    (QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+    (without(QWEN2_MOE, "shared_expert_intermediate_size"), {}, "shared_expert_intermediate_size is missing"),
+    (without(QWEN2_MOE, "num_key_value_heads"), {"num_attention_heads": 32}, "num_key_value_heads is missing; add it"),
+    (QWEN2_MOE, {"qkv_bias": False}, "qkv_bias is False"),
+    (QWEN2_MOE, {"use_sliding_window": True}, "use_sliding_window is True"),
+    (QWEN2_MOE, {"n_shared_experts": 1}, "n_shared_experts is 1"),
+    (QWEN2_MOE, {"architectures": ["Qwen3MoeForCausalLM"]}, "architectures is"),
     (without(QWEN3, "head_dim"), {}, "head_dim is missing; add it"),
     (without(QWEN2, "num_key_value_heads"), {}, "num_key_value_heads is missing; add it"),
     (without(LLAMA, "vocab_size"), {}, "vocab_size is missing"),

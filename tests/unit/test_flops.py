@@ -10,14 +10,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hugging_face import load_model, make_model
 from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.models.flops import attention_cost, forward_flops, peak_flops, training_flops
+from rlhf_megatron.models.flops import (
+    attention_cost,
+    forward_flops,
+    kv_cache_bytes_per_token,
+    peak_flops,
+    training_flops,
+)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_moe"])
 def test_operations_are_those_that_torch_counts(family: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / family, family)
     architecture, model = read_architecture(folder), load_model(folder)
     model.set_attn_implementation("eager")
+    if architecture.experts:
+        model.set_experts_implementation("eager")  # grouped products are not counted
     tokens = torch.arange(24).reshape(2, 12)
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens).logits.sum()
@@ -46,6 +54,11 @@ def test_rows_cost_their_tokens_and_their_square(tmp_path: Path) -> None:
     attention = attention_cost(architecture)
     short, long = (forward_flops(architecture, [length], length) for length in (50, 700))
     assert long / short == pytest.approx((700 + attention * 700**2) / (50 + attention * 50**2))
+
+
+def test_a_token_in_the_cache_has_a_key_and_a_value_in_each_layer(tmp_path: Path) -> None:
+    architecture = read_architecture(make_model(tmp_path / "model", "qwen3"))  # 4 layers, 2 key-value heads of 32
+    assert [kv_cache_bytes_per_token(architecture, tensor, 2) for tensor in (1, 2, 4)] == [1024, 512, 512]
 
 
 def test_a_gpu_is_known_by_its_name() -> None:

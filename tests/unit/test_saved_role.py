@@ -18,7 +18,8 @@ from hugging_face import make_model
 from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole, files_of_role
 from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors
 from rlhf_megatron.errors import CheckpointError
-from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.architecture import LayerKind, read_architecture
+from rlhf_megatron.models.description import Experts, SharedExpert, stored_form
 from rlhf_megatron.models.weight_map import megatron_blocks
 from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
@@ -77,6 +78,34 @@ def test_all_of_a_role_is_read(saved: Saved, model: Path, tmp_path: Path) -> Non
     assert torch.equal(norm, torch.arange(len(norm), dtype=torch.float32))
     del saved.state["ranks"]  # as an earlier version wrote it
     assert read(saved, model, tmp_path / "step-4").keys() == tensors.keys()
+
+
+# What a checkpoint of an earlier version says of a model, to the letter.
+EARLIER = [
+    "family", "layers", "hidden", "feed_forward", "heads", "key_value_heads", "head_dim", "vocabulary", "max_positions",
+    "norm_epsilon", "rope_theta", "rope_scaling_factor", "tied_embeddings", "query_key_norm", "qkv_bias",
+    "end_token_ids", "pad_token_id", "head", "experts",
+]  # fmt: skip
+
+
+def test_a_checkpoint_says_of_a_model_what_earlier_versions_said(saved: Saved, model: Path, tmp_path: Path) -> None:
+    architecture = read_architecture(model)
+    assert list(stored_form(architecture)) == EARLIER
+    mixture = dataclasses.replace(architecture, experts=Experts(4, 2, 8, True))
+    assert stored_form(mixture)["experts"] == {"count": 4, "chosen": 2, "feed_forward": 8, "normalized": True}
+    saved.state["architecture"] = json.loads(json.dumps(stored_form(architecture)))
+    assert read(saved, model, tmp_path / "step-3")
+
+
+@pytest.mark.parametrize("later", ["mixed_layers", "shared"])
+def test_layers_of_another_kind_are_another_model(saved: Saved, model: Path, tmp_path: Path, later: str) -> None:
+    architecture = read_architecture(model)
+    changed = dataclasses.replace(architecture, mixed_layers=(LayerKind("full", "dense"),) * architecture.layers)
+    if later == "shared":
+        changed = dataclasses.replace(architecture, experts=Experts(4, 2, 8, True, SharedExpert(8, gated=True)))
+    saved.state["architecture"] = json.loads(json.dumps(stored_form(changed)))
+    with pytest.raises(CheckpointError, match="of another model than actor's: it has (mixed_layers|experts) "):
+        read(saved, model, tmp_path / "step-3")
 
 
 NAME = "decoder.final_layernorm.weight"

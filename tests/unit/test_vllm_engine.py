@@ -92,10 +92,6 @@ def test_what_cannot_be_generated_is_refused_in_one_line(
         (lambda config: config.update(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; at most"),
         (lambda config: config.update(to_dict=1), "configs that transformers refuses"),
         (lambda config: config.update(torch_dtype="bf16"), "configs that transformers refuses"),
-        (
-            lambda config: config.update(model_type="qwen2", hidden_size=64, num_attention_heads=4, head_dim=32),
-            "head_dim is 32, and vLLM takes hidden_size / num_attention_heads",
-        ),
     ],
 )
 def test_a_config_that_vllm_would_misread_is_refused(

@@ -159,7 +159,7 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model_type", "qwen2_moe"),
+        ("model_type", "qwen2_vl"),
         ("hidden_act", "gelu"),
         ("mlp_only_layers", [0]),
         ("decoder_sparse_step", 2),
@@ -204,6 +204,8 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line() -> None:
         ValueError, match="^layout.pipeline=3: 4 layers do not divide over 3 stages; set first_stage_layers"
     ):
         architecture().check_layout(Layout(1, 3))
+    with pytest.raises(RecipeError, match="2 layers do not split over 4 pipeline stages with"):
+        Layout(pipeline=4, first_stage_layers=1, last_stage_layers=1).stage_chunks(2)
     assert Layout(1, 3, first_stage_layers=1, last_stage_layers=1).stage_chunks(4) == [
         [range(0, 1)],
         [range(1, 3)],
@@ -239,3 +241,52 @@ def test_coordinates_follow_megatrons_order() -> None:
     for position in range(8):
         place = layout.coordinates(position)
         assert layout.position(place.tensor, place.data, place.pipeline) == position
+
+
+QWEN2_MOE = {
+    "model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 100,
+    "num_key_value_heads": 2, "intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1],
+    "decoder_sparse_step": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(tensor=2),
+        Layout(tensor=4),
+        Layout(data=2, expert=2),
+        Layout(tensor=2, expert=2, expert_tensor=1),
+        Layout(pipeline=2, data=2, expert=2),
+        Layout(pipeline=3, virtual_pipeline=2),
+    ],
+    ids=str,
+)
+def test_layers_that_differ_are_held_once(layout: Layout, implementation: Implementation) -> None:
+    a = parse_architecture(QWEN2_MOE, "here")
+    assert [kind.feed_forward == "experts" for kind in a.layer_kinds] == [False, False, False, True, False, True]
+    a.check_layout(layout)
+    tensors = checkpoint(a)
+    seen = {name: torch.zeros(shape) for name, shape in tensor_shapes(a).items()}
+    for position in range(layout.size):
+        if layout.coordinates(position).data and not layout.expert_coordinates(position).expert:
+            continue
+        blocks = megatron_blocks(a, layout, position, implementation)
+        for parameter in filled(blocks, tensors).values():
+            assert not parameter.isnan().any()
+        for block in blocks:
+            if ".experts." in block.tensor or not layout.coordinates(position).data:
+                seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
+    whole = ("norm", "mlp.gate.", "shared_expert_gate")
+    for name, count in seen.items():
+        assert (count == (layout.tensor if any(part in name for part in whole) else 1)).all(), name
+
+
+def test_what_vllm_holds_of_a_family_without_a_table_is_not_guessed() -> None:
+    with pytest.raises(ValueError, match="qwen2_moe: what vLLM's ranks hold is learned"):
+        rollout_blocks(parse_architecture(QWEN2_MOE, "here"), 1, 0)
+    with pytest.raises(ModelError, match="layout.tensor=4 does not divide the 42 columns of the shared expert"):
+        parse_architecture(QWEN2_MOE | {"shared_expert_intermediate_size": 42}, "here").check_layout(Layout(tensor=4))

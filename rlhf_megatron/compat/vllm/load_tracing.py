@@ -1,51 +1,68 @@
 """A model of vLLM on the meta device, for any rank of a replica, in a process that is one rank: for tracing of loaders.
 
-Only the sizes and the rank of vLLM's group objects are set, and no function is replaced but the two that could not do
-their work on meta. vLLM has no public way to either; on models on meta: https://github.com/vllm-project/vllm/issues/18009
+vLLM's group objects are stand-ins that know sizes and ranks alone, and no function is replaced but the two that could
+not do their work on meta. vLLM has no public way to either; on models on meta: https://github.com/vllm-project/vllm/issues/18009
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-
-def start_distributed() -> None:
-    """Make this process a world of one, as vLLM's models ask for."""
-    from vllm.distributed import parallel_state
-
-    if not torch.cuda.is_available():
-        from rlhf_megatron.compat.vllm import cpu
-
-        cpu.install()
-    if torch.distributed.is_initialized():
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
+# The groups of vLLM's parallel_state, by version, that all tensor ranks of a replica are in; others are of one rank.
+_TENSOR_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP", "_EPLB")
+_OTHER_GROUPS = ("_INNER_DP_WORLD", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP")
 
 
 @contextlib.contextmanager
 def as_rank(config: Any, tensor: int, rank: int, expert_parallel: bool) -> Iterator[None]:
-    """Have vLLM take this process for rank `rank` of `tensor` ranks."""
+    """Have vLLM take this process for rank `rank` of `tensor` ranks, which cannot communicate."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
     config.parallel_config.tensor_parallel_size = tensor
     config.parallel_config.enable_expert_parallel = expert_parallel
-    with set_current_vllm_config(config):
-        parallel_state.initialize_model_parallel(1, 1)
-        try:
-            for group in filter(None, (parallel_state._TP, parallel_state._EP)):
-                group.world_size, group.rank_in_group, group.ranks = tensor, rank, list(range(tensor))
+    whole, alone = _group(tensor, rank), _group(1, 0)
+    own = {name: whole if name in _TENSOR_GROUPS else alone for name in (*_TENSOR_GROUPS, *_OTHER_GROUPS)}
+    before = {name: getattr(parallel_state, name) for name in own if hasattr(parallel_state, name)}
+    try:
+        for name in before:
+            setattr(parallel_state, name, own[name])
+        with set_current_vllm_config(config):
             yield
-        finally:
-            parallel_state.destroy_model_parallel()
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
+
+
+class _SizeAndRank:
+    """In place of a process group of torch's."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def rank(self) -> int:
+        """This process's."""
+        return self._rank
+
+
+def _group(size: int, rank: int) -> Any:
+    """Make one of vLLM's groups that knows its size, and has nothing to communicate by."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    group: Any = object.__new__(GroupCoordinator)
+    group.world_size, group.ranks, group.rank, group.rank_in_group = size, list(range(size)), rank, rank
+    group.local_rank, group.unique_name = 0, "of no process"
+    group.cpu_group = group.device_group = _SizeAndRank(size, rank)
+    group.device_communicator = group.mq_broadcaster = None
+    return group
 
 
 def build_on_meta(config: Any) -> torch.nn.Module:

@@ -14,8 +14,8 @@ from rlhf_megatron.untrusted import read_json, shown
 _MOST_LAYERS = 10_000
 
 
-def check_generates(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise RolloutError where vLLM would take the config at ``path`` for no generating model, or compute another."""
+def check_classes(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise RolloutError where vLLM would take the config at ``path`` for no generating model."""
     classes = config.get("architectures")
     if not classes:
         # Without it vLLM guesses, and takes some families for embedding models.
@@ -24,15 +24,10 @@ def check_generates(path: Path, config: Mapping[str, Any]) -> None:
         raise RolloutError(
             f"{path}: architectures is {shown(classes)}: a classifier generates nothing; name another model"
         )
-    head_dim, heads, hidden = (config.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
-    if config.get("model_type") == "qwen2" and head_dim is not None and hidden != head_dim * heads:
-        raise RolloutError(
-            f"{path}: head_dim is {head_dim}, and vLLM takes hidden_size / num_attention_heads for qwen2"
-        )
 
 
 def checked_vocabulary(folder: Path) -> int:
-    """Return the vocabulary's size; raises RolloutError for a config.json that ``check_generates`` or vLLM refuses."""
+    """Return the vocabulary's size; raises RolloutError for a config.json that ``check_classes`` or vLLM refuses."""
     path = folder / "config.json"
     try:
         config = read_json(path, RolloutError)
@@ -46,7 +41,7 @@ def checked_vocabulary(folder: Path) -> int:
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise RolloutError(f"{path}: num_hidden_layers is {shown(layers, 80)}; at most {_MOST_LAYERS} are possible")
     _read_as_vllm_does(folder, config.get("model_type"))
-    check_generates(path, config)
+    check_classes(path, config)
     vocabulary = config.get("vocab_size")
     if vocabulary is None:
         raise RolloutError(f"{path}: vocab_size is missing; model.path must be a text model")

@@ -1,7 +1,7 @@
 """Trace of what vLLM's own loader of a model does with each checkpoint tensor, on any tensor rank, without weights.
 
-The model is built on the meta device, so nothing of its size is allocated (compat.vllm.load_tracing). In a run each
-rank records its own share beside its engine. Without one (a dry run, a test) one process records any rank's.
+The model is built on the meta device, so nothing of its size is allocated (compat.vllm.load_tracing). A process that
+has no engine yet records any rank's share, whatever torch.distributed is to it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.compat.vllm import load_tracing
 from rlhf_megatron.rollout.engine import RolloutError
+from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
+from rlhf_megatron.untrusted import shown
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -40,7 +43,7 @@ class LoadTrace:
 def trace_rank(
     folder: str | Path, shapes: Mapping[str, tuple[int, ...]], tensor: int, rank: int, expert_parallel: bool, dtype: str
 ) -> LoadTrace:
-    """Trace tensor rank `rank` of `tensor` in this process, which must have no engine; see `prepare_environment`.
+    """Trace tensor rank `rank` of `tensor` in this process, which has no engine yet; see `prepare_environment`.
 
     Args:
         folder: of config.json.
@@ -51,17 +54,27 @@ def trace_rank(
     Raises:
         RolloutError: vLLM cannot build the model here; some need a GPU for it.
     """
+    if not torch.cuda.is_available():
+        from rlhf_megatron.compat.vllm import cpu
+
+        cpu.install()
     from vllm.engine.arg_utils import EngineArgs
 
-    load_tracing.start_distributed()
+    backend = {"moe_backend": "triton"} if torch.cuda.is_available() else {}  # as the engine has it
     try:
-        config = EngineArgs(
-            model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, load_format="dummy"
-        ).create_engine_config()
-        with load_tracing.as_rank(config, tensor, rank, expert_parallel):
-            return trace_model(load_tracing.build_on_meta(config), shapes, getattr(torch, dtype))
+        with preserved_random_state(), preserved_threads():
+            config = EngineArgs(
+                model=str(folder),
+                dtype=dtype,
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                load_format="dummy",
+                **backend,
+            ).create_engine_config()
+            with load_tracing.as_rank(config, tensor, rank, expert_parallel):
+                return trace_model(load_tracing.build_on_meta(config), shapes, getattr(torch, dtype))
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = shown(str(error).strip().partition("\n")[0], 300)
         raise RolloutError(f"{folder}: vLLM cannot build this model without its weights: {reason}") from error
 
 

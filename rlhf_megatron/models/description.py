@@ -1,0 +1,152 @@
+"""The description of a model: the only one, filled from a Hugging Face config by the model's family. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rlhf_megatron.errors import ModelError
+from rlhf_megatron.topology.layout import Layout
+
+Head = Literal["language", "scalar"]
+VOCABULARY_MULTIPLE = 64  # vLLM pads to it too, so that equal layouts have equal shards
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token reaches beside those chosen for it; ``gated``: scaled by the sigmoid of a product."""
+
+    feed_forward: int
+    gated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of a feed-forward layer (arXiv 1701.06538); every token reaches its ``chosen``.
+
+    The router's weights are a softmax over all experts; with ``normalized`` those of the chosen are made to sum to 1.
+    """
+
+    count: int
+    chosen: int
+    feed_forward: int
+    normalized: bool
+    shared: SharedExpert | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What one decoder layer is made of; layers of a kind have the same modules, tensors and cost."""
+
+    attention: Literal["full"]
+    feed_forward: Literal["dense", "experts"]
+
+
+DENSE, SPARSE = LayerKind("full", "dense"), LayerKind("full", "experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """The shape of a decoder-only transformer, in the field's terms; ``feed_forward`` is that of dense layers.
+
+    ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
+    ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``).
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    vocabulary: int
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float
+    rope_scaling_factor: float | None
+    tied_embeddings: bool
+    query_key_norm: bool
+    qkv_bias: bool
+    end_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    head: Head = "language"
+    experts: Experts | None = None
+    mixed_layers: tuple[LayerKind, ...] = ()
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each decoder layer, from the first to the last."""
+        return self.mixed_layers or (SPARSE if self.experts else DENSE,) * self.layers
+
+    def with_head(self, head: Head) -> Architecture:
+        """The same decoder under another head."""
+        return dataclasses.replace(self, head=head)
+
+    def padded_vocabulary(self, tensor: int) -> int:
+        """Rows of the embedding over all ranks: a multiple of 64 that ``tensor`` divides."""
+        multiple = VOCABULARY_MULTIPLE
+        while multiple % tensor:
+            multiple += VOCABULARY_MULTIPLE
+        return -(-self.vocabulary // multiple) * multiple
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ModelError, or RecipeError of its stages, where this model cannot be cut into ``layout``.
+
+        The line begins with the layout's key. Key-value heads fewer than tensor ranks are shared: Megatron computes
+        them in parts and gathers them.
+        """
+        _check_divides("tensor", layout.tensor, self.heads, "attention heads (num_attention_heads)")
+        if self.key_value_heads % layout.tensor and layout.tensor % self.key_value_heads:
+            raise ModelError(
+                f"layout.tensor={layout.tensor} neither divides the model's {self.key_value_heads} key-value heads "
+                "(num_key_value_heads) nor is a multiple; change it"
+            )
+        self._check_feed_forward(layout)
+        layout.stage_layers(self.layers)
+
+    def _check_feed_forward(self, layout: Layout) -> None:
+        if self.experts is None and (layout.expert > 1 or layout.expert_parts != layout.tensor):
+            raise ModelError(
+                "layout.expert and expert_tensor are for models with experts, and the model is dense; leave them out"
+            )
+        if DENSE in self.layer_kinds:
+            columns = "columns of the feed-forward layers (intermediate_size)"
+            _check_divides("tensor", layout.tensor, self.feed_forward, columns)
+        if self.experts is not None:
+            _check_divides("expert", layout.expert, self.experts.count, "experts (num_experts)")
+            columns = "columns of an expert (moe_intermediate_size)"
+            _check_divides("expert_tensor", layout.expert_parts, self.experts.feed_forward, columns)
+            if self.experts.shared:
+                columns = "columns of the shared expert (shared_expert_intermediate_size)"
+                _check_divides("tensor", layout.tensor, self.experts.shared.feed_forward, columns)
+
+
+def _check_divides(key: str, degree: int, count: int, what: str) -> None:
+    if count % degree:
+        raise ModelError(
+            f"layout.{key}={degree} does not divide the model's {count} {what}; use a divisor of {count}, or pipeline"
+        )
+
+
+# Fields that came after the first checkpoints, which do not have them.
+LATER_FIELDS = ("mixed_layers",)
+_LATER_FIELDS_OF_EXPERTS = ("shared",)
+
+
+def stored_form(architecture: Architecture) -> dict[str, Any]:
+    """Return what a checkpoint holds of ``architecture``, plain but for its tuples.
+
+    ``LATER_FIELDS`` are left out while they say nothing, so that those resume.
+    """
+    return without_silent_fields(dataclasses.asdict(architecture))
+
+
+def without_silent_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored form without later fields that say nothing."""
+    form = {key: value for key, value in stored.items() if value or key not in LATER_FIELDS}
+    experts = form.get("experts")
+    if isinstance(experts, Mapping):
+        form["experts"] = {key: value for key, value in experts.items() if value or key not in _LATER_FIELDS_OF_EXPERTS}
+    return form

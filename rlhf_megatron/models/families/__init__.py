@@ -1,0 +1,21 @@
+"""The model families: one line here, one file beside it (docs/new_model.md). Free of torch."""
+
+from __future__ import annotations
+
+import importlib
+
+from rlhf_megatron.models.families.contract import Family
+
+# Hugging Face's model_type and the module of this package that has its FAMILY.
+_MODULES = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+}
+
+FAMILIES: dict[str, Family] = {
+    model_type: importlib.import_module(f"{__name__}.{module}").FAMILY for model_type, module in _MODULES.items()
+}

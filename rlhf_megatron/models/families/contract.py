@@ -1,0 +1,105 @@
+"""What a file of a model family fills, and all that the rest of the library asks of one (docs/new_model.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhf_megatron.models.config_fields import FamilyFields
+from rlhf_megatron.models.description import Architecture, LayerKind
+from rlhf_megatron.models.rectangles import Block, Implementation, Shapes
+from rlhf_megatron.topology.layout import Layout
+
+if TYPE_CHECKING:
+    from rlhf_megatron.models.rotary import Rotary
+
+
+class Family(Protocol):
+    """Everything particular to one Hugging Face ``model_type``; pure, and free of torch until a model is built."""
+
+    @property
+    def classes(self) -> str:
+        """What the names of transformers' classes begin with, such as "Qwen2Moe"."""
+        ...
+
+    @property
+    def fields(self) -> FamilyFields:
+        """The fields of config.json that are this family's; what nobody knows is refused before ``read``."""
+        ...
+
+    # ---- description
+
+    def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
+        """Describe the model of ``config``, whose fields are checked; raises ModelError, with ``path`` of the file."""
+        ...
+
+    def tensor_shapes(self, architecture: Architecture) -> Shapes:
+        """Every tensor of the Hugging Face checkpoint and its shape, in the model's order; tied embeddings once."""
+        ...
+
+    # ---- trainer
+
+    def layer_spec(
+        self, architecture: Architecture, kind: LayerKind, implementation: Implementation, rotary: Rotary
+    ) -> Any:
+        """Megatron's ModuleSpec of a decoder layer of ``kind``; its attention turns heads by ``rotary``."""
+        ...
+
+    def transformer_settings(
+        self, architecture: Architecture, layout: Layout, *, float32: bool, fused: bool
+    ) -> dict[str, Any]:
+        """Those arguments of Megatron's TransformerConfig that say what the model computes.
+
+        ``float32``: weights are of that type. ``fused``: layers are Transformer Engine's.
+        """
+        ...
+
+    def megatron_blocks(
+        self, architecture: Architecture, layout: Layout, position: int, implementation: Implementation
+    ) -> list[Block]:
+        """The rectangles that the rank at ``position`` of a Megatron layout holds; data-parallel ranks hold the same.
+
+        All ranks together hold every element of ``tensor_shapes``.
+        """
+        ...
+
+    # ---- rollout
+
+    @property
+    def has_rollout_table(self) -> bool:
+        """Whether ``rollout_blocks`` is written down; otherwise the blocks are learned from vLLM's own loader."""
+        ...
+
+    def rollout_blocks(
+        self, architecture: Architecture, tensor: int, tensor_rank: int, expert_parallel: bool, layers: Iterable[int]
+    ) -> list[Block]:
+        """The rectangles that tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica holds of ``layers``."""
+        ...
+
+    def rollout_problem(self, architecture: Architecture) -> str | None:
+        """Why vLLM would compute another model from the same config.json; None: it computes this one."""
+        ...
+
+    def derived_parameters(self, architecture: Architecture) -> Sequence[str]:
+        """Names of vLLM's parameters that it makes of others after loading, and that no tensor is written into."""
+        ...
+
+    # ---- cost
+
+    def multiplied_weights(self, architecture: Architecture, kind: LayerKind) -> int:
+        """Weights of a decoder layer of ``kind`` that one token is multiplied with."""
+        ...
+
+    def attention_flops(
+        self, architecture: Architecture, kind: LayerKind, rows: Sequence[float], causal: bool
+    ) -> float:
+        """Operations of one layer's forward pass that are no products with weights, over ``rows`` of these lengths.
+
+        Without ``causal`` every pair of tokens counts, also those that the mask takes away.
+        """
+        ...
+
+    def cached_elements(self, architecture: Architecture, kind: LayerKind, tensor: int) -> int:
+        """Numbers that vLLM's KV cache keeps of one token in one layer, on each of ``tensor`` ranks."""
+        ...

@@ -1,0 +1,321 @@
+"""The usual decoder, as Llama's: RMSNorm, grouped queries, a gated feed-forward layer or a mixture of experts.
+
+A family of this form is a ``Decoder`` with what it has of its own; one with parts of another kind overrides methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
+from rlhf_megatron.models.description import Architecture, LayerKind
+from rlhf_megatron.models.families import mixture
+from rlhf_megatron.models.families.config_reading import check_layer_types, read_heads, read_rope
+from rlhf_megatron.models.rectangles import (
+    SCORE,
+    Block,
+    Cut,
+    Implementation,
+    Shapes,
+    Slot,
+    chunk_prefix,
+    held_layers,
+    slot_blocks,
+)
+from rlhf_megatron.topology.layout import Layout
+
+if TYPE_CHECKING:
+    from rlhf_megatron.models.rotary import Rotary
+
+NO_ATTENTION_BIAS: dict[str, Any] = {"attention_bias": False, "qkv_bias": False}
+
+# Megatron's names of the norms before attention and feed-forward layer: Transformer Engine fuses a norm with the linear
+# layer after it.
+_MEGATRON_NORMS: dict[Implementation, tuple[str, str]] = {
+    "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+    "transformer_engine": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
+}
+_ROUTER_NORM = "pre_mlp_layernorm.weight"  # in front of a router there is no linear layer to fuse it with
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A Family; see there for its methods.
+
+    ``max_positions``: max_position_embeddings of a config without.
+    ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
+    """
+
+    classes: str
+    fields: FamilyFields
+    query_key_norm: bool = False
+    qkv_bias: bool = False
+    experts: bool = False
+    max_positions: int = 32768
+    vllm_divides_heads: bool = False
+    has_rollout_table: bool = True
+
+    # ---- description
+
+    def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
+        """See Family."""
+        theta, factor = read_rope(path, config)
+        layers, vocabulary = size(path, "num_hidden_layers", config), size(path, "vocab_size", config)
+        check_layer_types(path, config, layers)
+        heads, key_value_heads, head_dim = read_heads(path, config, self.fields.absent)
+        token_ids(path, "bos_token_id", config, vocabulary)
+        pad = token_ids(path, "pad_token_id", config, vocabulary)
+        return Architecture(
+            family=config["model_type"],
+            layers=layers,
+            hidden=size(path, "hidden_size", config),
+            feed_forward=size(path, "intermediate_size", config),
+            heads=heads,
+            key_value_heads=key_value_heads,
+            head_dim=head_dim,
+            vocabulary=vocabulary,
+            max_positions=size(path, "max_position_embeddings", config, self.max_positions),
+            norm_epsilon=number(path, "rms_norm_eps", config, 1e-6),
+            rope_theta=theta,
+            rope_scaling_factor=factor,
+            tied_embeddings=flag(path, "tie_word_embeddings", config),
+            query_key_norm=self.query_key_norm,
+            qkv_bias=self.qkv_bias,
+            pad_token_id=pad[0] if pad else None,
+            end_token_ids=token_ids(path, "eos_token_id", config, vocabulary),
+            experts=mixture.read_experts(path, config) if self.experts else None,
+        )
+
+    def tensor_shapes(self, architecture: Architecture) -> Shapes:
+        """See Family."""
+        return _tensor_shapes(architecture)
+
+    # ---- trainer
+
+    def layer_spec(
+        self, architecture: Architecture, kind: LayerKind, implementation: Implementation, rotary: Rotary
+    ) -> Any:
+        """See Family."""
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_local_spec,
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+
+        from rlhf_megatron.models.attention import PackedAttention
+        from rlhf_megatron.models.self_attention import StackedSelfAttention
+
+        count = architecture.experts.count if architecture.experts and kind.feed_forward == "experts" else None
+        spec: Any
+        if implementation == "transformer_engine":
+            spec = get_gpt_layer_with_transformer_engine_spec(
+                num_experts=count,
+                moe_grouped_gemm=count is not None,
+                qk_layernorm=architecture.query_key_norm,
+                use_te_activation_func=architecture.experts is None,
+            )
+        else:
+            spec = get_gpt_layer_local_spec(
+                num_experts=count, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
+            )
+            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        spec.submodules.self_attention.module = StackedSelfAttention
+        spec.submodules.self_attention.params["rotary"] = rotary
+        return spec
+
+    def transformer_settings(
+        self, architecture: Architecture, layout: Layout, *, float32: bool, fused: bool
+    ) -> dict[str, Any]:
+        """See Family."""
+        from torch.nn.functional import silu
+
+        a = architecture
+        return {
+            "num_layers": a.layers,
+            "hidden_size": a.hidden,
+            "ffn_hidden_size": a.feed_forward,
+            "num_attention_heads": a.heads,
+            "num_query_groups": a.key_value_heads,
+            "kv_channels": a.head_dim,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": a.norm_epsilon,
+            "qk_layernorm": a.query_key_norm,
+            "gated_linear_unit": True,
+            "activation_func": silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": a.qkv_bias,
+            # Transformer Engine's SwiGLU has no grouped form, so experts keep Megatron's.
+            "use_te_activation_func": fused and a.experts is None,
+            "bias_activation_fusion": fused and a.experts is not None,
+            **mixture.mixture_settings(a.experts, layout, float32, fused),
+        }
+
+    def megatron_blocks(
+        self, architecture: Architecture, layout: Layout, position: int, implementation: Implementation
+    ) -> list[Block]:
+        """See Family."""
+        a, shapes = architecture, self.tensor_shapes(architecture)
+        place = layout.coordinates(position)
+        kinds = a.layer_kinds
+        slots: list[Slot] = []
+        if place.pipeline == 0:
+            first = chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
+            slots.append(Slot("model.embed_tokens.weight", "vocabulary", first))
+        for prefix, index in held_layers(a, layout, place.pipeline):
+            names = _megatron_names(prefix, kinds[index], implementation)
+            slots.extend(_layer_slots(a, kinds[index], f"model.layers.{index}.", names))
+            if a.experts and kinds[index].feed_forward == "experts":
+                slots.extend(mixture.shared_slots(a.experts, f"model.layers.{index}.", prefix))
+        if place.pipeline == layout.pipeline - 1:
+            slots.extend(_head_slots(a, layout))
+        blocks = [
+            block
+            for slot in slots
+            for block in slot_blocks(a, shapes, slot, layout.tensor, place.tensor, repeats=False)
+        ]
+        return [*blocks, *mixture.megatron_experts(a, layout, position, implementation)]
+
+    # ---- rollout
+
+    def rollout_blocks(
+        self, architecture: Architecture, tensor: int, tensor_rank: int, expert_parallel: bool, layers: Iterable[int]
+    ) -> list[Block]:
+        """See Family; always with a language head. Not of layers that differ, nor of shared experts."""
+        a, shapes, layers = architecture, self.tensor_shapes(architecture), list(layers)
+        kinds = a.layer_kinds
+        slots = [Slot("model.embed_tokens.weight", "vocabulary", "model.embed_tokens.weight")]
+        for index in layers:
+            prefix = f"model.layers.{index}."
+            slots.extend(_layer_slots(a, kinds[index], prefix, _rollout_names(prefix)))
+        slots.append(Slot("model.norm.weight", "whole", "model.norm.weight"))
+        if not a.tied_embeddings:
+            slots.append(Slot("lm_head.weight", "vocabulary", "lm_head.weight"))
+        blocks = [block for slot in slots for block in slot_blocks(a, shapes, slot, tensor, tensor_rank, repeats=True)]
+        return [*blocks, *mixture.rollout_experts(a, tensor, tensor_rank, expert_parallel, layers)]
+
+    def rollout_problem(self, architecture: Architecture) -> str | None:
+        """See Family."""
+        a = architecture
+        if self.vllm_divides_heads and a.hidden != a.head_dim * a.heads:
+            return f"head_dim is {a.head_dim}, and vLLM takes hidden_size / num_attention_heads for {a.family}"
+        return None
+
+    def derived_parameters(self, architecture: Architecture) -> Sequence[str]:
+        """See Family: none."""
+        return ()
+
+    # ---- cost
+
+    def multiplied_weights(self, architecture: Architecture, kind: LayerKind) -> int:
+        """See Family."""
+        a = architecture
+        query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
+        attention = a.hidden * (2 * query + 2 * key_value)
+        if kind.feed_forward == "experts":
+            return attention + mixture.expert_weights(a)
+        return attention + 3 * a.hidden * a.feed_forward
+
+    def attention_flops(
+        self, architecture: Architecture, kind: LayerKind, rows: Sequence[float], causal: bool
+    ) -> float:
+        """See Family: of queries with keys, and of their softmax with values; 4 for a pair and a column of a head."""
+        pairs = sum(n * (n + 1) / 2 if causal else n * n for n in rows)
+        return 4.0 * architecture.heads * architecture.head_dim * pairs
+
+    def cached_elements(self, architecture: Architecture, kind: LayerKind, tensor: int) -> int:
+        """See Family: keys and values, at least one head of each on every rank."""
+        return 2 * max(1, architecture.key_value_heads // tensor) * architecture.head_dim
+
+
+@functools.cache
+def _tensor_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
+    query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocabulary, a.hidden)}
+    for index, kind in enumerate(a.layer_kinds):
+        layer = f"model.layers.{index}."
+        shapes[layer + "input_layernorm.weight"] = (a.hidden,)
+        for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
+            shapes[f"{layer}self_attn.{part}_proj.weight"] = (rows, a.hidden)
+            if a.qkv_bias:
+                shapes[f"{layer}self_attn.{part}_proj.bias"] = (rows,)
+            if a.query_key_norm and part != "v":
+                shapes[f"{layer}self_attn.{part}_norm.weight"] = (a.head_dim,)
+        shapes[layer + "self_attn.o_proj.weight"] = (a.hidden, query)
+        shapes[layer + "post_attention_layernorm.weight"] = (a.hidden,)
+        if kind.feed_forward == "experts":
+            shapes.update(mixture.expert_shapes(a, layer))
+            continue
+        shapes[layer + "mlp.gate_proj.weight"] = (a.feed_forward, a.hidden)
+        shapes[layer + "mlp.up_proj.weight"] = (a.feed_forward, a.hidden)
+        shapes[layer + "mlp.down_proj.weight"] = (a.hidden, a.feed_forward)
+    shapes["model.norm.weight"] = (a.hidden,)
+    if a.head == "scalar":
+        shapes[SCORE] = (1, a.hidden)
+    elif not a.tied_embeddings:
+        shapes["lm_head.weight"] = (a.vocabulary, a.hidden)
+    return shapes
+
+
+def _layer_slots(a: Architecture, kind: LayerKind, tensor_prefix: str, names: dict[str, str]) -> Iterator[Slot]:
+    """Yield the slots of a decoder layer but for its experts; ``names``: the parameter of each part in a framework."""
+    yield Slot(tensor_prefix + "input_layernorm.weight", "whole", names["input_norm"])
+    cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
+    for part, cut in cuts:
+        yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
+        if a.qkv_bias:
+            yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias")
+    if a.query_key_norm:
+        yield Slot(tensor_prefix + "self_attn.q_norm.weight", "whole", names["query_norm"])
+        yield Slot(tensor_prefix + "self_attn.k_norm.weight", "whole", names["key_norm"])
+    yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"])
+    yield Slot(tensor_prefix + "post_attention_layernorm.weight", "whole", names["mlp_norm"])
+    if kind.feed_forward == "experts":
+        yield Slot(tensor_prefix + "mlp.gate.weight", "whole", names["router"])
+        return  # the experts are cut over other ranks than the rest of the layer
+    yield Slot(tensor_prefix + "mlp.gate_proj.weight", "gate", names["gate_up"])
+    yield Slot(tensor_prefix + "mlp.up_proj.weight", "up", names["gate_up"])
+    yield Slot(tensor_prefix + "mlp.down_proj.weight", "columns", names["down"])
+
+
+def _head_slots(a: Architecture, layout: Layout) -> Iterator[Slot]:
+    """Yield the slots of what Megatron's last pipeline stage has behind its layers."""
+    last = chunk_prefix(layout, layout.virtual_pipeline - 1)
+    yield Slot("model.norm.weight", "whole", last + "decoder.final_layernorm.weight")
+    if a.head == "scalar":
+        yield Slot(SCORE, "whole", last + "output_layer.weight")
+    elif not a.tied_embeddings:
+        yield Slot("lm_head.weight", "vocabulary", last + "output_layer.weight")
+    elif layout.pipeline > 1:  # the last stage has a copy of its own; its gradients are added to the first's
+        yield Slot("model.embed_tokens.weight", "vocabulary", last + "output_layer.weight")
+
+
+def _megatron_names(prefix: str, kind: LayerKind, implementation: Implementation) -> dict[str, str]:
+    input_norm, mlp_norm = _MEGATRON_NORMS[implementation]
+    return {
+        "input_norm": prefix + input_norm,
+        "qkv": prefix + "self_attention.linear_qkv",
+        "query_norm": prefix + "self_attention.q_layernorm.weight",
+        "key_norm": prefix + "self_attention.k_layernorm.weight",
+        "output": prefix + "self_attention.linear_proj.weight",
+        "mlp_norm": prefix + (_ROUTER_NORM if kind.feed_forward == "experts" else mlp_norm),
+        "router": prefix + "mlp.router.weight",
+        "gate_up": prefix + "mlp.linear_fc1.weight",
+        "down": prefix + "mlp.linear_fc2.weight",
+    }
+
+
+def _rollout_names(prefix: str) -> dict[str, str]:
+    return {
+        "input_norm": prefix + "input_layernorm.weight",
+        "qkv": prefix + "self_attn.qkv_proj",
+        "query_norm": prefix + "self_attn.q_norm.weight",
+        "key_norm": prefix + "self_attn.k_norm.weight",
+        "output": prefix + "self_attn.o_proj.weight",
+        "mlp_norm": prefix + "post_attention_layernorm.weight",
+        "router": prefix + "mlp.gate.weight",
+        "gate_up": prefix + "mlp.gate_up_proj.weight",
+        "down": prefix + "mlp.down_proj.weight",
+    }

@@ -1,0 +1,152 @@
+"""Mixtures of experts: the fields of config.json, Megatron's settings, rectangles and cost. For files of families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.errors import ModelError
+from rlhf_megatron.models.config_fields import flag, size
+from rlhf_megatron.models.description import Architecture, Experts
+from rlhf_megatron.models.rectangles import Block, Implementation, Slot, held_layers, split
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.untrusted import shown
+
+EXPERT_FIELDS = frozenset(
+    {"moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"}
+)
+EXPERT_TYPES: dict[str, tuple[type, ...]] = {"output_router_logits": (bool,), "router_aux_loss_coef": (float,)}
+# Transformer Engine keeps the experts of a rank together.
+_MEGATRON_NAMES: dict[Implementation, str] = {
+    "local": "mlp.experts.local_experts.{expert}.{linear}.weight",
+    "transformer_engine": "mlp.experts.{linear}.weight{expert}",
+}
+
+
+def read_experts(path: Path, config: Mapping[str, Any]) -> Experts:
+    """Return the mixture of a config; raises ModelError where a token would reach more experts than there are."""
+    names = [name for name in ("num_local_experts", "num_experts") if config.get(name) is not None] or ["num_experts"]
+    counts = {size(path, name, config) for name in names}
+    experts = Experts(
+        count=max(counts),
+        chosen=size(path, "num_experts_per_tok", config),
+        feed_forward=size(path, "moe_intermediate_size", config),
+        normalized=flag(path, "norm_topk_prob", config),
+    )
+    if len(counts) > 1:
+        raise ModelError(f"{shown(path)}: num_experts and num_local_experts differ, and are one field; remove one")
+    if experts.chosen > experts.count:
+        raise ModelError(f"{shown(path)}: num_experts_per_tok is {experts.chosen}, of {experts.count} experts")
+    return experts
+
+
+def expert_shapes(a: Architecture, layer: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (tensor, shape) of router and experts of the layer whose tensors' names begin with ``layer``."""
+    assert a.experts is not None
+    yield layer + "mlp.gate.weight", (a.experts.count, a.hidden)
+    widths = {f"{layer}mlp.experts.{expert}.": a.experts.feed_forward for expert in range(a.experts.count)}
+    if a.experts.shared:
+        widths[layer + "mlp.shared_expert."] = a.experts.shared.feed_forward
+    for expert, width in widths.items():
+        yield expert + "gate_proj.weight", (width, a.hidden)
+        yield expert + "up_proj.weight", (width, a.hidden)
+        yield expert + "down_proj.weight", (a.hidden, width)
+    if a.experts.shared and a.experts.shared.gated:
+        yield layer + "mlp.shared_expert_gate.weight", (1, a.hidden)
+
+
+def shared_slots(experts: Experts, tensor_prefix: str, prefix: str) -> Iterator[Slot]:
+    """Yield the slots of a layer's shared expert, which is cut over the tensor ranks, in Megatron's parameters."""
+    if experts.shared is None:
+        return
+    expert, parameters = tensor_prefix + "mlp.shared_expert.", prefix + "mlp.shared_experts."
+    yield Slot(expert + "gate_proj.weight", "gate", parameters + "linear_fc1.weight")
+    yield Slot(expert + "up_proj.weight", "up", parameters + "linear_fc1.weight")
+    yield Slot(expert + "down_proj.weight", "columns", parameters + "linear_fc2.weight")
+    if experts.shared.gated:
+        yield Slot(tensor_prefix + "mlp.shared_expert_gate.weight", "whole", parameters + "gate_weight")
+
+
+def _expert_blocks(
+    a: Architecture, layer: str, expert: int, parts: int, part: int, gate_up: tuple[str, int], down: tuple[str, int]
+) -> Iterator[Block]:
+    """Yield an expert on rank ``part`` of the ``parts`` that it is cut over; ``gate_up``, ``down``: parameter, row."""
+    prefix = f"{layer}mlp.experts.{expert}."
+    assert a.experts is not None
+    width, hidden = a.experts.feed_forward, a.hidden
+    mine = split(width, parts, part)
+    for number, name in enumerate(("gate_proj", "up_proj")):
+        offset = (gate_up[1] + number * (width // parts), 0)
+        yield Block(f"{prefix}{name}.weight", (mine, (0, hidden)), gate_up[0], offset)
+    yield Block(prefix + "down_proj.weight", ((0, hidden), mine), down[0], (down[1], 0))
+
+
+def megatron_experts(a: Architecture, layout: Layout, position: int, implementation: Implementation) -> Iterator[Block]:
+    """Yield the experts of the rank at ``position``; each is a parameter of its own."""
+    if a.experts is None:
+        return
+    place, held = layout.expert_coordinates(position), a.experts.count // layout.expert
+    name, kinds = _MEGATRON_NAMES[implementation], a.layer_kinds
+    for prefix, index in held_layers(a, layout, place.pipeline):
+        if kinds[index].feed_forward != "experts":
+            continue
+        for number in range(held):
+            gate_up, down = (
+                prefix + name.format(expert=number, linear=linear) for linear in ("linear_fc1", "linear_fc2")
+            )
+            expert = place.expert * held + number
+            layer = f"model.layers.{index}."
+            yield from _expert_blocks(a, layer, expert, layout.expert_parts, place.tensor, (gate_up, 0), (down, 0))
+
+
+def rollout_experts(
+    a: Architecture, tensor: int, tensor_rank: int, whole: bool, layers: Iterable[int]
+) -> Iterator[Block]:
+    """Yield the experts of one rank of a vLLM replica, stacked: a part of each, or some of them ``whole``."""
+    if a.experts is None:
+        return
+    held = a.experts.count // tensor if whole else a.experts.count
+    first, parts, part = (tensor_rank * held, 1, 0) if whole else (0, tensor, tensor_rank)
+    rows = 2 * a.experts.feed_forward // parts
+    for index in layers:
+        layer = f"model.layers.{index}."
+        stacked = layer + "mlp.experts.routed_experts."
+        for number in range(held):
+            gate_up, down = (stacked + "w13_weight", number * rows), (stacked + "w2_weight", number * a.hidden)
+            yield from _expert_blocks(a, layer, first + number, parts, part, gate_up, down)
+
+
+def mixture_settings(experts: Experts | None, layout: Layout, float32: bool, fused: bool) -> dict[str, Any]:
+    """Return Megatron's settings of a mixture: no token is dropped, no loss is added that would balance the experts."""
+    if experts is None:
+        return {}
+    shared: dict[str, Any] = {}
+    if experts.shared:
+        shared["moe_shared_expert_intermediate_size"] = experts.shared.feed_forward
+        shared["moe_shared_expert_gate"] = experts.shared.gated
+    return shared | {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.feed_forward,
+        "moe_router_topk": experts.chosen,
+        # The softmax of the chosen logits alone is that of all of them made to sum to 1 over the chosen.
+        "moe_router_pre_softmax": not experts.normalized,
+        # Where Transformer Engine is installed, Megatron's router has it multiply, which takes float32 for TF32.
+        "moe_router_dtype": "fp64" if float32 else "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_parts,
+    }
+
+
+def expert_weights(a: Architecture) -> int:
+    """Return how many weights of router and experts one token is multiplied with in a layer."""
+    assert a.experts is not None
+    columns = a.experts.feed_forward * a.experts.chosen
+    shared = a.experts.shared
+    if shared:
+        columns += shared.feed_forward
+    return a.hidden * (a.experts.count + 3 * columns + int(shared is not None and shared.gated))

@@ -1,0 +1,42 @@
+"""Turns the queries and keys of packed sequences by their layer's rotary table, within Megatron's attention.
+
+Megatron computes the angles once for all layers and turns sequences one after the other, which for hundreds of short
+ones takes more time than the rest of a layer. Here attention asks for its own, and all sequences are turned at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.kernels.rotary import rotate
+from rlhf_megatron.models.rotary_table import RotaryTable
+
+
+class Rotary:
+    """The rotary embeddings of a model: the table of each decoder layer, counted from 0."""
+
+    def __init__(self, tables: Sequence[RotaryTable]) -> None:
+        self._tables = tables
+
+    def turn(self, values: Tensor, layer: int, packed: Any, group: Any) -> Tensor:
+        """Return queries or keys [t, heads, d] of ``layer``, turned.
+
+        ``packed`` are Megatron's PackedSeqParams of all tokens, t of which this rank of the context-parallel ``group``
+        holds.
+        """
+        table = self._tables[layer]
+        boundaries = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        turned = rotate(values, boundaries, _angles(table, int(packed.max_seqlen_q)), group.size(), group.rank())
+        return turned if table.attention_factor == 1.0 else turned * table.attention_factor
+
+
+@functools.lru_cache(maxsize=32)
+def _angles(table: RotaryTable, longest: int) -> Tensor:
+    """Return the angles [longest, d / 2] of every position, float32."""
+    frequencies = table.inverse_frequencies
+    return torch.outer(torch.arange(longest, device=frequencies.device, dtype=frequencies.dtype), frequencies)

@@ -1,0 +1,82 @@
+"""Megatron's config: what a model computes, from its family, and how, from the layout and the recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rlhf_megatron.models.description import Architecture
+from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.topology.layout import Layout
+
+
+def transformer_config(
+    architecture: Architecture,
+    layout: Layout,
+    dtype: str,
+    *,
+    sequence_parallel: bool = False,
+    cp_comm_type: str = "p2p",
+    recompute_granularity: str = "none",
+    recompute_layers: int | None = None,
+    fused: bool = False,
+    deterministic: bool = False,
+) -> TransformerConfig:
+    """Megatron's config for ``architecture`` cut into ``layout``, computing in ``dtype``, one of torch's types by name.
+
+    ``fused`` asks for Transformer Engine's kernels for rotary embeddings and activations, and for its grouped experts.
+    ``deterministic`` asks for Megatron's own kernels that give the same bits each time.
+
+    Losses are sums over tokens that already carry their global weight (``calculate_per_token_loss``: data-parallel
+    ranks are added up, never averaged), so gradients do not depend on micro-batches or on how rows fall onto ranks.
+    """
+    family = FAMILIES[architecture.family]
+    compute_dtype: torch.dtype = getattr(torch, dtype)
+    stages = [sum(map(len, chunks)) for chunks in layout.stage_chunks(architecture.layers)]
+    uneven = layout.pipeline > 1 and len(set(stages)) > 1
+    if architecture.experts is not None:
+        # Megatron sends each tensor rank's own tokens to the experts, so the sequence has to be cut.
+        sequence_parallel = True
+    return TransformerConfig(
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=stages[0] if uneven else None,
+        num_layers_in_last_pipeline_stage=stages[-1] if uneven else None,
+        context_parallel_size=layout.context,
+        cp_comm_type=cp_comm_type,
+        sequence_parallel=sequence_parallel and layout.tensor > 1,
+        params_dtype=compute_dtype,
+        pipeline_dtype=compute_dtype,
+        bf16=compute_dtype == torch.bfloat16,
+        fp16=compute_dtype == torch.float16,
+        variable_seq_lengths=layout.virtual_pipeline == 1,  # the interleaved schedule would wait for shapes in a circle
+        moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, also without experts
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        attention_softmax_in_fp32=True,
+        deterministic_mode=deterministic,
+        deallocate_pipeline_outputs=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=True,
+        **_recompute_config(recompute_granularity, recompute_layers),
+        **family.transformer_settings(architecture, layout, float32=dtype == "float32", fused=fused),
+    )
+
+
+def _recompute_config(granularity: str, layers: int | None) -> dict[str, Any]:
+    """Megatron's settings of ``granularity`` "none", "selective" or "full", of all layers or of ``layers`` a chunk."""
+    if granularity == "none":
+        return {}
+    if granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if layers is not None:
+        method = {"recompute_method": "block", "recompute_num_layers": layers}
+    return {"recompute_granularity": "full"} | method

