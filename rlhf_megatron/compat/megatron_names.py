@@ -7,7 +7,7 @@ from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
 PACKAGES = ("megatron-core",)
 
 _RANDOM, _MAPPINGS = "megatron.core.tensor_parallel.random", "megatron.core.tensor_parallel.mappings"
-_ROPE, _LANGUAGE = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.models.common.language_module."
+_LANGUAGE = "megatron.core.models.common.language_module."
 
 NAMES = (
     PrivateName("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER", "scratch memory of sequence parallelism"),
@@ -19,11 +19,6 @@ NAMES = (
         "checkpoints of tied embeddings",
     ),
     PrivateName("megatron.core.utils", "make_tp_sharded_tensor_for_checkpoint", "checkpoints of tied embeddings"),
-    PrivateName(
-        _ROPE,
-        "_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group)",
-        "packed sequences are rotated at once",
-    ),
     PrivateName("megatron.core.transformer.torch_norm", "WrappedTorchNorm", "norms under sequence parallelism"),
     # Machines without a GPU.
     PrivateName(_RANDOM, "_get_cuda_rng_state", "random states of the CPU"),

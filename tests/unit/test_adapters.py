@@ -146,7 +146,7 @@ def test_a_folder_that_is_not_pefts_says_so(model: Path, tmp_path: Path) -> None
     ("overrides", "expected"),
     [
         (
-            ["loop=reward_modeling", "rollout=null", "batch.responses_per_prompt=1"],
+            ["loop=reward_modeling", "rollout=null", "batch={prompts_per_step: 4}", "algorithm={}"],
             "a reward model's head has to learn too",
         ),
         (["reference={tokens_per_gpu: 64}"], "reference: with actor.lora it is the actor without its adapters"),

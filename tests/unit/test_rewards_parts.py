@@ -294,8 +294,9 @@ def test_an_error_gives_the_other_samples_up_and_closing_leaves_no_thread(tmp_pa
 )
 def test_a_reward_section_that_makes_no_sense_is_told(section: dict[str, Any], problem: str) -> None:
     values = {
-        "name": "x", "loop": "sft", "steps": 1, "model": {"path": "m", "dtype": "float32"},
-        "data": {"train_files": ["t"], "max_prompt_length": 9}, "batch": {"prompts_per_step": 1},
+        "name": "x", "loop": "rl", "steps": 1, "model": {"path": "m", "dtype": "float32"},
+        "data": {"train_files": ["t"], "max_prompt_length": 9},
+        "batch": {"prompts_per_step": 1, "responses_per_prompt": 2}, "rollout": {"max_response_length": 9},
         "actor": {"tokens_per_gpu": 9, "optimizer": {"learning_rate": 1.0}}, "reward": section,
     }  # fmt: skip
     with pytest.raises(RecipeError) as told:

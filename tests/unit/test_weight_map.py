@@ -204,8 +204,6 @@ def test_layouts_that_do_not_fit_are_refused_in_one_line() -> None:
         ValueError, match="^layout.pipeline=3: 4 layers do not divide over 3 stages; set first_stage_layers"
     ):
         architecture().check_layout(Layout(1, 3))
-    with pytest.raises(RecipeError, match="2 layers do not split over 4 pipeline stages with"):
-        Layout(pipeline=4, first_stage_layers=1, last_stage_layers=1).stage_chunks(2)
     assert Layout(1, 3, first_stage_layers=1, last_stage_layers=1).stage_chunks(4) == [
         [range(0, 1)],
         [range(1, 3)],
@@ -288,5 +286,5 @@ def test_layers_that_differ_are_held_once(layout: Layout, implementation: Implem
 def test_what_vllm_holds_of_a_family_without_a_table_is_not_guessed() -> None:
     with pytest.raises(ValueError, match="qwen2_moe: what vLLM's ranks hold is learned"):
         rollout_blocks(parse_architecture(QWEN2_MOE, "here"), 1, 0)
-    with pytest.raises(ModelError, match="layout.tensor=4 does not divide the 42 columns of the shared expert"):
+    with pytest.raises(ModelError, match="layout.tensor=4 does not divide the model's 42 columns of the shared expert"):
         parse_architecture(QWEN2_MOE | {"shared_expert_intermediate_size": 42}, "here").check_layout(Layout(tensor=4))

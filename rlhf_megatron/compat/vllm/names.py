@@ -115,9 +115,10 @@ NAMES = (
     # Tracing of weight loaders (compat.vllm.load_tracing).
     PrivateName("vllm.distributed.parallel_state", "_TP", "loaders of any tensor rank"),
     PrivateName("vllm.distributed.parallel_state", "_EP", "loaders of any expert rank"),
-    PrivateName("vllm.distributed.parallel_state", "init_distributed_environment", "a world of one"),
-    PrivateName("vllm.distributed.parallel_state", "initialize_model_parallel", "a world of one"),
-    PrivateName("vllm.distributed.parallel_state", "destroy_model_parallel", "a world of one"),
+    PrivateName("vllm.distributed.parallel_state", "_WORLD", "loaders of any tensor rank"),
+    PrivateName("vllm.distributed.parallel_state", "_PP", "loaders of any tensor rank"),
+    PrivateName("vllm.distributed.parallel_state", "_DP", "loaders of any tensor rank"),
+    PrivateName("vllm.distributed.parallel_state", "GroupCoordinator", "loaders of any tensor rank"),
     PrivateName(_LOADER + ".utils", "initialize_model", "a model on the meta device"),
     PrivateName("vllm.utils.torch_utils", "set_default_torch_dtype", "a model on the meta device"),
     PrivateName(_LAYERS + "rotary_embedding", "_ROPE_DICT", "rotary modules on the meta device are not kept"),
