@@ -1,0 +1,55 @@
+"""The import rule of docs/design.md: a folder of the library imports only folders below it, and no folder in a circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlhf_megatron"
+FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py") if path.parent.name != "kernels")
+
+
+def rooms_in_order() -> list[str]:
+    """The folders as docs/design.md lists them, the topmost first."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    tree = text[text.index("rlhf_megatron/\n") : text.index("kernels/  ")]
+    return re.findall(r"^  (\w+)/", tree, re.MULTILINE)
+
+
+def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, folder) of each import of a folder of the library, also within functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "rlhf_megatron":
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rlhf_megatron."):
+            yield node.lineno, node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("rlhf_megatron.")]
+            yield from ((node.lineno, name.split(".")[1]) for name in names)
+
+
+def test_the_page_lists_every_folder() -> None:
+    assert sorted(rooms_in_order()) == FOLDERS
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_import_goes_up(folder: str) -> None:
+    order = rooms_in_order()
+    above = set(order[: order.index(folder)])
+    upward = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {room}"
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for line, room in imported_rooms(path)
+        if room in above
+    ]
+    assert upward == []
+
+
+def test_modules_beside_the_folders_import_no_folder() -> None:
+    for path in sorted(PACKAGE.glob("*.py")):
+        assert [room for _, room in imported_rooms(path) if room in FOLDERS] == [], path.name
