@@ -1,4 +1,4 @@
-"""The import rule of docs/design.md: a folder of the library imports only folders below it, and no folder in a circle."""
+"""The import rule of docs/design.md: a folder of the library imports only folders below it."""
 
 from __future__ import annotations
 
