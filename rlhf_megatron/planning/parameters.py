@@ -16,6 +16,7 @@ from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.weight_map import (
     Block,
     Region,
+    has_rollout_table,
     is_expert,
     layer_of,
     megatron_blocks,
@@ -71,7 +72,14 @@ def rank_parameters(architecture: Architecture, layout: Layout, stage: int) -> R
 
 @functools.cache
 def rollout_parameters(architecture: Architecture, tensor: int, expert_parallel: bool = False) -> RankParameters:
-    """Return what each of the ``tensor`` ranks of a vLLM replica holds."""
+    """Return what each of the ``tensor`` ranks of a vLLM replica holds.
+
+    Of a family without a table of vLLM's weights: what the trainer would hold with the same sharding, which is less
+    where vLLM repeats key-value heads.
+    """
+    if not has_rollout_table(architecture):
+        expert, expert_tensor = (tensor, 1) if expert_parallel else (1, tensor)
+        return rank_parameters(architecture, Layout(tensor, expert=expert, expert_tensor=expert_tensor), 0)
     dense = experts = 0
     for layer, count in Counter(_layer_kinds(architecture)).items():
         blocks = _of_layers(rollout_blocks(architecture, tensor, 0, expert_parallel, [layer]))
@@ -164,6 +172,8 @@ def _embedding_parameters(architecture: Architecture, tensor: int, first: bool, 
 @functools.cache
 def _shareable_in_layer(architecture: Architecture, tensor: int, layer: int) -> int:
     """Parameters of one decoder layer without experts that are made of the same blocks in both frameworks."""
+    if not has_rollout_table(architecture):
+        return 0  # as far as is known before a run has learned it
     alone = _stage_per_layer(architecture, tensor, 1, tensor)
     held = _of_layers(megatron_blocks(architecture, alone, alone.position(0, 0, layer), "local"))
     wanted = _of_layers(rollout_blocks(architecture, tensor, 0, only_layers=[layer]))

@@ -60,15 +60,15 @@ def differences(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
+    from rlhf_megatron.compat.vllm.load_tracing import as_rank
     from rlhf_megatron.models.hf_files import window
-    from rlhf_megatron.rollout.vllm.weight_loading import _as_rank
 
     config = EngineArgs(
         model=str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy"
     ).create_engine_config()
     generator = torch.Generator().manual_seed(1)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    with _as_rank(config, tensor, rank, expert_parallel), torch.no_grad():
+    with as_rank(config, tensor, rank, expert_parallel), torch.no_grad():
         model = initialize_model(config)
         parameters = {name: parameter.data for name, parameter in model.named_parameters()}
         for parameter in parameters.values():
