@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from rlhf_megatron.compat import megatron_cpu
+from rlhf_megatron.compat.megatron_names import KNOWN
 from rlhf_megatron.compat.patches import patch
-
-_KNOWN = {"first": "0.19.2", "last": "0.19.2"}
 
 
 def install() -> None:
@@ -26,7 +25,7 @@ def install() -> None:
 
 @patch(
     "megatron-core",
-    **_KNOWN,
+    **KNOWN,
     why="scratch memory of sequence parallelism depends on no layout, but only initialize_model_parallel makes it",
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6307",
 )
@@ -40,7 +39,7 @@ def make_scratch_memory() -> None:
 
 @patch(
     "megatron-core",
-    **_KNOWN,
+    **KNOWN,
     why="tied embeddings of the last pipeline stage take their replica id from the global data-parallel rank",
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3673",
 )
@@ -71,7 +70,7 @@ def tie_embeddings_over_own_groups() -> None:
 
 @patch(
     "megatron-core",
-    **_KNOWN,
+    **KNOWN,
     why="the norm of layers without Transformer Engine refuses sequence parallelism, which needs no more than a mark",
 )
 def build_norms_for_sequence_parallelism() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
 
 PACKAGES = ("megatron-core",)
+KNOWN = {"first": "0.19.2", "last": "0.19.2"}
+"""The versions that were run."""
 
 _RANDOM, _MAPPINGS = "megatron.core.tensor_parallel.random", "megatron.core.tensor_parallel.mappings"
 _LANGUAGE = "megatron.core.models.common.language_module."

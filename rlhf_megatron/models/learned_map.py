@@ -28,25 +28,6 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MOST_BYTES = 256 * 2**20
 
 
-def learned_blocks(
-    traces: Sequence[LoadTrace], tensor_shapes: Mapping[str, Sequence[int]], where: str
-) -> list[list[Block]]:
-    """Return the blocks of each rank of a replica.
-
-    Args:
-        traces: what the loader does on each tensor rank.
-        tensor_shapes: of the checkpoint's tensors.
-        where: the model, for errors.
-
-    Raises:
-        ModelError: the loader computes, casts or leaves out something on some rank, copies what is no rectangle (a
-            transpose), or no rank reads some part of a tensor: the engine would compute another model.
-    """
-    ranks = [rank_blocks(trace, tensor_shapes, where) for trace in traces]
-    check_all_is_read(ranks, tensor_shapes, where)
-    return ranks
-
-
 def check_all_is_read(ranks: Sequence[Sequence[Block]], tensor_shapes: Mapping[str, Sequence[int]], where: str) -> None:
     """Raises ModelError where no rank of a replica reads some part of a checkpoint's tensor."""
     regions: dict[str, set[Region]] = {name: set() for name in tensor_shapes}

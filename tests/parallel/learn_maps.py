@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 if TYPE_CHECKING:
     from rlhf_megatron.models.rectangles import Block, Shapes
+    from rlhf_megatron.rollout.vllm.weight_loading import LoadTrace
 
 # (tensor parallelism, expert parallel). With 4 ranks there are fewer key-value heads than ranks.
 LAYOUTS = ((1, False), (2, False), (4, False), (2, True))
@@ -25,9 +26,20 @@ def map_file(folder: Path, name: str, tensor: int, expert_parallel: bool) -> Pat
     return folder / f"{name}-t{tensor}{'-ep' if expert_parallel else ''}.json"
 
 
+def learned_blocks(
+    traces: Sequence[LoadTrace], tensor_shapes: Mapping[str, Sequence[int]], where: str
+) -> list[list[Block]]:
+    """The blocks of each rank of a replica, as a run's ranks learn them one by one; raises ModelError as they do."""
+    from rlhf_megatron.models.learned_map import check_all_is_read, rank_blocks
+
+    ranks = [rank_blocks(trace, tensor_shapes, where) for trace in traces]
+    check_all_is_read(ranks, tensor_shapes, where)
+    return ranks
+
+
 def main(output: Path, folders: list[Path]) -> None:
     from rlhf_megatron.models.architecture import ModelError, read_architecture
-    from rlhf_megatron.models.learned_map import learned_blocks, write_map
+    from rlhf_megatron.models.learned_map import write_map
     from rlhf_megatron.models.weight_map import tensor_shapes
     from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
 
