@@ -50,5 +50,11 @@ class RewardError(UserError):
     """A reward that cannot be computed: one line that names the function or data source, the sample, and what to do."""
 
 
+class TransientRewardError(RewardError):
+    """A reward that another attempt may compute, as where a service was away for longer than its tries last."""
+
+    is_transient = True
+
+
 class MonitorError(UserError):
     """A tracker or a run folder that cannot be used as asked; the line says what to do."""

@@ -35,6 +35,8 @@ class Outcome:
     Of a job that answers a turn, `messages` are the next ones of the conversation when it is DONE.
 
     `awaited` is the answer to a job that only loads: whether several of its kind can be done together.
+
+    `is_transient` says of a failure that another attempt may not meet it, as where a service was away.
     """
 
     state: str
@@ -42,6 +44,7 @@ class Outcome:
     message: str = ""
     awaited: bool = False
     messages: tuple[Message, ...] = ()
+    is_transient: bool = False
 
 
 class Batch:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 
-from rlhf_megatron.errors import RewardError
+from rlhf_megatron.errors import RewardError, TransientRewardError
 from rlhf_megatron.recipe import RewardPartSection, RewardSection, RewardSource
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
@@ -217,7 +217,8 @@ class Scorer:
         # Slow answers are what some responses bring about (code that is run, say), so they alone do not stop a run.
         stops = self._section.on_failure == "stop" and outcome.state != worker.TIMED_OUT
         if hopeless or stops or outcome.state == worker.UNUSABLE:
-            raise RewardError(f"{_sample(item)}: {self._complaint(part, outcome)}")
+            kind = TransientRewardError if outcome.is_transient else RewardError
+            raise kind(f"{_sample(item)}: {self._complaint(part, outcome)}")
         return self._worth_of_failure()
 
     def _worth_of_failure(self) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rlhf_megatron.errors import RewardError
+from rlhf_megatron.errors import RewardError, is_transient
 from rlhf_megatron.http_client import Answer, ExchangeError, HttpClient, NoConnectionError
 from rlhf_megatron.recipe import RewardServiceSection
 from rlhf_megatron.redaction import hide_secrets, read_secret
@@ -92,7 +92,7 @@ class ServiceJudge:
         try:
             outcomes = self._ask(items)
         except RewardError as error:
-            outcomes = [Outcome(FAILED, message=str(error))] * len(items)
+            outcomes = [Outcome(FAILED, message=str(error), is_transient=is_transient(error))] * len(items)
         except BaseException as error:  # raised where the outcome is asked for
             for future in itertools.compress(futures, wanted):
                 future.set_exception(error)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.data.rollout_batch import TOKEN_FIELDS, RolloutBatch, boundaries, in_order
-from rlhf_megatron.errors import UserError
+from rlhf_megatron.errors import UserError, is_transient
 
 _T = TypeVar("_T")
 _Group = dist.ProcessGroup | None
@@ -116,6 +116,7 @@ def refused_by_all(group: _Group = None) -> Iterator[None]:
         yield
     except UserError as error:
         refusal = error
+        refusal.is_transient = is_transient(error)  # pickle leaves out the cause, which may be what says so
     first = next((each for each in gather_objects(refusal, group) if each is not None), None)
     if first is not None:
         raise first

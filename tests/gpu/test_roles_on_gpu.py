@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from hugging_face import load_model, make_model, random_rows, row_logprobs, train
 from parallel.layout_ranks import KINDS, learn_with_memory_away
@@ -55,19 +56,19 @@ LAYERS = {
     "Transformer Engine float16": Layers("transformer_engine", "float16", 1e-2, 2e-3, 1e-2, 1e-4),
 }
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
-# With experts, near ties of the router fall otherwise in 16 bits, and the few tokens concerned are far off.
-LARGEST_WITH_EXPERTS = 1.0
+# Rounding may have a router choose another expert where the last one chosen and the first one left out have logits this
+# close, as a part of what logprobs may differ by. The token and those after it in its row may then be far off.
+NEAR_TIE = 0.2
+LARGEST_AFTER_A_NEAR_TIE = 1.0
 
 
 def possible(layers: Layers, given: Case) -> bool:
-    """Whether there are such layers for a case: the grouped products of experts are not made for float32."""
+    """Whether there are such layers for a case."""
     if layers.implementation == "local":
         return True
     float32 = layers.dtype == "float32"
     layouts = [Layout(**layout) for layout in (given.layout, given.then) if layout is not None]
-    return all(transformer_engine_can(layout.context, float32) for layout in layouts) and not (
-        float32 and given.family.startswith("qwen3_moe")
-    )
+    return all(transformer_engine_can(layout.context, float32) for layout in layouts)
 
 
 def ranks_of(name: str) -> int:
@@ -131,6 +132,35 @@ def reference(folder: Path) -> Any:
     return logprobs, losses, norms, model.state_dict()
 
 
+@functools.cache
+def router_margins(folder: Path) -> Tensor:
+    """[tokens of the responses]: the least margin of transformers' routers, over layers and the row's tokens so far.
+
+    A margin is the logit of the last expert chosen less that of the first one left out; infinity without experts.
+    """
+    prompts, responses = random_rows(ROWS, VOCABULARY)
+    model = load_model(folder)
+    margins: list[Tensor] = []
+
+    def record(gate: Any, inputs: tuple[Tensor, ...], _: object) -> None:
+        logits = torch.nn.functional.linear(inputs[0].flatten(0, -2), gate.weight)
+        ordered = logits.sort(descending=True).values
+        chosen = model.config.num_experts_per_tok
+        margins.append(ordered[:, chosen - 1] - ordered[:, chosen])
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(record)
+    by_row = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        margins.clear()
+        with torch.no_grad():
+            row_logprobs(model, prompt, response)
+        least = torch.stack(margins).amin(0) if margins else torch.full((len(prompt) + len(response),), torch.inf)
+        by_row.append(least.cummin(0).values[len(prompt) - 1 : -1])
+    return torch.cat(by_row)
+
+
 @pytest.mark.parametrize(("name", "layers"), CASES)
 def test_outputs_and_steps_equal_transformers(
     name: str,
@@ -149,8 +179,10 @@ def test_outputs_and_steps_equal_transformers(
         f"{name}, {layers}: logprobs {difference.max():.1e} (median {difference.median():.1e}), "
         f"parameters {moved.max():.1e} (median {moved.median():.1e}) from transformers"
     )
-    with_experts = kind.dtype in ("bfloat16", "float16") and GRID[name].family.startswith("qwen3_moe")
-    assert difference.max() < (LARGEST_WITH_EXPERTS if with_experts else kind.largest)
+    near_tie = router_margins(home / name) < NEAR_TIE * kind.largest
+    assert difference[~near_tie].max() < kind.largest
+    assert difference.max() < LARGEST_AFTER_A_NEAR_TIE
+    assert near_tie.float().mean() < 0.75
     assert difference.median() < kind.median
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
     assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative)

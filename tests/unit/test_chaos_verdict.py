@@ -80,3 +80,12 @@ def test_repeated_steps_and_the_time_to_go_on_are_counted() -> None:
     assert verdict.steps_repeated(lines) == 3
     assert verdict.gone_on(lines, fault) == fault + 14
     assert verdict.gone_on(lines, fault + 20) is None
+
+
+def test_steps_are_repeated_once_where_an_attempt_ends_before_its_first_step() -> None:
+    beginnings: list[dict[str, Any]] = [{"what": "start", "step": 0}, {"what": "restart", "step": 4}]
+    fault, resume, done = {"what": "fault", "step": None}, {"what": "resume", "step": 2}, {"what": "done", "step": 6}
+    assert verdict.steps_repeated([*beginnings, fault, {"what": "restart", "step": 4}, resume, done]) == 2
+    assert verdict.steps_repeated([*beginnings, done]) == 4
+    assert verdict.steps_repeated([*beginnings, resume, {"what": "restart", "step": 2}, resume, done]) == 2
+    assert verdict.steps_repeated([*beginnings, resume, {"what": "restart", "step": 3}, resume, done]) == 3

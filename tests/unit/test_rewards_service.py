@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_megatron.errors import is_transient
 from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.rewards.score import RewardError, ScoreItem, Scorer
 
@@ -194,6 +196,8 @@ def test_a_request_that_fails_for_good_is_told_in_one_line(
         scoring.score(items(1))
     assert problem in str(told.value)
     assert "\n" not in str(told.value)
+    # Only a service that was away, or asked to come again, may answer another attempt; ranks pass errors on by pickle.
+    assert is_transient(pickle.loads(pickle.dumps(told.value))) == (requests > 1)
     assert len(service.bodies) == requests
     shown = capfd.readouterr()
     assert SECRET not in f"{told.value}{shown.out}{shown.err}{told.getrepr(style='short')}"

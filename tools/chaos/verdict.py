@@ -125,11 +125,16 @@ def are_close(found: dict[str, float | None], expected: dict[str, float | None])
 
 
 def steps_repeated(lines: list[dict[str, Any]]) -> int:
-    """How many finished steps later attempts have done again."""
-    repeated = 0
-    for line, after in zip(lines, [*lines[1:], {"what": "end"}], strict=True):
-        if line["what"] in ("start", "restart"):
-            repeated += line["step"] - (after["step"] if after["what"] == "resume" else 0)
+    """Count the finished steps that later attempts have done again."""
+    repeated, finished = 0, 0  # steps that were finished when the attempt began that has not resumed yet
+    for line in [*lines, {"what": "end"}]:
+        if line["what"] == "resume":
+            repeated += finished - line["step"]
+            finished = 0
+        elif line["what"] in ("start", "restart", "end"):
+            ended_before_its_first_step = line.get("step") == finished
+            repeated += 0 if ended_before_its_first_step else finished  # without a checkpoint it began anew
+            finished = line.get("step", 0)
     return repeated
 
 
