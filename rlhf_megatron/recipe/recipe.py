@@ -53,14 +53,13 @@ class Recipe(Section):
     name: str
     """Name of the run; its files go to run_root/name."""
     loop: str
-    """rl: reinforcement learning; sft: supervised fine-tuning; reward_modeling: a reward model from pairs of
-    responses."""
+    """rl: reinforcement learning; sft: supervised fine-tuning; reward_modeling: a reward model from pairs."""
     steps: int = Field(gt=0)
-    """Steps of the loop: each takes batch.prompts_per_step prompts."""
+    """Steps, of batch.prompts_per_step prompts each."""
     seed: int = Field(default=1, ge=0)
-    """Decides data order, sampling and random weights."""
+    """Seed of data order, sampling and random weights."""
     deterministic: bool = False
-    """Only kernels that give the same bits each time, which are slower on GPUs; needs rollout.scheduling static."""
+    """Use reproducible kernels only, slower on GPUs; needs rollout.scheduling static."""
     run_root: str = "runs"
     """Folder of all runs."""
     model: ModelSection
@@ -70,7 +69,7 @@ class Recipe(Section):
     batch: BatchSection
     """Sizes of a step."""
     actor: ActorSection
-    """The model that is trained; for reward_modeling: with a scalar head."""
+    """The model that is trained."""
     evaluation: EvaluationSection = EvaluationSection()
     """Evaluation."""
     checkpoint: CheckpointSection = CheckpointSection()
@@ -78,13 +77,13 @@ class Recipe(Section):
     monitor: MonitorSection = MonitorSection()
     """Recording."""
     health: HealthSection = HealthSection()
-    """What is watched while the run goes on."""
+    """Rules over metrics, and alerts."""
     cluster: ClusterSection = ClusterSection()
     """The machines."""
     retry: RetrySection = RetrySection()
-    """What happens after a fault."""
+    """Restarts after a fault."""
     slurm: SlurmSection = SlurmSection()
-    """The job."""
+    """The Slurm job."""
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()
     """Metrics that evaluations of this loop log, where the recipe alone decides which."""

@@ -20,7 +20,7 @@ class RolloutRecipe(Recipe):
     """A recipe that generates responses and scores them."""
 
     rollout: RolloutSection
-    """How responses are generated; needed by rl."""
+    """Generation."""
     reward: RewardSection = RewardSection()
     """Rewards."""
 
@@ -38,14 +38,14 @@ class RLRecipe(RolloutRecipe):
     batch: GroupedBatchSection
     """Sizes of a step."""
     reference: FrozenRoleSection | None = None
-    """The frozen model that kl_coef compares with. With actor.lora: only one of another path, since the actor without
-    its adapters is there already."""
+    """Frozen model for kl_coef. With actor.lora only with a path of its own: the actor without adapters is the
+    default."""
     critic: CriticSection | None = None
-    """The value model of PPO."""
+    """Value model of PPO."""
     reward_model: RewardModelSection | None = None
-    """A model that gives rewards."""
+    """Model that gives rewards."""
     regather: RegatherSection = RegatherSection()
-    """How its weights follow the actor's."""
+    """Weight sync, actor to rollout."""
     algorithm: AlgorithmSection = AlgorithmSection()
     """The objective."""
 
