@@ -200,9 +200,9 @@ class AlgorithmSection(Section):
     clip_ratio_dual: float | None = Field(default=None, gt=1)
     """Dual clip: bound on the ratio where A < 0; for clip, gspo and clip_cov."""
     sapo: SapoSection = SapoSection()
-    """For policy_loss sapo."""
+    """Gates of policy_loss sapo: a higher temperature damps tokens sooner."""
     covariance: CovarianceSection = CovarianceSection()
-    """For policy_loss clip_cov and kl_cov."""
+    """Selection of tokens by the covariance of advantage and logprob, for policy_loss clip_cov and kl_cov."""
     loss_aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_constant"
     ] = "token_mean"
@@ -228,7 +228,7 @@ class AlgorithmSection(Section):
     filter_groups: FilterGroupsSection = FilterGroupsSection()
     """Dynamic sampling."""
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()
-    """Length penalty."""
+    """DAPO's soft length penalty."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     """Importance weights for the mismatch of trainer and rollout."""
 

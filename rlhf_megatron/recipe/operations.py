@@ -124,7 +124,7 @@ class MonitorSection(Section):
     trackers: list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "prometheus"]] = Field(default=["jsonl"])
     """Where metrics go."""
     prometheus: PrometheusSection = PrometheusSection()
-    """Tracker prometheus."""
+    """Tracker prometheus: the latest value of every metric, on rank 0's node."""
     console: bool = True
     """Show the live table."""
     plots: bool = True
@@ -134,9 +134,9 @@ class MonitorSection(Section):
     sample_rows: int = Field(default=8, ge=0)
     """Responses kept per evaluation in samples/step-N.parquet."""
     timeline: TimelineSection = TimelineSection()
-    """Timeline of phases."""
+    """Steps whose phases on all ranks go to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
     profile: ProfileSection = ProfileSection()
-    """Kernel profiles."""
+    """Steps whose kernels are recorded; these are slower."""
 
     @model_validator(mode="after")
     def _trackers_differ(self) -> MonitorSection:

@@ -73,7 +73,7 @@ class RolloutSection(Section):
     multi_turn: MultiTurnSection | None = None
     """Multi-turn responses; default: one turn."""
     drawn_lengths: DrawnLengthsSection | None = None
-    """For benchmarks: draw each response's length in advance."""
+    """For benchmarks: lognormal response lengths, drawn in advance."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature, also of the trainer's logprobs; above 0."""
     top_p: float = Field(default=1.0, gt=0, le=1)

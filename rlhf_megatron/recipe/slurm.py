@@ -54,7 +54,7 @@ class RetrySection(Section):
     """Consecutive steps without a finite gradient that end the attempt; the next resumes from the newest checkpoint
     without their data. 0: never."""
     out_of_memory: OutOfMemorySection = OutOfMemorySection()
-    """Changes after out of memory."""
+    """Changes on a restart after out of memory; a manual start resets them."""
 
     @model_validator(mode="after")
     def _monitors_have_a_limit(self) -> RetrySection:
