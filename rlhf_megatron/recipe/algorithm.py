@@ -193,8 +193,8 @@ class AlgorithmSection(Section):
     policy_loss: PolicyLossName = "clip"
     """Loss of a token."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
-    """Clips the policy ratio below 1 - this. gspo: the sequence's ratio; gmpo: bounds the log ratio at minus this;
-    dppo: the divergence where A < 0."""
+    """Clips the ratio below 1 - this (gspo: the sequence's; gmpo: log ratio below minus this; dppo: divergence where A
+    < 0)."""
     clip_ratio_high: float = Field(default=0.2, gt=0)
     """Clips the policy ratio above 1 + this; gspo, gmpo, dppo: as clip_ratio_low."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
@@ -206,8 +206,8 @@ class AlgorithmSection(Section):
     loss_aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_constant"
     ] = "token_mean"
-    """Over the whole minibatch: token_mean (DAPO), or the mean over responses of their mean (GRPO), sum, or sum over a
-    constant (Dr.GRPO)."""
+    """Over the minibatch: token_mean (DAPO), or mean over responses of their mean (GRPO), sum, or sum over a constant
+    (Dr.GRPO)."""
     loss_constant: float | None = Field(default=None, gt=0)
     """sequence_sum_constant: the constant in tokens; default: rollout.max_response_length."""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -223,8 +223,8 @@ class AlgorithmSection(Section):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    """Denominator of the ratio: the actor's logprobs before the step's updates (recompute), or vLLM's (rollout). auto:
-    the actor's, from the update's own forward pass where the step has one update."""
+    """Old policy: the actor before the step's updates (recompute), or the rollout. auto: the actor, from the update's
+    own forward pass if the step has one update."""
     filter_groups: FilterGroupsSection = FilterGroupsSection()
     """Dynamic sampling."""
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()

@@ -46,22 +46,20 @@ class DataSection(Section):
     validation_files: list[str] = Field(default=[])
     """Evaluation files; never trained on."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Instead of validation_files: hold out this share of training rows by a hash of the prompt, so equal prompts stay
-    on one side."""
+    """Instead of validation_files: share of training rows held out by a hash of the prompt."""
     max_prompt_length: int = Field(gt=0)
     """Longest prompt in tokens, chat template included."""
     min_prompt_length: int = Field(default=0, ge=0)
     """Shortest prompt, counted alike."""
     max_response_length: int | None = Field(default=None, gt=0)
-    """sft: longest response in tokens, end included; reward_modeling: longest conversation. (rl:
-    rollout.max_response_length.)"""
+    """sft: longest response in tokens, end included; reward_modeling: longest conversation."""
     overlong_prompts: Literal["drop", "stop"] = "drop"
     """Rows outside these lengths: drop and count them, or stop and name the row."""
     shuffle: bool = True
     """Shuffle each epoch by the seed; else keep the files' order."""
     shuffle_window_mb: int = Field(default=128, gt=0)
-    """Memory for decoded rows of each set of files, in MB as parquet footers count. Larger data is shuffled in windows
-    of random row groups."""
+    """Memory for decoded rows per set of files, in MB as parquet footers count; larger data is shuffled in windows of
+    row groups."""
     curriculum: CurriculumSection | None = None
     """Order each epoch by a column."""
     system_prompt: str | None = None
@@ -71,8 +69,7 @@ class DataSection(Section):
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Variables of the chat template, such as {enable_thinking: false}."""
     response_column: str | None = None
-    """sft: column of the text to train on; default: reward_model.ground_truth. (reward_modeling reads chosen, rejected
-    and, if present, margin.)"""
+    """sft: column of the text to train on; default: reward_model.ground_truth."""
 
     @property
     def parts(self) -> list[MixturePart]:

@@ -17,8 +17,7 @@ class HealthRuleSection(Section):
     metric: str
     """Metric or pattern such as eval/*/accuracy."""
     when: Literal["above", "below", "moving_std_above", "slope_above", "not_finite"]
-    """Condition on the value; its standard deviation over window; its least-squares slope per step over window (also in
-    each half, so one jump is no growth); or nan and inf."""
+    """Condition on the value, its std or slope over window, or nan and inf (docs/health.md)."""
     value: float | None = None
     """Threshold; none for not_finite."""
     window: int = Field(default=20, gt=1)

@@ -61,8 +61,8 @@ class CheckpointSection(Section):
     keep_best: KeepBestSection | None = None
     """Keep also the best evaluated checkpoint; checkpoints/best names it."""
     save_before_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
-    """Save and stop if the next step would end later than this before the job's end, by Slurm or
-    RLHF_MEGATRON_DEADLINE; 0: never."""
+    """Save and stop if the next step would end later than this before the job's end (Slurm, RLHF_MEGATRON_DEADLINE); 0:
+    never."""
     export_interval: int = Field(default=0, ge=0)
     """Steps between Hugging Face exports; 0: none."""
     export_at_end: bool = True
@@ -95,8 +95,7 @@ class ProfileSection(Section):
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
     """On these ranks."""
     tool: Literal["torch", "nsys"] = "torch"
-    """torch: Chrome trace and table of kernels per phase. nsys: NVTX ranges and capture marks for NVIDIA's nsys around
-    torchrun."""
+    """torch: Chrome trace and kernel table per phase. nsys: NVTX ranges and capture marks for nsys around torchrun."""
     phases: list[
         Literal["generate", "score", "sleep", "logprobs", "update_critic", "update", "regather", "evaluate", "save"]
     ] = Field(default=["logprobs", "update_critic", "update", "regather"])
@@ -134,7 +133,7 @@ class MonitorSection(Section):
     sample_rows: int = Field(default=8, ge=0)
     """Responses kept per evaluation in samples/step-N.parquet."""
     timeline: TimelineSection = TimelineSection()
-    """Steps whose phases on all ranks go to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
+    """Steps whose phases go to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
     profile: ProfileSection = ProfileSection()
     """Steps whose kernels are recorded; these are slower."""
 

@@ -79,8 +79,8 @@ class RewardSource(Section):
     length_high: int | None = Field(default=None, gt=0)
     """length: score 1 from this many tokens."""
     function: str | None = None
-    """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info), sync or async,
-    instead of a rule."""
+    """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info), instead of a
+    rule."""
     service: RewardServiceSection | None = None
     """Reward service, instead of a rule."""
 
@@ -118,9 +118,9 @@ class RewardSection(RewardSource):
     """Rewards (docs/rewards.md)."""
 
     parts: list[RewardPartSection] = Field(default=[])
-    """Several rewards: the reward is the sum of weight * score. The first decides what is right in an evaluation."""
+    """Several rewards, summed by weight. The first decides what is right in an evaluation."""
     on_failure: Literal["stop", "zero", "mask"] = "stop"
-    """When a function or service fails on a sample: stop the run, give it 0, or mask it in the loss."""
+    """If a function or service fails: stop the run, give the sample 0, or mask it in the loss."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
     """Per sample in a worker process; per request to a service."""
     workers: int = Field(default=2, gt=0, le=MOST_WORKERS)

@@ -38,8 +38,7 @@ class RLRecipe(RolloutRecipe):
     batch: GroupedBatchSection
     """Sizes of a step."""
     reference: FrozenRoleSection | None = None
-    """Frozen model for kl_coef. With actor.lora only with a path of its own: the actor without adapters is the
-    default."""
+    """Frozen model for kl_coef; with actor.lora only with a path of its own."""
     critic: CriticSection | None = None
     """Value model of PPO."""
     reward_model: RewardModelSection | None = None

@@ -78,8 +78,8 @@ class OffloadSection(Section):
     optimizer: bool = False
     """Master weights and moments."""
     streamed_optimizer: float = Field(default=0.0, ge=0, le=1)
-    """Share of master weights and moments kept in host memory and streamed through the GPU in each optimizer step:
-    frees memory for that share of the link's time."""
+    """Share of master weights and moments that lives in host memory and streams through the GPU in each optimizer
+    step."""
 
 
 class OptimizerSection(Section):
@@ -151,8 +151,7 @@ class RoleSection(Section):
     sequence_parallel: bool = False
     """With tensor parallelism, shard norms and dropout along the sequence; always on for models with experts."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """Context parallel attention: ring (p2p), all-gather of keys and values, or all-to-all of heads and tokens (a2a,
-    Ulysses)."""
+    """Context parallel attention: ring, all-gather, or all-to-all of heads (Ulysses)."""
     tokens_per_gpu: int = Field(gt=0)
     """Tokens of a packed micro-batch per GPU: the knob for memory and speed. A longer sequence goes alone."""
     logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
@@ -224,12 +223,11 @@ class LoraSection(Section):
     rank_stabilized: bool = False
     """Scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     target_modules: Literal["all-linear"] | list[LinearLayer] = "all-linear"
-    """Linear layers by Hugging Face name; all-linear: all of these. Not those of experts."""
+    """Linear layers by Hugging Face name, not those of experts."""
     path: str | None = None
     """PEFT adapter to start from, of the same rank and modules; default: a new one without effect."""
     offload_base: bool = False
-    """Keep the weights without adapters in host memory: read after each optimizer step and for the reference; otherwise
-    they take as much GPU memory as the adapted layers."""
+    """Keep the weights without adapters in host memory, read after each optimizer step and for the reference."""
 
     @property
     def scale(self) -> float:
@@ -258,8 +256,8 @@ class ActorSection(LearningRoleSection):
     lora: LoraSection | None = None
     """Train low-rank adapters; the reference is the model without them."""
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
-    """Memory to keep a micro-batch's logits until its backward pass, if all fit (tokens x vocabulary / layout.tensor, 2
-    bytes each in bfloat16). Otherwise they are computed twice, blockwise."""
+    """Memory to keep a micro-batch's logits (tokens x vocabulary / layout.tensor, 2 bytes each in bfloat16) until its
+    backward pass; else they are computed twice, blockwise."""
 
     @property
     def adapters(self) -> LoraSection | None:
@@ -288,8 +286,7 @@ class CriticSection(LearningRoleSection):
     """Value model: a decoder with a scalar head, trained beside the actor."""
 
     path: str | None = None
-    """Initial weights: a reward model, or a language model that gets a new head; default: model.path. Must share the
-    actor's tokenizer."""
+    """Initial weights: a reward model or language model with the actor's tokenizer; default: model.path."""
     warmup_steps: int = Field(default=0, ge=0)
     """First steps in which only the critic is trained."""
     value_clip: float | None = Field(default=0.5, gt=0)
@@ -309,8 +306,7 @@ class RewardModelSection(RoleSection):
     path: str
     """Folder of weights and tokenizer, such as an export of loop reward_modeling."""
     tokenizer: str | None = None
-    """Tokenizer folder or sentencepiece .model file; default: path. If it differs from the actor's, responses are
-    decoded and re-encoded."""
+    """Tokenizer folder or sentencepiece .model file; default: path."""
     chat_template: str | None = None
     """Jinja file that replaces its tokenizer's chat template."""
 

@@ -44,8 +44,7 @@ class MultiTurnSection(Section):
     """Multi-turn responses: a function of yours replies between the model's turns, as a tool or user."""
 
     function: str
-    """path/to/file.py:function (default name: respond): gets the conversation, returns the next message or None to end
-    (docs/multi_turn.md)."""
+    """path/to/file.py:function (default name: respond) (docs/multi_turn.md)."""
     max_assistant_turns: int = Field(default=4, gt=1)
     """Most model turns per response; the last gets no reply."""
     max_answer_tokens: int = Field(default=1024, gt=0)
@@ -64,7 +63,7 @@ class RolloutSection(Section):
     ranks: Ranks = "all"
     """GPUs that generate, as for roles. A replica takes neighbours among them."""
     steps_ahead: Literal[0, 1] = 0
-    """1: one-step off-policy: dedicated GPUs generate the next step's batch while the others train on this one. Needs
+    """1: one-step off-policy: dedicated GPUs generate the next batch during training. Needs
     algorithm.rollout_correction, or old_logprobs rollout."""
     layout: RolloutLayoutSection = RolloutLayoutSection()
     """Degrees of parallelism."""
@@ -83,8 +82,8 @@ class RolloutSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the rollout's weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
-    """fp8: linear layers in e4m3, scales per weight row and per token; not experts, embeddings and output layer. Needs
-    algorithm.rollout_correction, or old_logprobs rollout."""
+    """fp8: linear layers in e4m3; not experts, embeddings and output layer. Needs algorithm.rollout_correction, or
+    old_logprobs rollout."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """vLLM's share of each GPU's memory."""
     kv_cache_gb: float | None = Field(default=None, gt=0, le=LARGEST_MEMORY_GB)

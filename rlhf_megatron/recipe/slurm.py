@@ -46,13 +46,11 @@ class RetrySection(Section):
     max_repeats: int = Field(default=3, gt=0)
     """Consecutive failures after the same step before torchrun and Slurm give up."""
     hang_seconds: float = Field(default=1800.0, ge=0, le=LONGEST_SECONDS)
-    """A rank without progress this long ends the attempt, with all stacks in logs/hang-STEP; must exceed the longest
-    phase. 0: never."""
+    """A rank without progress this long ends the attempt; must exceed the longest phase. 0: never."""
     hang_seconds_at_start: float = Field(default=3600.0, ge=0, le=LONGEST_SECONDS)
     """The same until the first step, if longer: models load and engines start."""
     max_skipped_steps: int = Field(default=5, ge=0)
-    """Consecutive steps without a finite gradient that end the attempt; the next resumes from the newest checkpoint
-    without their data. 0: never."""
+    """Consecutive steps without a finite gradient that end the attempt; the next one skips their data. 0: never."""
     out_of_memory: OutOfMemorySection = OutOfMemorySection()
     """Changes on a restart after out of memory; a manual start resets them."""
 
