@@ -89,7 +89,7 @@ class _Sections:
         self._section_paths[section] = path
         table = _Table(path)
         self._fill(table, section, "")
-        yield f"## {path}\n\n{' '.join((section.__doc__ or '').split())}\n" if path else "## The top level\n"
+        yield f"## {path or 'The top level'}\n"
         for earlier, names in table.inherited.items():
             yield f"As in [{earlier}]({_anchor(earlier)}): {', '.join(names)}.\n"
         yield "| key | value | |\n|---|---|---|"

@@ -226,7 +226,7 @@ class AlgorithmSection(Section):
     """Old policy: the actor before the step's updates (recompute), or the rollout. auto: the actor, from the update's
     own forward pass if the step has one update."""
     filter_groups: FilterGroupsSection = FilterGroupsSection()
-    """Dynamic sampling."""
+    """DAPO's dynamic sampling: replace groups whose rewards are all equal."""
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()
     """DAPO's soft length penalty."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()

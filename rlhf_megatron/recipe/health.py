@@ -66,7 +66,7 @@ class HealthSection(Section):
     default_rules: bool = True
     """Apply the default rules, which only log."""
     rules: list[HealthRuleSection] = Field(default=[])
-    """Further rules."""
+    """Further rules over each step's metrics."""
     alert: AlertSection = AlertSection()
     """Receivers of alerts."""
 

@@ -63,27 +63,27 @@ class Recipe(Section):
     run_root: str = "runs"
     """Folder of all runs."""
     model: ModelSection
-    """The model."""
+    """The model that the actor starts from (docs/models.md)."""
     data: DataSection
-    """The data."""
+    """Parquet files with verl's columns (docs/data.md)."""
     batch: BatchSection
-    """Sizes of a step."""
+    """Sizes of one step over all GPUs."""
     actor: ActorSection
     """The model that is trained."""
     evaluation: EvaluationSection = EvaluationSection()
-    """Evaluation."""
+    """Evaluation on the validation files (docs/evaluation.md)."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """Saving."""
+    """Checkpoints and exports (docs/checkpoints.md)."""
     monitor: MonitorSection = MonitorSection()
-    """Recording."""
+    """Metrics, console and plots (docs/monitoring.md)."""
     health: HealthSection = HealthSection()
-    """Rules over metrics, and alerts."""
+    """Rules over metrics, and alerts (docs/health.md)."""
     cluster: ClusterSection = ClusterSection()
-    """The machines."""
+    """The machines, for planning and for near sources in a weight sync."""
     retry: RetrySection = RetrySection()
-    """Restarts after a fault."""
+    """Restarts after a fault (docs/recovery.md)."""
     slurm: SlurmSection = SlurmSection()
-    """The Slurm job."""
+    """The job of launch/submit.py (docs/slurm.md)."""
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()
     """Metrics that evaluations of this loop log, where the recipe alone decides which."""

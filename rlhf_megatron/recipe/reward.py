@@ -82,7 +82,7 @@ class RewardSource(Section):
     """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info), instead of a
     rule."""
     service: RewardServiceSection | None = None
-    """Reward service, instead of a rule."""
+    """HTTP server that scores samples sent as JSON, instead of a rule."""
 
     @model_validator(mode="after")
     def _is_one_whole_source(self) -> RewardSource:

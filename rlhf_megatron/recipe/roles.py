@@ -193,7 +193,7 @@ class LearningRoleSection(RoleSection):
     """A model that is trained."""
 
     optimizer: OptimizerSection
-    """Optimizer."""
+    """AdamW and its learning rate, counted in optimizer steps."""
 
     @property
     def learns_by(self) -> OptimizerSection | None:
@@ -254,7 +254,7 @@ class ActorSection(LearningRoleSection):
     layout: LayoutSection = LayoutSection()
     """Degrees of parallelism."""
     lora: LoraSection | None = None
-    """Train low-rank adapters; the reference is the model without them."""
+    """Low-rank adapters: only B and A of W + scale x B A are trained (docs/lora.md)."""
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
     """Memory to keep a micro-batch's logits (tokens x vocabulary / layout.tensor, 2 bytes each in bfloat16) until its
     backward pass; else they are computed twice, blockwise."""

@@ -44,7 +44,7 @@ class MultiTurnSection(Section):
     """Multi-turn responses: a function of yours replies between the model's turns, as a tool or user."""
 
     function: str
-    """path/to/file.py:function (default name: respond) (docs/multi_turn.md)."""
+    """path/to/file.py:function (default name: respond)."""
     max_assistant_turns: int = Field(default=4, gt=1)
     """Most model turns per response; the last gets no reply."""
     max_answer_tokens: int = Field(default=1024, gt=0)
@@ -70,7 +70,7 @@ class RolloutSection(Section):
     max_response_length: int = Field(gt=0)
     """Longest response in tokens."""
     multi_turn: MultiTurnSection | None = None
-    """Multi-turn responses; default: one turn."""
+    """A function of yours replies between turns, as a tool or user (docs/multi_turn.md)."""
     drawn_lengths: DrawnLengthsSection | None = None
     """For benchmarks: lognormal response lengths, drawn in advance."""
     temperature: float = Field(default=1.0, gt=0)
