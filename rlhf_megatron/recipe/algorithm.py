@@ -58,48 +58,48 @@ class _SwitchedSection(Section):
 
 
 class FilterGroupsSection(_SwitchedSection):
-    """DAPO's dynamic sampling: groups whose rewards are all equal teach nothing and are replaced."""
+    """DAPO's dynamic sampling: replace groups whose rewards are all equal."""
 
     enable: bool = False
-    """Whether to replace them."""
+    """Turn it on."""
     metric: Literal["accuracy", "reward"] = "accuracy"
-    """What must differ inside a group: the score itself, or the reward with its penalties."""
+    """Must differ within a group: the score, or the reward with penalties."""
     max_num_gen_batches: int = Field(default=10, ge=0)
-    """Most rounds of generation for one step; 0: no limit."""
+    """Most generation rounds per step; 0: unlimited."""
     prompts_per_round: int | None = Field(default=None, gt=0, le=2**20)
-    """Prompts of one round; default: batch.prompts_per_step."""
+    """Prompts per round; default: batch.prompts_per_step."""
     when_exhausted: Literal["train", "stop"] = "train"
-    """After the last round: train on the groups that there are, or stop the run."""
+    """After the last round: train on the groups so far, or stop."""
     keep_surplus: bool = False
-    """Keep groups beyond the step's for the next step; they are of weights that are one step old."""
+    """Carry surplus groups over to the next step, one weight version old."""
 
 
 class OverlongBufferSection(_SwitchedSection):
-    """DAPO's soft penalty for responses that come near the length limit."""
+    """DAPO's soft length penalty."""
 
     enable: bool = False
-    """Whether to punish them."""
+    """Turn it on."""
     len: int = Field(default=0, ge=0)
-    """Tokens before rollout.max_response_length from which the penalty grows."""
+    """Tokens before rollout.max_response_length where the penalty starts to grow."""
     penalty_factor: float = Field(default=1.0, ge=0)
-    """The penalty at the limit."""
+    """Penalty at the limit."""
 
 
 class RolloutCorrectionSection(Section):
-    """Importance weights against the difference between the rollout's logprobs and the trainer's."""
+    """Importance weights: trainer over rollout probabilities."""
 
     type: Literal["none", "tis", "mis"] = "none"
-    """none; tis: weights are truncated at the threshold; mis: what is beyond the thresholds gets weight 0."""
+    """tis: truncate weights at the threshold; mis: zero those outside the thresholds."""
     level: Literal["token", "sequence"] = "token"
-    """Whose ratio the weight is: the token's, or the product of those of the whole response."""
+    """Ratio of the token, or of the whole response."""
     threshold: float = Field(default=2.0, gt=0)
     """Largest weight."""
     threshold_low: float = Field(default=0.0, ge=0)
-    """With mis: smallest weight."""
+    """mis: smallest weight."""
     reject_threshold: float | None = Field(default=None, gt=1)
-    """Leave out responses whose ratio per token (geometric mean) is above this or below 1 / this, such as 1.01."""
+    """Reject responses whose geometric mean ratio is above this or below 1 / this, such as 1.01."""
     veto_threshold: float | None = Field(default=None, gt=0, lt=1)
-    """Leave out responses with a token whose ratio is below this, such as 0.0001."""
+    """Reject responses with a token whose ratio is below this, such as 0.0001."""
 
     @property
     def is_used(self) -> bool:
@@ -122,14 +122,14 @@ class RolloutCorrectionSection(Section):
 
 
 class KLControllerSection(Section):
-    """How the KL coefficient changes during the run."""
+    """Schedule of the KL coefficient."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: kl_coef throughout; adaptive: it rises and falls to keep the divergence near the target."""
+    """fixed: kl_coef throughout; adaptive: adjusted to keep the KL near target."""
     target: float | None = Field(default=None, gt=0)
-    """The divergence to keep, in nats per token; needed by adaptive."""
+    """adaptive: KL to keep, nats per token."""
     horizon: int = Field(default=10000, gt=0)
-    """Responses over which the coefficient can change by about a fifth."""
+    """Responses over which the coefficient changes by at most about a fifth."""
 
     @model_validator(mode="after")
     def _target_is_given(self) -> KLControllerSection:
@@ -141,23 +141,23 @@ class KLControllerSection(Section):
 
 
 class SapoSection(Section):
-    """The gates of policy_loss sapo: the higher the temperature, the sooner a token stops counting."""
+    """Gates of policy_loss sapo: a higher temperature damps tokens sooner."""
 
     temperature_positive: float = Field(default=1.0, gt=0)
-    """Where the advantage is above 0."""
+    """For A > 0."""
     temperature_negative: float = Field(default=1.05, gt=0)
-    """Where it is not."""
+    """For other tokens."""
 
 
 class CovarianceSection(Section):
-    """Tokens whose advantage and logprob go together, for policy_loss clip_cov and kl_cov."""
+    """Tokens selected by the covariance of advantage and logprob, for policy_loss clip_cov and kl_cov."""
 
     fraction: float = Field(default=0.0002, gt=0, le=1)
-    """Share of a minibatch's sampled tokens to treat otherwise; at least one token."""
+    """Share of a minibatch's sampled tokens to select; at least one."""
     low: float = 1.0
-    """clip_cov: smallest covariance of these tokens."""
+    """clip_cov: smallest covariance."""
     high: float = 5.0
-    """clip_cov: largest covariance of these tokens."""
+    """clip_cov: largest covariance."""
     kl_coef: float = Field(default=1.0, ge=0)
     """kl_cov: weight of their divergence from the old policy."""
 
@@ -172,18 +172,16 @@ class TokenAggregationSection(Section):
     """The objective of supervised fine-tuning: next-token loss."""
 
     loss_aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
-    """How token losses become one number, always over the whole step: token_mean, or the mean over responses of each
-    one's mean or sum."""
+    """Over the whole step: token_mean, or the mean over responses of their mean or sum."""
 
 
 class AlgorithmSection(Section):
-    """The objective of reinforcement learning, and the aggregation of token losses."""
+    """The objective (docs/algorithms.md)."""
 
     advantage: AdvantageName = "grpo"
-    """Estimator of advantages; docs/algorithms.md explains each. Dr.GRPO is grpo without normalize_by_std."""
+    """Advantage estimator. Dr.GRPO is grpo without normalize_by_std."""
     normalize_by_std: bool | None = None
-    """Divide a group's advantages by the standard deviation of its rewards; default: true for grpo, false for others.
-    Only grpo, gpg and pass_at_k can."""
+    """Divide by the group's reward std; default: true for grpo, else false. Only grpo, gpg and pass_at_k can."""
     pass_k: int | None = Field(default=None, ge=2)
     """pass_at_k: responses of which the best counts; default: batch.responses_per_prompt."""
     gamma: float = Field(default=1.0, gt=0, le=1)
@@ -191,48 +189,48 @@ class AlgorithmSection(Section):
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """gae: 1 trusts rewards only, 0 the next value only."""
     whiten_advantages: bool = True
-    """gae: give advantages mean 0 and standard deviation 1 over the step's sampled tokens."""
+    """gae: whiten advantages over the step's sampled tokens."""
     policy_loss: PolicyLossName = "clip"
-    """Loss of a token; docs/algorithms.md explains each."""
+    """Loss of a token."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
-    """The policy ratio is clipped below 1 - this. gspo: the sequence's ratio; gmpo: minus this is the bound of the
-    ratio's logarithm; dppo: the divergence where A < 0."""
+    """Clips the ratio below 1 - this (gspo: the sequence's; gmpo: log ratio below minus this; dppo: divergence where A
+    < 0)."""
     clip_ratio_high: float = Field(default=0.2, gt=0)
-    """The policy ratio is clipped above 1 + this. gspo, gmpo, dppo: as clip_ratio_low."""
+    """Clips the policy ratio above 1 + this; gspo, gmpo, dppo: as clip_ratio_low."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
-    """Dual clip: bound on the ratio where the advantage is negative; for clip, gspo and clip_cov."""
+    """Dual clip: bound on the ratio where A < 0; for clip, gspo and clip_cov."""
     sapo: SapoSection = SapoSection()
-    """Gates of policy_loss sapo."""
+    """Gates of policy_loss sapo: a higher temperature damps tokens sooner."""
     covariance: CovarianceSection = CovarianceSection()
-    """Selection of policy_loss clip_cov and kl_cov."""
+    """Selection of tokens by the covariance of advantage and logprob, for policy_loss clip_cov and kl_cov."""
     loss_aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_constant"
     ] = "token_mean"
-    """How token losses become one number, always over the whole minibatch: token_mean (DAPO), or the mean over
-    responses of each one's mean (GRPO), sum, or sum over a constant (Dr.GRPO)."""
+    """Over the minibatch: token_mean (DAPO), or mean over responses of their mean (GRPO), sum, or sum over a constant
+    (Dr.GRPO)."""
     loss_constant: float | None = Field(default=None, gt=0)
-    """sequence_sum_constant: the constant, in tokens; default: rollout.max_response_length."""
+    """sequence_sum_constant: the constant in tokens; default: rollout.max_response_length."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the reference; 0: no reference model is made."""
+    """Weight of the KL from the reference; 0: no reference model."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """loss: a term of the loss; reward: taken from the reward, at each token where the advantage is per token."""
+    """loss: a term of the loss; reward: subtracted from the reward, per token for per-token advantages."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence; k1 is usual in the reward."""
+    """KL estimator; k1 is usual in the reward."""
     kl_gradient: Literal["k1", "k2", "k3"] | None = None
-    """In the loss: take the gradient of this estimator instead; k2's is that of the divergence itself."""
+    """In the loss: use this estimator's gradient instead; k2's is the KL's own."""
     kl_controller: KLControllerSection = KLControllerSection()
-    """How kl_coef changes."""
+    """Schedule of kl_coef."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    """Logprobs that the ratio is taken against: the actor's before the step's updates, or the rollout's as reported.
-    auto: the actor's, without a pass of its own where the step's one update computes them anyway."""
+    """Old policy: the actor before the step's updates (recompute), or the rollout. auto: the actor, from the update's
+    own forward pass if the step has one update."""
     filter_groups: FilterGroupsSection = FilterGroupsSection()
-    """Dynamic sampling."""
+    """DAPO's dynamic sampling: replace groups whose rewards are all equal."""
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()
-    """Length penalty."""
+    """DAPO's soft length penalty."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
-    """Correction of train-rollout mismatch."""
+    """Importance weights for the mismatch of trainer and rollout."""
 
     @property
     def divides_by_std(self) -> bool:

@@ -10,10 +10,10 @@ MOST_ROWS = 2**24  # of a step; each is on every rank for a moment
 
 
 class BatchSection(Section):
-    """Sizes of one step, over all GPUs together."""
+    """Sizes of one step over all GPUs."""
 
     prompts_per_step: int = Field(gt=0, le=2**20)
-    """Prompts in one step (for sft: rows; for reward_modeling: pairs)."""
+    """Prompts per step (sft: rows; reward_modeling: pairs)."""
 
     @property
     def rows_per_prompt(self) -> int:
@@ -42,14 +42,14 @@ class BatchSection(Section):
 
 
 class GroupedBatchSection(BatchSection):
-    """Sizes of one step of rl, over all GPUs together: each prompt has a group of responses."""
+    """Sizes of one step over all GPUs."""
 
     responses_per_prompt: int = Field(default=1, gt=0, le=2**16)
-    """Responses sampled for each prompt: the group size of GRPO."""
+    """Responses per prompt: GRPO's group size."""
     minibatch_prompts: int | None = Field(default=None, gt=0)
-    """Prompts (with all their responses) per optimizer step; default: all of the step's."""
+    """Prompts, with all their responses, per optimizer step; default: the whole step."""
     epochs_per_step: int = Field(default=1, gt=0)
-    """How often a step's batch is gone through."""
+    """Passes over a step's batch."""
 
     @model_validator(mode="after")
     def _minibatches_are_whole(self) -> GroupedBatchSection:

@@ -15,65 +15,61 @@ _TEMPLATE_NAMES = frozenset(["messages", "add_generation_prompt", "tokenize", "c
 
 
 class MixturePart(Section):
-    """One of several sets of training files that are drawn from side by side."""
+    """A weighted set of training files."""
 
     name: str = Field(min_length=1)
-    """Names the part in metrics: data/epoch/NAME."""
+    """Name in metrics: data/epoch/NAME."""
     files: list[str] = Field(min_length=1)
-    """Its parquet files."""
+    """Parquet files."""
     weight: float = Field(gt=0)
-    """Its share of the prompts, divided by the sum of all weights; it does not depend on how many rows there are."""
+    """Share of the prompts, relative to the sum of weights, whatever the number of rows."""
 
 
 class CurriculumSection(Section):
-    """The prompts of each epoch in the order of a numeric column."""
+    """Order of each epoch by a numeric column."""
 
     column: str = Field(min_length=1)
-    """A column of numbers, or a path into structs such as extra_info.difficulty."""
+    """Numeric column, or a path into structs such as extra_info.difficulty."""
     order: Literal["ascending", "descending"] = "ascending"
-    """Which rows come first: those with the lowest numbers, or the highest."""
+    """Lowest or highest values first."""
     bands: int | None = Field(default=None, gt=0)
-    """Cut the rows, in their order, into so many bands of equal size and shuffle within each; default: only rows with
-    the same number are shuffled."""
+    """Split the order into this many equal bands and shuffle within each; default: only ties are shuffled."""
 
 
 class DataSection(Section):
-    """Parquet files with the columns data_source, prompt, ability, reward_model and extra_info."""
+    """Parquet files with verl's columns (docs/data.md)."""
 
     train_files: list[str] = Field(default=[])
-    """Parquet files to train on; this or mixture is needed."""
+    """Training files; this or mixture is required."""
     mixture: list[MixturePart] = Field(default=[])
-    """Instead of train_files: several sets of files with weights. Each goes through epochs of its own."""
+    """Instead of train_files: several weighted sets of files, each with epochs of its own."""
     validation_files: list[str] = Field(default=[])
-    """Parquet files to evaluate on; their rows are never trained on."""
+    """Evaluation files; never trained on."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Instead of validation_files: hold out this share of the training rows, chosen by a hash of the prompt, so that
-    equal prompts are all on one side."""
+    """Instead of validation_files: share of training rows held out by a hash of the prompt."""
     max_prompt_length: int = Field(gt=0)
-    """Longest prompt, in tokens with the chat template."""
+    """Longest prompt in tokens, chat template included."""
     min_prompt_length: int = Field(default=0, ge=0)
-    """Shortest prompt, counted in the same way."""
+    """Shortest prompt, counted alike."""
     max_response_length: int | None = Field(default=None, gt=0)
-    """For sft: longest response in tokens, its end included; for reward_modeling: longest conversation. (rl has
-    rollout.max_response_length.)"""
+    """sft: longest response in tokens, end included; reward_modeling: longest conversation."""
     overlong_prompts: Literal["drop", "stop"] = "drop"
-    """What happens to rows outside these lengths: leave them out and count them, or stop with the row's place."""
+    """Rows outside these lengths: drop and count them, or stop and name the row."""
     shuffle: bool = True
-    """Take the rows of each epoch in an order drawn from the seed; else in the files' order."""
+    """Shuffle each epoch by the seed; else keep the files' order."""
     shuffle_window_mb: int = Field(default=128, gt=0)
-    """Memory for decoded rows of each set of files, in MB as the parquet footers count. Data within it is shuffled as a
-    whole; of larger data, row groups are drawn until it is full, and shuffled together."""
+    """Memory for decoded rows per set of files, in MB as parquet footers count; larger data is shuffled in windows of
+    row groups."""
     curriculum: CurriculumSection | None = None
-    """Order the rows of each epoch by a column."""
+    """Order each epoch by a column."""
     system_prompt: str | None = None
-    """A system message for the conversations that have none."""
+    """System message for conversations without one."""
     chat_template: str | None = None
-    """A jinja file that replaces the tokenizer's chat template."""
+    """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
-    """Names that the chat template reads, such as {enable_thinking: false}."""
+    """Variables of the chat template, such as {enable_thinking: false}."""
     response_column: str | None = None
-    """For sft: the column that holds the text to learn; default: reward_model.ground_truth. (reward_modeling reads the
-    columns chosen, rejected and, where there is one, margin.)"""
+    """sft: column of the text to train on; default: reward_model.ground_truth."""
 
     @property
     def parts(self) -> list[MixturePart]:

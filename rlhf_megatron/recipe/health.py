@@ -12,21 +12,20 @@ SMALLEST_SLOPE_WINDOW = 4  # two halves of two values each
 
 
 class HealthRuleSection(Section):
-    """One rule over the metrics of each step. Steps at which its metric is not logged do not count."""
+    """A rule over each step's metrics; steps without its metric do not count."""
 
     metric: str
-    """Name of a metric, or a pattern such as eval/*/accuracy."""
+    """Metric or pattern such as eval/*/accuracy."""
     when: Literal["above", "below", "moving_std_above", "slope_above", "not_finite"]
-    """The condition: the value itself, the standard deviation of the last window values, their slope per step by least
-    squares (in each half of the window too, so that one jump is no growth), or nan and inf."""
+    """Condition on the value, its std or slope over window, or nan and inf (docs/health.md)."""
     value: float | None = None
-    """The threshold; not_finite has none."""
+    """Threshold; none for not_finite."""
     window: int = Field(default=20, gt=1)
-    """Values that moving_std_above and slope_above look back on; before there are so many they say nothing."""
+    """Values of moving_std_above and slope_above, which wait until there are as many."""
     steps: int = Field(default=1, gt=0)
-    """Steps in a row for which the condition must hold. A rule speaks once, and again after it has not held."""
+    """Consecutive steps the condition must hold. A rule fires once, and again after it has not held."""
     action: Literal["log", "alert", "stop"] = "log"
-    """log: a line; alert: also the webhook and the command; stop: also the end of the run."""
+    """log: a line; alert: also webhook and command; stop: also end the run."""
 
     @model_validator(mode="after")
     def _threshold_fits(self) -> HealthRuleSection:
@@ -44,17 +43,16 @@ class HealthRuleSection(Section):
 
 
 class AlertSection(Section):
-    """Who is told by the actions alert and stop."""
+    """Receivers of actions alert and stop."""
 
     webhook_environment: str | None = None
-    """Environment variable that holds the URL of a webhook; the URL itself is a secret and stays out of the recipe."""
+    """Environment variable with the webhook's URL, a secret."""
     command: list[str] = Field(default=[])
-    """Program and arguments, started without a shell; {message} in an argument is replaced, and the alert comes as JSON
-    on its standard input."""
+    """Program and arguments, run without a shell; {message} is replaced, the alert is JSON on stdin."""
     retries: int = Field(default=4, ge=0, le=20)
-    """Further attempts where one fails, after 1, 2, 4, ... seconds."""
+    """Retries after a failure, after 1, 2, 4, ... seconds."""
     most_per_hour: int = Field(default=12, gt=0)
-    """More alerts than that are counted instead of sent; the next one says how many. A stop is always sent."""
+    """Further alerts are counted and reported with the next. A stop is always sent."""
 
     @model_validator(mode="after")
     def _variable_has_a_name(self) -> AlertSection:
@@ -63,14 +61,14 @@ class AlertSection(Section):
 
 
 class HealthSection(Section):
-    """What is watched while a run goes on."""
+    """Rules over metrics while the run goes on (docs/health.md)."""
 
     default_rules: bool = True
-    """Follow the rules that docs/health.md lists; all of them only log."""
+    """Apply the default rules, which only log."""
     rules: list[HealthRuleSection] = Field(default=[])
-    """Further rules."""
+    """Further rules over each step's metrics."""
     alert: AlertSection = AlertSection()
-    """Who is told."""
+    """Receivers of alerts."""
 
     @model_validator(mode="after")
     def _alerts_are_sent(self) -> HealthSection:

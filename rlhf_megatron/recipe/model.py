@@ -11,15 +11,14 @@ class ModelSection(Section):
     """The model that the actor starts from."""
 
     path: str
-    """Folder in Hugging Face format: config.json and safetensors weights."""
+    """Hugging Face folder: config.json and safetensors weights."""
     config: str | None = None
-    """Folder whose config.json `--dry-run` plans with when `path` is not on this machine. Training needs `path`."""
+    """Folder whose config.json `--dry-run` uses where `path` is not on this machine."""
     tokenizer: str | None = None
     """Folder of the tokenizer, or a sentencepiece .model file; default: `path`."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Type of weights and activations; the optimizer keeps float32 master weights in any case. In float16 the loss is
-    scaled, by as much as gradients bear."""
+    """Type of weights and activations; master weights are always float32. float16 scales the loss dynamically."""
     random_weights: bool = False
-    """Draw weights from the seed instead of reading them; for benchmarks."""
+    """Draw weights from the seed; for benchmarks."""
     trust_remote_code: bool = False
-    """Let a tokenizer run code of its own from its folder."""
+    """Let the tokenizer run code from its folder."""

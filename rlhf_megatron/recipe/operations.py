@@ -11,10 +11,10 @@ from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, LONGEST_SECONDS, Sec
 
 
 class EvaluationSection(Section):
-    """Evaluation on the validation files."""
+    """Evaluation on the validation files (docs/evaluation.md)."""
 
     interval: int = Field(default=0, ge=0)
-    """Steps between evaluations; 0: none in between."""
+    """Steps between evaluations; 0: none."""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True
@@ -22,13 +22,13 @@ class EvaluationSection(Section):
     samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
     """Responses per prompt."""
     temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature; 0 is greedy, and others are 0.01 or more."""
+    """Sampling temperature: 0 (greedy), or 0.01 and above."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     correct_from: float = 1.0
-    """A response is right if its score (that of the first of reward.parts) is at least this."""
+    """A response is right if its score (of the first of reward.parts) is at least this."""
     max_prompts: int | None = Field(default=None, gt=0)
-    """Use only the first so many rows."""
+    """Use only the first N rows."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvaluationSection:
@@ -43,39 +43,39 @@ class EvaluationSection(Section):
 
 
 class KeepBestSection(Section):
-    """By what checkpoints are compared."""
+    """Criterion of the best checkpoint."""
 
     metric: str = "eval/*/accuracy"
-    """Name of a metric of the evaluations, or a pattern; the mean of all that fit counts."""
+    """Evaluation metric or pattern; the mean of all matches counts."""
     mode: Literal["max", "min"] = "max"
-    """Whether more or less of it is better."""
+    """Direction: higher or lower is better."""
 
 
 class CheckpointSection(Section):
-    """What is saved."""
+    """Checkpoints and exports (docs/checkpoints.md)."""
 
     save_interval: int = Field(default=0, ge=0)
-    """Steps between resumable checkpoints; 0: none."""
+    """Steps between checkpoints; 0: none."""
     keep_last_k: int = Field(default=2, gt=0)
     """Checkpoints to keep."""
     keep_best: KeepBestSection | None = None
-    """Keep also the best one of those whose step was evaluated; the file checkpoints/best names it."""
+    """Keep also the best evaluated checkpoint; checkpoints/best names it."""
     save_before_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
-    """Save and stop where the next step would end later than so many seconds before the job does, by Slurm's limit or
-    the environment's RLHF_MEGATRON_DEADLINE; 0: never."""
+    """Save and stop if the next step would end later than this before the job's end (Slurm, RLHF_MEGATRON_DEADLINE); 0:
+    never."""
     export_interval: int = Field(default=0, ge=0)
-    """Steps between exports in Hugging Face format; 0: none in between."""
+    """Steps between Hugging Face exports; 0: none."""
     export_at_end: bool = True
     """Export after the last step."""
 
 
 class TimelineSection(Section):
-    """Steps whose phases on all ranks are written to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
+    """Steps whose phases on all ranks go to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
 
     steps: list[Annotated[int, Field(ge=0)]] = Field(default=[])
     """These steps."""
     every: int = Field(default=0, ge=0)
-    """And each step that it divides, 0 included; 0: no others."""
+    """And every N-th step, 0 included; 0: none."""
 
     def has(self, step: int) -> bool:
         """Whether a step is written."""
@@ -88,19 +88,18 @@ class TimelineSection(Section):
 
 
 class ProfileSection(Section):
-    """Steps whose kernels are recorded, which slows these steps down."""
+    """Steps whose kernels are recorded; these are slower."""
 
     steps: list[Annotated[int, Field(gt=0)]] = Field(default=[])
     """These steps."""
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
     """On these ranks."""
     tool: Literal["torch", "nsys"] = "torch"
-    """torch: torch's profiler writes a Chrome trace and a table of the kernels for each phase. nsys: nothing but the
-    marks by which NVIDIA's nsys, around torchrun, records these steps with the names of the phases."""
+    """torch: Chrome trace and kernel table per phase. nsys: NVTX ranges and capture marks for nsys around torchrun."""
     phases: list[
         Literal["generate", "score", "sleep", "logprobs", "update_critic", "update", "regather", "evaluate", "save"]
     ] = Field(default=["logprobs", "update_critic", "update", "regather"])
-    """What torch's profiler records of a step. A rollout has so many kernels that its file may be of gigabytes."""
+    """Phases that torch records. generate may give gigabytes."""
 
     @model_validator(mode="after")
     def _something_is_recorded(self) -> ProfileSection:
@@ -110,33 +109,33 @@ class ProfileSection(Section):
 
 
 class PrometheusSection(Section):
-    """Where the tracker prometheus serves the newest value of every metric, on the node of rank 0."""
+    """Endpoint with the latest value of every metric, on rank 0's node."""
 
     port: int = Field(default=9400, ge=0, le=65535)
-    """Its port; 0: any that is free, which the run says."""
+    """Port; 0: a free one, which is logged."""
     address: str = "127.0.0.1"
-    """Who may ask: 127.0.0.1 only this node, 0.0.0.0 everybody who reaches it."""
+    """Listening address: 127.0.0.1 for this node, 0.0.0.0 for everybody who can reach it."""
 
 
 class MonitorSection(Section):
-    """What is recorded and shown."""
+    """Metrics, console and plots (docs/monitoring.md)."""
 
     trackers: list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "prometheus"]] = Field(default=["jsonl"])
     """Where metrics go."""
     prometheus: PrometheusSection = PrometheusSection()
-    """The tracker of that name."""
+    """Tracker prometheus: the latest value of every metric, on rank 0's node."""
     console: bool = True
     """Show the live table."""
     plots: bool = True
     """Draw plots/run.png at the end."""
     report: bool = True
-    """Write report.html at the end: the run on one page."""
+    """Write report.html at the end."""
     sample_rows: int = Field(default=8, ge=0)
-    """Answers kept from each evaluation in samples/step-N.parquet."""
+    """Responses kept per evaluation in samples/step-N.parquet."""
     timeline: TimelineSection = TimelineSection()
-    """What ranks do when, as a picture."""
+    """Steps whose phases go to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
     profile: ProfileSection = ProfileSection()
-    """Which kernels take the time."""
+    """Steps whose kernels are recorded; these are slower."""
 
     @model_validator(mode="after")
     def _trackers_differ(self) -> MonitorSection:
@@ -147,25 +146,25 @@ class MonitorSection(Section):
 
 
 class RegatherSection(Section):
-    """How weights go from the actor to the rollout."""
+    """Weight sync from actor to rollout."""
 
     buffer_mb: int = Field(default=256, gt=0)
-    """MB of 2^20 bytes on each GPU for what travels; a regathering that finds less memory makes do with less."""
+    """Communication buffers per GPU, MB of 2^20 bytes; less where memory is short."""
     peer_memory: bool = True
-    """GPUs of one host read each other's weights over NVLink, where they can; false: they send messages."""
+    """Read weights of the host's other GPUs over NVLink where possible; false: send messages."""
     verify: int = Field(default=0, ge=0)
-    """Regatherings between checks of every weight by its checksum, on both ends; a difference stops the run. 0:
-    none."""
+    """Every N weight syncs compare checksums of all weights at source and destination; a mismatch stops the run. 0:
+    never."""
 
 
 class ClusterSection(Section):
-    """The machines, for planning and for choosing near sources."""
+    """The machines, for planning and for choosing near sources in a weight sync."""
 
     gpus_per_node: int = Field(default=8, gt=0)
-    """GPUs of one node."""
+    """GPUs per node."""
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Memory of one GPU in GB of 2^30 bytes; `--dry-run` compares its estimate with it."""
+    """Memory per GPU, GB of 2^30 bytes; `--dry-run` compares its estimate with it."""
     gpu: Literal["A100", "B200", "H100", "H200", "H800"] | None = None
-    """What the GPUs are; with it `--dry-run` reckons how long a step takes."""
+    """GPU model, for `--dry-run`'s estimate of step time."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
-    """Bandwidth of one GPU to other nodes in GB/s, for the estimated time of a regathering."""
+    """Inter-node bandwidth per GPU in GB/s, for the estimated time of a weight sync."""

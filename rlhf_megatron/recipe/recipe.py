@@ -53,38 +53,37 @@ class Recipe(Section):
     name: str
     """Name of the run; its files go to run_root/name."""
     loop: str
-    """rl: reinforcement learning; sft: supervised fine-tuning; reward_modeling: a reward model from pairs of
-    responses."""
+    """rl: reinforcement learning; sft: supervised fine-tuning; reward_modeling: a reward model from pairs."""
     steps: int = Field(gt=0)
-    """Steps of the loop: each takes batch.prompts_per_step prompts."""
+    """Steps, of batch.prompts_per_step prompts each."""
     seed: int = Field(default=1, ge=0)
-    """Decides data order, sampling and random weights."""
+    """Seed of data order, sampling and random weights."""
     deterministic: bool = False
-    """Only kernels that give the same bits each time, which are slower on GPUs; needs rollout.scheduling static."""
+    """Use reproducible kernels only, slower on GPUs; needs rollout.scheduling static."""
     run_root: str = "runs"
     """Folder of all runs."""
     model: ModelSection
-    """The model."""
+    """The model that the actor starts from (docs/models.md)."""
     data: DataSection
-    """The data."""
+    """Parquet files with verl's columns (docs/data.md)."""
     batch: BatchSection
-    """Sizes of a step."""
+    """Sizes of one step over all GPUs."""
     actor: ActorSection
-    """The model that is trained; for reward_modeling: with a scalar head."""
+    """The model that is trained."""
     evaluation: EvaluationSection = EvaluationSection()
-    """Evaluation."""
+    """Evaluation on the validation files (docs/evaluation.md)."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """Saving."""
+    """Checkpoints and exports (docs/checkpoints.md)."""
     monitor: MonitorSection = MonitorSection()
-    """Recording."""
+    """Metrics, console and plots (docs/monitoring.md)."""
     health: HealthSection = HealthSection()
-    """What is watched while the run goes on."""
+    """Rules over metrics, and alerts (docs/health.md)."""
     cluster: ClusterSection = ClusterSection()
-    """The machines."""
+    """The machines, for planning and for near sources in a weight sync."""
     retry: RetrySection = RetrySection()
-    """What happens after a fault."""
+    """Restarts after a fault (docs/recovery.md)."""
     slurm: SlurmSection = SlurmSection()
-    """The job."""
+    """The job of launch/submit.py (docs/slurm.md)."""
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()
     """Metrics that evaluations of this loop log, where the recipe alone decides which."""

@@ -26,20 +26,20 @@ _HEADERS_OF_HTTP = (
 
 
 class RewardServiceSection(Section):
-    """A reward service: an HTTP server that is sent samples as JSON and answers with their scores."""
+    """HTTP server that scores samples sent as JSON."""
 
     url: str
-    """Where samples are posted, with http:// or https://."""
+    """http:// or https:// URL for the POST."""
     samples_per_request: int = Field(default=1, gt=0)
-    """Samples sent in one request."""
+    """Samples per request."""
     max_retries: int = Field(default=4, ge=0, le=1000)
-    """How often a request is sent again when there is no answer, or one of status 408, 425, 429 or 5xx."""
+    """Retries without an answer, or on status 408, 425, 429 or 5xx."""
     backoff_seconds: float = Field(default=0.5, gt=0, le=LONGEST_SECONDS)
-    """Longest wait before the first retry; it doubles with each, up to 30 s, and a random part of it is waited."""
+    """Longest random wait before the first retry; doubles up to 30 s."""
     header: str = "Authorization"
-    """Header that authenticates; sent if header_environment is set."""
+    """Authentication header, sent if header_environment is set."""
     header_environment: str | None = None
-    """Environment variable that holds the header's value, such as "Bearer ..."; the value is written nowhere."""
+    """Environment variable with the header's value, such as "Bearer ..."; never written anywhere."""
 
     @model_validator(mode="after")
     def _is_an_address_without_secrets(self) -> RewardServiceSection:
@@ -71,19 +71,18 @@ class RewardSource(Section):
     rule: Literal[
         "data_source", "gsm8k", "math", "dapo_math", "multiple_choice", "reasoning_gym", "format", "length", "none"
     ] = "data_source"
-    """A built-in rule for all rows; data_source: the one that belongs to the row's data_source; none: the reward model
-    alone says what a response is worth."""
+    """Built-in rule; data_source: the one of the row's data_source; none: the reward model alone."""
     pattern: str | None = None
-    """For rule format: the regular expression that the whole response must match (`.` matches line breaks too)."""
+    """format: regular expression that the whole response must match; `.` matches line breaks."""
     length_low: int = Field(default=0, ge=0)
-    """For rule length: up to so many tokens the score is 0; from there it grows."""
+    """length: score 0 up to this many tokens."""
     length_high: int | None = Field(default=None, gt=0)
-    """For rule length: from so many tokens on the score is 1."""
+    """length: score 1 from this many tokens."""
     function: str | None = None
-    """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info), which may be
-    async; it is used instead of a rule."""
+    """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info), instead of a
+    rule."""
     service: RewardServiceSection | None = None
-    """A reward service, used instead of a rule."""
+    """HTTP server that scores samples sent as JSON, instead of a rule."""
 
     @model_validator(mode="after")
     def _is_one_whole_source(self) -> RewardSource:
@@ -107,32 +106,29 @@ class RewardSource(Section):
 
 
 class RewardPartSection(RewardSource):
-    """One of several rewards that are added up."""
+    """One of several summed rewards."""
 
     name: str = Field(pattern="^[A-Za-z][A-Za-z0-9_]*$")
-    """Its mean is logged as reward/NAME."""
+    """Mean logged as reward/NAME."""
     weight: float = 1.0
-    """Factor of its score in the sum; below 0 it is a penalty."""
+    """Weight in the sum; negative: a penalty."""
 
 
 class RewardSection(RewardSource):
-    """Where rewards come from."""
+    """Rewards (docs/rewards.md)."""
 
     parts: list[RewardPartSection] = Field(default=[])
-    """Several rewards instead of one: the reward is the sum of weight * score. The first tells right from wrong in an
-    evaluation."""
+    """Several rewards, summed by weight. The first decides what is right in an evaluation."""
     on_failure: Literal["stop", "zero", "mask"] = "stop"
-    """What a function or service that fails on a sample costs: the run, the sample's reward (it gets 0), or the sample
-    (it is left out of the loss)."""
+    """If a function or service fails: stop the run, give the sample 0, or mask it in the loss."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
-    """Most time for one sample in a worker process, and for one request to a service."""
+    """Per sample in a worker process; per request to a service."""
     workers: int = Field(default=2, gt=0, le=MOST_WORKERS)
-    """Worker processes per rollout replica; each function has as many of its own."""
+    """Worker processes per replica, and as many per function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Most memory of one worker of a function together with what it starts, in GB of 2^30 bytes. One that uses more is
-    killed, and its samples have failed."""
+    """Memory of a function's worker with its children, GB of 2^30 bytes; above it is killed and its samples fail."""
     concurrency: int = Field(default=64, gt=0, le=2**16)
-    """Samples of an async function that one worker awaits at a time; requests to a service at a time."""
+    """Concurrent samples per async worker; concurrent requests to a service."""
 
     @model_validator(mode="after")
     def _parts_agree(self) -> RewardSection:

@@ -20,9 +20,9 @@ class RolloutRecipe(Recipe):
     """A recipe that generates responses and scores them."""
 
     rollout: RolloutSection
-    """How responses are generated; needed by rl."""
+    """Generation, under vLLM's names where it has them (docs/rollout.md)."""
     reward: RewardSection = RewardSection()
-    """Rewards."""
+    """Rewards (docs/rewards.md)."""
 
     @property
     def rollout_repeats(self) -> bool:
@@ -36,18 +36,17 @@ class RLRecipe(RolloutRecipe):
     loop: Literal["rl"]
     """Reinforcement learning."""
     batch: GroupedBatchSection
-    """Sizes of a step."""
+    """Sizes of one step over all GPUs."""
     reference: FrozenRoleSection | None = None
-    """The frozen model that kl_coef compares with. With actor.lora: only one of another path, since the actor without
-    its adapters is there already."""
+    """Frozen model for kl_coef; with actor.lora only with a path of its own."""
     critic: CriticSection | None = None
-    """The value model of PPO."""
+    """Value model of PPO: a decoder with a scalar head."""
     reward_model: RewardModelSection | None = None
-    """A model that gives rewards."""
+    """Frozen sequence classifier with one label whose scores are rewards."""
     regather: RegatherSection = RegatherSection()
-    """How its weights follow the actor's."""
+    """Weight sync, actor to rollout."""
     algorithm: AlgorithmSection = AlgorithmSection()
-    """The objective."""
+    """The objective (docs/algorithms.md)."""
 
     needed: ClassVar[Mapping[str, str]] = {"rollout": "loop rl needs this section; see recipes/tiny_grpo.yaml"}
 

@@ -12,27 +12,27 @@ from rlhf_megatron.recipe.section import LARGEST_FLOAT, LARGEST_MEMORY_GB, Secti
 
 
 class LayoutSection(Section):
-    """Degrees of parallelism of one role."""
+    """Degrees of parallelism of a role."""
 
     tensor: int = Field(default=1, gt=0)
-    """Tensor parallelism: every layer is cut over this many GPUs."""
+    """Tensor parallelism: shards every layer."""
     pipeline: int = Field(default=1, gt=0)
-    """Pipeline parallelism: layers are dealt out to this many stages."""
+    """Pipeline stages."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
-    """Chunks of layers on each pipeline stage, which the stages take in turns: less idle time, more messages."""
+    """Interleaved chunks of layers per stage: smaller bubble, more messages."""
     context: int = Field(default=1, gt=0)
-    """Context parallelism: every sequence is cut over this many GPUs."""
+    """Context parallelism: shards every sequence."""
     expert: int = Field(default=1, gt=0)
-    """Expert parallelism: the experts of a layer are dealt out to this many GPUs, which tokens travel to. They are some
-    of the tensor x context x data GPUs of a pipeline stage, not more GPUs."""
+    """Expert parallelism: spreads a layer's experts. Uses the tensor x context x data GPUs of a stage, no extra
+    ones."""
     expert_tensor: int | None = Field(default=None, gt=0)
-    """Tensor parallelism of the experts; default: that of the rest. 1 keeps each expert whole."""
+    """Tensor parallelism of experts; default: tensor. 1 keeps each expert whole."""
     data: int | None = Field(default=None, gt=0)
-    """Data parallelism; default: what the other degrees leave of the role's GPUs."""
+    """Data parallelism; default: the role's remaining GPUs."""
     first_stage_layers: int | None = Field(default=None, gt=0)
-    """Layers of the first pipeline stage, where the layers do not divide evenly or its embedding weighs."""
+    """Layers of the first stage, for uneven splits."""
     last_stage_layers: int | None = Field(default=None, gt=0)
-    """Layers of the last pipeline stage."""
+    """Layers of the last stage."""
 
     @model_validator(mode="after")
     def _stages_exist(self) -> LayoutSection:
@@ -54,12 +54,12 @@ class LayoutSection(Section):
 
 
 class RecomputeSection(Section):
-    """Activations that are computed again in the backward pass instead of being kept."""
+    """Activations recomputed in the backward pass."""
 
     granularity: Literal["none", "selective", "full"] = "none"
     """none; selective: attention only; full: whole layers."""
     layers: int | None = Field(default=None, gt=0)
-    """With full: how many layers per stage, or per chunk of one with layout.virtual_pipeline; default: all."""
+    """With full: layers per stage, or per virtual_pipeline chunk; default: all."""
 
     @model_validator(mode="after")
     def _layers_need_full(self) -> RecomputeSection:
@@ -69,46 +69,46 @@ class RecomputeSection(Section):
 
 
 class OffloadSection(Section):
-    """What moves to host memory while the role does not compute."""
+    """State in host memory while the role does not compute."""
 
     parameters: bool = False
-    """The weights."""
+    """Weights."""
     gradients: bool = False
-    """The gradient buffers."""
+    """Gradient buffers."""
     optimizer: bool = False
     """Master weights and moments."""
     streamed_optimizer: float = Field(default=0.0, ge=0, le=1)
-    """Share of master weights and moments that lives in host memory for good and passes through the GPU in pieces while
-    the role takes a step: room for activations, for a step longer by that share of what the link needs."""
+    """Share of master weights and moments that lives in host memory and streams through the GPU in each optimizer
+    step."""
 
 
 class OptimizerSection(Section):
-    """AdamW, and its learning rate over the optimizer steps of the run."""
+    """AdamW and its learning rate, counted in optimizer steps."""
 
     learning_rate: float = Field(gt=0)
-    """The highest learning rate."""
+    """Peak learning rate."""
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """The rate that decay ends at."""
+    """Rate at the end of decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after warm-up."""
+    """Decay after warmup."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the rate rises linearly."""
+    """Optimizer steps of linear warmup."""
     decay_steps: int | None = Field(default=None, gt=0)
-    """The optimizer step at which decay ends; default: the run's last."""
+    """Optimizer step at which decay ends; default: the last."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay; norms and biases have none."""
+    """Decoupled weight decay; not of norms and biases."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Adam's decay of the first moment."""
+    """Decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Adam's decay of the second moment."""
+    """Decay of the second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Adam's term against division by zero."""
+    """Adam's epsilon."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Largest norm of the gradient over all parameters; 0 is off."""
+    """Largest global gradient norm; 0: off."""
     skip_grad_norm: float | None = Field(default=None, gt=0)
-    """A step whose gradient has a larger norm than this, before it is cut, is a spike and is skipped."""
+    """Skip steps whose gradient norm, before clipping, exceeds this."""
     distributed: bool = True
-    """Cut the optimizer's state over data-parallel ranks."""
+    """Shard optimizer state over data-parallel ranks."""
 
     @model_validator(mode="after")
     def _first_step_fits(self) -> OptimizerSection:
@@ -145,24 +145,23 @@ class RoleSection(Section):
     """A model that computes: where, in which layout, how much at a time."""
 
     ranks: Ranks = "all"
-    """GPUs of the role: all, "0-3", "0,2-3", or "node0:0-3;node1:0-3". On GPUs of their own roles learn at once."""
+    """GPUs of the role: all, "0-3", "0,2-3" or "node0:0-3;node1:0-3". Roles on disjoint GPUs train concurrently."""
     layout: LayoutSection | None = None
     """Degrees of parallelism; default: the actor's."""
     sequence_parallel: bool = False
-    """With tensor parallelism: cut norms and dropout over the sequence too. Models with experts always do."""
+    """With tensor parallelism, shard norms and dropout along the sequence; always on for models with experts."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """With context parallelism, how attention sees the whole sequence: keys and values go round in a ring (p2p), are
-    gathered at once (all_gather), or heads are exchanged for tokens (a2a, known as Ulysses)."""
+    """Context parallel attention: ring, all-gather, or all-to-all of heads (Ulysses)."""
     tokens_per_gpu: int = Field(gt=0)
-    """Tokens of one packed micro-batch on each GPU; the knob for memory and speed. A longer sequence goes alone."""
+    """Tokens of a packed micro-batch per GPU: the knob for memory and speed. A longer sequence goes alone."""
     logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
-    """The same for passes without gradients; default: tokens_per_gpu."""
+    """The same without gradients; default: tokens_per_gpu."""
     recompute: RecomputeSection = RecomputeSection()
-    """Activations to compute again."""
+    """Activation recomputation."""
     offload: OffloadSection = OffloadSection()
-    """What moves to host memory between phases."""
+    """State moved to host memory between phases."""
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers of Transformer Engine, or Megatron's own in plain PyTorch; auto: the former on GPUs that have it."""
+    """auto: Transformer Engine on GPUs that have it, else Megatron's local PyTorch layers."""
 
     @property
     def weights_folder(self) -> str | None:
@@ -194,7 +193,7 @@ class LearningRoleSection(RoleSection):
     """A model that is trained."""
 
     optimizer: OptimizerSection
-    """How it learns."""
+    """AdamW and its learning rate, counted in optimizer steps."""
 
     @property
     def learns_by(self) -> OptimizerSection | None:
@@ -215,23 +214,20 @@ LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 
 
 class LoraSection(Section):
-    """Low-rank adaptation (LoRA, arXiv 2106.09685): of each adapted weight W only B and A of W + scale x B A learn."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685): W + scale x B A, where only B and A are trained."""
 
     rank: int = Field(gt=0, le=2**16)
-    """Columns of B and rows of A."""
+    """Columns of B, rows of A."""
     alpha: float | None = Field(default=None, gt=0)
-    """The scale is alpha / rank; default: rank, for a scale of 1."""
+    """Scale is alpha / rank; default: rank, for a scale of 1."""
     rank_stabilized: bool = False
-    """Make the scale alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
+    """Scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     target_modules: Literal["all-linear"] | list[LinearLayer] = "all-linear"
-    """Linear layers with adapters, by their Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj; all-linear: all of these. Those of experts cannot have any."""
+    """Linear layers by Hugging Face name, not those of experts."""
     path: str | None = None
-    """A folder with an adapter in PEFT's format to start from, of the same rank and modules; default: a new one, with
-    which the model is as it was."""
+    """PEFT adapter to start from, of the same rank and modules; default: a new one without effect."""
     offload_base: bool = False
-    """Keep the weights without adapters in host memory: they are read after each optimizer step and for the reference,
-    and otherwise take as much of the GPU as the adapted layers do."""
+    """Keep the weights without adapters in host memory, read after each optimizer step and for the reference."""
 
     @property
     def scale(self) -> float:
@@ -258,10 +254,10 @@ class ActorSection(LearningRoleSection):
     layout: LayoutSection = LayoutSection()
     """Degrees of parallelism."""
     lora: LoraSection | None = None
-    """Train low-rank adapters instead of the weights; the reference is then the model without them."""
+    """Low-rank adapters: only B and A of W + scale x B A are trained (docs/lora.md)."""
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
-    """Memory in which an update keeps the logits of a micro-batch until its backward pass, if all of them fit: tokens x
-    vocabulary / layout.tensor, 2 bytes each in bfloat16. Otherwise they are made twice, a block at a time."""
+    """Memory to keep a micro-batch's logits (tokens x vocabulary / layout.tensor, 2 bytes each in bfloat16) until its
+    backward pass; else they are computed twice, blockwise."""
 
     @property
     def adapters(self) -> LoraSection | None:
@@ -275,7 +271,7 @@ class ActorSection(LearningRoleSection):
 
 
 class FrozenRoleSection(RoleSection):
-    """A model that is not trained, such as the reference."""
+    """A frozen model."""
 
     path: str | None = None
     """Folder of its weights; default: model.path."""
@@ -287,15 +283,14 @@ class FrozenRoleSection(RoleSection):
 
 
 class CriticSection(LearningRoleSection):
-    """The value model: a decoder with a scalar head, which learns beside the actor."""
+    """Value model: a decoder with a scalar head, trained beside the actor."""
 
     path: str | None = None
-    """Folder that it starts from: a reward model, or a language model that gets a new head; default: model.path. It
-    must share the actor's tokenizer."""
+    """Initial weights: a reward model or language model with the actor's tokenizer; default: model.path."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps at the start of the run in which the critic alone learns."""
+    """First steps in which only the critic is trained."""
     value_clip: float | None = Field(default=0.5, gt=0)
-    """How far a value may move from what it was before the step and still be pulled further; null: without bound."""
+    """Clip range of a value around its value before the step; null: no clipping."""
 
     @property
     def weights_folder(self) -> str | None:
@@ -304,17 +299,16 @@ class CriticSection(LearningRoleSection):
 
 
 class RewardModelSection(RoleSection):
-    """A frozen sequence classification model with one label, whose scores are rewards."""
+    """Frozen sequence classifier with one label; its scores are rewards."""
 
     weight: float = 1.0
-    """Factor of its score, to which the reward of the section reward is added (rule none: nothing)."""
+    """Weight of its score, added to the reward of section reward (rule none: nothing)."""
     path: str
-    """Folder of its weights and tokenizer, such as an export of loop reward_modeling."""
+    """Folder of weights and tokenizer, such as an export of loop reward_modeling."""
     tokenizer: str | None = None
-    """Folder of its tokenizer, or a sentencepiece .model file; default: path. If it differs from the actor's, responses
-    are decoded and encoded again."""
+    """Tokenizer folder or sentencepiece .model file; default: path."""
     chat_template: str | None = None
-    """A jinja file that replaces the tokenizer's chat template, as data.chat_template does for the actor's."""
+    """Jinja file that replaces its tokenizer's chat template."""
 
     @property
     def weights_folder(self) -> str | None:

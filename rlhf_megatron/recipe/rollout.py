@@ -16,23 +16,23 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class RolloutLayoutSection(Section):
-    """Degrees of parallelism of the rollout."""
+    """Parallelism of the rollout."""
 
     tensor: int = Field(default=1, gt=0)
-    """GPUs of one vLLM replica."""
+    """GPUs per vLLM replica."""
     expert_parallel: bool = False
-    """With experts: each GPU of a replica holds some of them whole; else a part of each."""
+    """Spread whole experts over a replica's GPUs; else shard each."""
     data: int | None = Field(default=None, gt=0)
-    """Replicas; default: as many as the GPUs hold."""
+    """Replicas; default: as many as fit."""
 
 
 class DrawnLengthsSection(Section):
-    """Lengths of responses, drawn from a lognormal distribution."""
+    """Response lengths from a lognormal distribution."""
 
     mean: float = Field(gt=0, le=LARGEST_INTEGER)
-    """Mean length in tokens, of what rollout.max_response_length does not cut."""
+    """Mean in tokens, before rollout.max_response_length truncates."""
     sigma: float = Field(default=0.0, ge=0, le=100)
-    """Standard deviation of the length's logarithm; 0: all have the mean length."""
+    """Standard deviation of the log length; 0: all have the mean."""
 
     def of_row(self, row: int) -> int:
         """The length of a step's row, 1 or more; the same in every step."""
@@ -41,82 +41,77 @@ class DrawnLengthsSection(Section):
 
 
 class MultiTurnSection(Section):
-    """Responses of several turns: behind a turn of the model's a function of yours speaks, as a tool or a user does."""
+    """Multi-turn responses: a function of yours replies between the model's turns, as a tool or user."""
 
     function: str
-    """path/to/file.py:function (default name: respond). It is given the conversation and returns the next message, or
-    None where the response ends (docs/multi_turn.md)."""
+    """path/to/file.py:function (default name: respond)."""
     max_assistant_turns: int = Field(default=4, gt=1)
-    """Most turns of the model in a response; nobody answers the last one."""
+    """Most model turns per response; the last gets no reply."""
     max_answer_tokens: int = Field(default=1024, gt=0)
-    """An answer's content is cut to so many tokens. They count among max_response_length, and are not learnt."""
+    """A reply's content is truncated to this. Replies count towards max_response_length and are not trained on."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
-    """For one answer; a response that has none by then ends, and so does one whose function fails."""
+    """Per reply; a timeout or failure ends the response."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
-    """Processes of each replica that call the function."""
+    """Processes per replica that call the function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Most memory of one of them together with what it starts, in GB of 2^30 bytes; one that uses more is killed."""
+    """Memory of one process with its children, GB of 2^30 bytes; above it is killed."""
 
 
 class RolloutSection(Section):
     """vLLM's settings, under vLLM's names where it has them."""
 
     ranks: Ranks = "all"
-    """GPUs that generate: all, or as for roles. Replicas are of neighbours among them."""
+    """GPUs that generate, as for roles. A replica takes neighbours among them."""
     steps_ahead: Literal[0, 1] = 0
-    """1, known as one-step-off: GPUs that only generate answer the next step's prompts while the others learn from this
-    one's, so each batch comes from the policy of one update before. It takes algorithm.rollout_correction, or
-    old_logprobs rollout."""
+    """1: one-step off-policy: dedicated GPUs generate the next batch during training. Needs
+    algorithm.rollout_correction, or old_logprobs rollout."""
     layout: RolloutLayoutSection = RolloutLayoutSection()
     """Degrees of parallelism."""
     max_response_length: int = Field(gt=0)
-    """Most tokens of a response."""
+    """Longest response in tokens."""
     multi_turn: MultiTurnSection | None = None
-    """Responses of several turns; default: of one."""
+    """A function of yours replies between turns, as a tool or user (docs/multi_turn.md)."""
     drawn_lengths: DrawnLengthsSection | None = None
-    """For benchmarks: each response ends at a length that is drawn in advance, whatever its tokens are."""
+    """For benchmarks: lognormal response lengths, drawn in advance."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer computes its logprobs at the same, so it cannot be 0."""
+    """Sampling temperature, also of the trainer's logprobs; above 0."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     top_k: int = Field(default=-1, ge=-1)
-    """Sample from the k likeliest only; -1 is off."""
+    """Sample from the k likeliest tokens; -1: off."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the rollout's weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
-    """fp8: linear layers multiply in e4m3, weights with a scale for each row and activations for each token; experts,
-    embeddings and the output layer do not. The policy that answers is then not quite the actor's: it takes
-    algorithm.rollout_correction, or old_logprobs rollout."""
+    """fp8: linear layers in e4m3; not experts, embeddings and output layer. Needs algorithm.rollout_correction, or
+    old_logprobs rollout."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """vLLM's share of each GPU's memory."""
     kv_cache_gb: float | None = Field(default=None, gt=0, le=LARGEST_MEMORY_GB)
-    """Size of the KV cache on each GPU, in GB of 2^30 bytes; default: what the share leaves (on CPUs 0.0625)."""
+    """KV cache per GPU, GB of 2^30 bytes; default: what the share leaves (CPUs: 0.0625)."""
     max_num_seqs: int = Field(default=256, gt=0, le=2**16)
-    """Sequences generated at a time by one replica."""
+    """Concurrent sequences per replica."""
     max_num_batched_tokens: int | None = Field(default=None, gt=0, le=2**24)
-    """Tokens in one engine step."""
+    """Tokens per engine step."""
     enable_chunked_prefill: bool = True
-    """Cut long prompts so that they do not stall the others; never on CPUs."""
+    """Split long prefills so that they do not stall decode; never on CPUs."""
     enable_prefix_caching: bool = True
-    """Compute the prompt of a group once."""
+    """Prefill a group's prompt once."""
     enforce_eager: bool = False
-    """No CUDA graphs and no compilation: starts faster, generates slower."""
+    """No CUDA graphs, no compilation: faster start, slower generation."""
     share_weights: Literal["auto", "never"] = "auto"
-    """auto: each weight whose shard is the actor's own is the actor's memory, which then stays on the GPU; nothing is
-    shared where actor.offload.parameters is on. never: every weight is a copy."""
+    """auto: weights whose shards match the actor's share its memory, which stays on the GPU; none with
+    actor.offload.parameters. never: copies."""
     sleep: bool = True
-    """Give weights that are not shared and the cache back to the GPU during the update, where a role is on it too;
-    never with steps_ahead."""
+    """Free the KV cache and unshared weights during the update, where a role shares the GPU; never with steps_ahead."""
     async_scheduling: bool = True
-    """vLLM schedules the next engine step while the GPU computes this one."""
+    """Schedule the next engine step while the GPU computes this one."""
     scheduling: Literal["queue", "static"] = "queue"
-    """queue: replicas draw groups from one queue as they have room; static: each has its share from the start, so that
-    a run can be repeated to the last bit."""
+    """queue: replicas draw groups from one queue; static: fixed shares, so that a run repeats bit-for-bit."""
     oversample: float = Field(default=1.0, ge=1, le=100)
-    """Start so many times the groups that are needed, and give up the slowest when enough are done."""
+    """Start this many times the needed groups and abort the slowest once enough are done."""
     partial: Literal["discard", "resume"] = "discard"
-    """What becomes of groups that were given up; their prompts come again in the next round of generation. discard:
-    from the start; resume: with the tokens and logprobs that they have."""
+    """Aborted groups, which come first in the next round of generation: discard starts them over, resume keeps tokens
+    and logprobs."""
 
     @model_validator(mode="after")
     def _slow_groups_can_be_given_up(self) -> RolloutSection:

@@ -25,36 +25,34 @@ _SET_BY_KEYS = {
 
 
 class OutOfMemorySection(Section):
-    """What a restart changes after a rank ran out of memory; a person's next start takes the recipe's values again."""
+    """Changes on a restart after out of memory; a manual start resets them."""
 
     token_factor: float = Field(default=0.75, gt=0, lt=1)
-    """Factor of the token budget of the pass that failed; never below one longest sequence."""
+    """Factor on the failed pass's token budget; never below one longest sequence."""
     rollout_factor: float = Field(default=0.9, gt=0, lt=1)
-    """Factor of rollout.kv_cache_gb, or else of rollout.gpu_memory_utilization, where generation failed."""
+    """If generation failed: factor on rollout.kv_cache_gb, else on rollout.gpu_memory_utilization."""
     max_reductions: int = Field(default=3, ge=0)
-    """How often; 0: never."""
+    """Most reductions; 0: none."""
 
 
 class RetrySection(Section):
-    """What happens after a fault."""
+    """Restarts after a fault (docs/recovery.md)."""
 
     max_retries: int = Field(default=3, ge=0)
-    """How often launch/submit.py has torchrun start the processes of a job again (its --max-restarts)."""
+    """Restarts within a job of launch/submit.py (torchrun's --max-restarts)."""
     launcher: Literal["torchrun", "ft_launcher"] = "torchrun"
-    """What launch/submit.py starts a job's processes with. ft_launcher is nvidia-resiliency-ext's, to be installed: a
-    monitor beside each rank kills one that stands still for hang_seconds."""
+    """Launcher of launch/submit.py. ft_launcher (nvidia-resiliency-ext) kills ranks that stand still for
+    hang_seconds."""
     max_repeats: int = Field(default=3, gt=0)
-    """A run that has failed so often in a row after the same step is not started again, by torchrun or by Slurm."""
+    """Consecutive failures after the same step before torchrun and Slurm give up."""
     hang_seconds: float = Field(default=1800.0, ge=0, le=LONGEST_SECONDS)
-    """A rank without progress for so long ends the attempt, with the stacks of all ranks in logs/hang-STEP; longer than
-    the longest phase of any rank. 0: never."""
+    """A rank without progress this long ends the attempt; must exceed the longest phase. 0: never."""
     hang_seconds_at_start: float = Field(default=3600.0, ge=0, le=LONGEST_SECONDS)
-    """The same until the first step begins, if it is longer: models are loaded and engines started then."""
+    """The same until the first step, if longer: models load and engines start."""
     max_skipped_steps: int = Field(default=5, ge=0)
-    """So many steps in a row without a finite gradient end the attempt; the next one goes on from the newest checkpoint
-    and passes over the data of these steps. 0: never."""
+    """Consecutive steps without a finite gradient that end the attempt; the next one skips their data. 0: never."""
     out_of_memory: OutOfMemorySection = OutOfMemorySection()
-    """What a restart changes after a rank ran out of memory."""
+    """Changes on a restart after out of memory; a manual start resets them."""
 
     @model_validator(mode="after")
     def _monitors_have_a_limit(self) -> RetrySection:
@@ -64,36 +62,36 @@ class RetrySection(Section):
 
 
 class SlurmSection(Section):
-    """A job of launch/submit.py; cluster.gpus_per_node says how many processes a node has."""
+    """The job of launch/submit.py, with cluster.gpus_per_node processes per node (docs/slurm.md)."""
 
     account: str | None = None
-    """Who pays."""
+    """Account."""
     partition: str | None = None
-    """Where it runs; default: the cluster's."""
+    """Partition; default: the cluster's."""
     time_limit_hours: float = Field(default=24.0, ge=1 / 60, le=LONGEST_SECONDS / 3600)
-    """When Slurm ends the job."""
+    """Time limit."""
     nodes: int = Field(default=1, gt=0)
-    """Nodes of the job."""
+    """Number of nodes."""
     request_gpus: bool = True
-    """Ask Slurm for the GPUs; false where it does not manage them."""
+    """Request GPUs; false where Slurm does not manage them."""
     options: list[str] = Field(default=[])
-    """More options of sbatch, such as --qos=high or --cpus-per-task=16."""
+    """More sbatch options, such as --qos=high or --cpus-per-task=16."""
     venv: str | None = None
-    """Folder of the virtual environment; default: the Python that runs launch/submit.py."""
+    """Virtual environment; default: the Python of launch/submit.py."""
     container: str | None = None
-    """Image for srun's --container-image (pyxis), whose python3 is used; not together with venv."""
+    """Image for srun's --container-image (pyxis), whose python3 is used; excludes venv."""
     container_mounts: list[str] = Field(default=[])
-    """What the container sees besides the working folder and this repository: source:target."""
+    """Mounts besides the working folder and this repository: source:target."""
     setup_script: str | None = None
-    """A bash script that each node reads before it starts, for modules and variables."""
+    """Bash script sourced on each node first, for modules and variables."""
     network: Literal["infiniband", "roce", "tcp"] | None = None
-    """The file of launch/env/ with NCCL's variables; default: NCCL finds out by itself."""
+    """File of launch/env/ with NCCL variables; default: none."""
     rendezvous_host: str | None = None
-    """Address of the first node; default: its name in Slurm."""
+    """Address of the first node; default: its Slurm name."""
     requeue: bool = True
-    """Put the job back into the queue when it was preempted, reached its limit or lost a node."""
+    """Requeue after preemption, the time limit or a lost node."""
     signal_seconds: int = Field(default=600, ge=60)
-    """How long before its limit the job is told to save: the longest step, a save, and a minute."""
+    """Seconds before the limit at which the job is told to save: the longest step, a save, and a minute."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> SlurmSection:
