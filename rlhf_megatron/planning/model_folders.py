@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import Architecture, Head, check_generates, read_architecture, read_config
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.rl import RLRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe
 from rlhf_megatron.rollout.vllm.model_config import check_classes

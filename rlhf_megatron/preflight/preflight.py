@@ -34,7 +34,6 @@ from rlhf_megatron.planning.feasibility import check_tokens
 from rlhf_megatron.planning.memory import checkpoint_bytes, export_bytes
 from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
 from rlhf_megatron.preflight import agreement, links, machine
-from rlhf_megatron.preflight.answers import Answers, answers_of_torchrun
 from rlhf_megatron.preflight.check import (
     Check,
     NoAnswer,
@@ -45,6 +44,7 @@ from rlhf_megatron.preflight.check import (
     run_check,
     within,
 )
+from rlhf_megatron.preflight.rank_answers import RankAnswers, answers_of_torchrun
 from rlhf_megatron.recipe import Recipe, RLRecipe, UserError
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
 from rlhf_megatron.rewards.score import Scorer
@@ -246,7 +246,7 @@ def see_links(nodes: Sequence[int], seconds: float) -> dict[str, Any]:
 class _Lead:
     """Rank 0's part: what all ranks saw, compared and shown."""
 
-    def __init__(self, recipe: Recipe, answers: Answers, seconds: float) -> None:
+    def __init__(self, recipe: Recipe, answers: RankAnswers, seconds: float) -> None:
         self._recipe, self._answers, self._seconds = recipe, answers, seconds
         self._checks: list[Check] = []
         self._hosts: dict[int, str] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.rl import RLRecipe, RolloutRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe, RolloutRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
 
 
