@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.hf_files import Companions, write_checkpoint
+from rlhf_megatron.models.hf_export import Companions, write_checkpoint
 from rlhf_megatron.models.lora import Adaptation, whole_adapter_blocks, write_peft
 from rlhf_megatron.models.weight_map import Block, whole_blocks
 from rlhf_megatron.regather.execute import Regather

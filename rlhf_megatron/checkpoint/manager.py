@@ -274,7 +274,7 @@ class Checkpoints:
         random = random_state()
         tensors |= {f"random/{name}": value for name, value in random.items()}
         roles = {
-            name: role.everywhere(role_state(role.local) if role.local else {}) for name, role in self._roles.items()
+            name: role.broadcast(role_state(role.local) if role.local else {}) for name, role in self._roles.items()
         }
         about = {"pieces": pieces, "random": sorted(random)}
         file = self._writer.submit(write_tensors, folder, file_of_rank(self._rank), tensors, about)

@@ -32,7 +32,7 @@ from rlhf_megatron.checkpoint.manifest import read_manifest as read_manifest
 from rlhf_megatron.durable import move_aside, remove, sync, take_name, write_text
 from rlhf_megatron.durable import partial_of as partial_folder
 from rlhf_megatron.errors import CheckpointError
-from rlhf_megatron.models.hf_files import write_safetensors
+from rlhf_megatron.models.hf_export import write_safetensors
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.untrusted import kind_of, opened, parse_json, read_json, read_text, reason_of, shown
 

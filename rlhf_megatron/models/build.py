@@ -1,4 +1,4 @@
-"""Builds Megatron models from an architecture and a layout. Weights are filled in by ``hf_files``."""
+"""Builds Megatron models from an architecture and a layout. Weights are filled in by ``weight_source``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, ModelError
-from rlhf_megatron.models.hf_files import check_type, open_weights, write_safetensors
+from rlhf_megatron.models.hf_export import write_safetensors
+from rlhf_megatron.models.hf_files import check_type, open_weights
 from rlhf_megatron.models.weight_map import Block, Region, layer_of, tensor_shapes
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.runtime.finite import nonfinite

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.kernels.rectangle_copy import RectangleCopies
-from rlhf_megatron.models.hf_files import window
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.peer_memory import PeerMemory, spread_over_sources
 from rlhf_megatron.regather.plan import Copy, RankPlan
 from rlhf_megatron.regather.staging import DIRECT_BYTES, IN_FLIGHT, STAGING_BYTES, Half, stage

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.models.hf_files import window
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.plan import Copy, RankPlan
 from rlhf_megatron.regather.transport import Transport
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.hf_files import WeightSource, load_blocks, window
 from rlhf_megatron.models.lora import (
     Adaptation,
     NewAdapters,
@@ -30,9 +29,11 @@ from rlhf_megatron.models.lora import (
 )
 from rlhf_megatron.models.low_rank import Adapted, LowRank, Span, attach
 from rlhf_megatron.models.weight_map import Block
+from rlhf_megatron.models.weight_source import WeightSource, load_blocks, window
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
-from rlhf_megatron.topology.layout import Layout, make_groups
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.process_groups import make_groups
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # as wide as a weight, by bytes
 
@@ -86,12 +87,21 @@ class Adapters:
         self.groups: Any = make_groups(self.layout, ranks)
         self._position, self.base = position, 0
         self._model_group: dist.ProcessGroup = model_groups.mp
-        self._device = device = next(models[0].parameters()).device
+        self._device = next(models[0].parameters()).device
         self._places: list[_Place] = []
         self._base: list[Tensor] = []
         self.chunks = [torch.nn.Module() for _ in models]
         self._several = len(models) > 1
-        factors = self._make(device)
+        self._attach(models, blocks, self._make(), model_groups.tp if layout.tensor > 1 else None)
+
+    def _attach(
+        self,
+        models: Sequence[torch.nn.Module],
+        blocks: Sequence[Block],
+        factors: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]],
+        tensor_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Hangs ``factors``, (A, B) by the weight's tensor, on the linear layers that have a block of one."""
         by_parameter: dict[str, list[Block]] = defaultdict(list)
         for block in blocks:
             # Also where no adapted rows of a layer are here: others of the tensor-parallel group wait for this rank.
@@ -100,7 +110,7 @@ class Adapters:
         config: Any = models[0].config
         if config.recompute_granularity == "full" and hasattr(models[0], "embedding"):
             models[0].get_submodule("embedding").register_forward_hook(_ask_for_gradient)
-        sequence_group = model_groups.tp if config.sequence_parallel and layout.tensor > 1 else None
+        sequence_group = tensor_group if config.sequence_parallel else None
         for parameter, of_parameter in by_parameter.items():
             number, path = self._chunk_of(parameter)
             layer = models[number].get_submodule(path.removesuffix(".weight"))
@@ -111,7 +121,7 @@ class Adapters:
                 self.adaptation.scale,
                 cut_by_columns=columns != (0, factors[layer_has[0]][0].shape[1]),
                 sequence_group=sequence_group,
-                norm_epsilon=architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
+                norm_epsilon=self._architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
             )
             attach(layer, low_rank, [factor for tensor in layer_has for factor in factors[tensor]])
             adapted = [block for block in of_parameter if block.tensor in factors]
@@ -187,7 +197,7 @@ class Adapters:
         number, name = parameter.split(".", 1)
         return int(number), name
 
-    def _make(self, device: torch.device) -> dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    def _make(self) -> dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """A and B of each weight of this stage, in float32: they are their own master weights.
 
         Every rank of the stage has all of them, also of a weight that it has no part of.
@@ -196,7 +206,7 @@ class Adapters:
         for block in self.blocks():
             number, name = self._chunk_of(block.parameter)
             size = [stop for _, stop in block.region]
-            made[block.tensor] = torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
+            made[block.tensor] = torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=self._device))
             self.chunks[number].register_parameter(name, made[block.tensor])
         weights = adapted_shapes(self._architecture, self.adaptation)
         pairs = {tensor: (factor_of(tensor, "A"), factor_of(tensor, "B")) for tensor in weights}

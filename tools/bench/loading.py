@@ -4,9 +4,9 @@
 
 MODEL needs only a config.json: a checkpoint of that shape with random bfloat16 weights is written first, in shards of
 4 GB as Hugging Face does, and deleted at the end. A process of its own then takes memory for the parameters of one rank
-and fills them as a role does (``models/hf_files.py``), while a thread looks at the process's anonymous memory; pages of
-the files themselves belong to the system's cache. The floor of the time is a plain read of as many bytes, in the same
-run; both find the files in that cache if it is large enough.
+and fills them as a role does (``models/weight_source.py``), while a thread looks at the process's anonymous memory;
+pages of the files themselves belong to the system's cache. The floor of the time is a plain read of as many bytes, in
+the same run; both find the files in that cache if it is large enough.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from rich.console import Console
 from rich.progress import track
 
 from rlhf_megatron.models.architecture import Architecture, read_architecture
-from rlhf_megatron.models.hf_files import CheckpointFiles, Companions, RandomWeights, load_blocks, write_checkpoint
+from rlhf_megatron.models.hf_export import Companions, write_checkpoint
+from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.weight_map import megatron_blocks, whole_blocks
+from rlhf_megatron.models.weight_source import RandomWeights, load_blocks
 from rlhf_megatron.regather.plan import elements
 from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout

@@ -60,7 +60,8 @@ def forward(role: Role, micros: Sequence[MicroBatch]) -> None:
 
 def forward_and_backward(role: Role, micros: Sequence[MicroBatch]) -> None:
     """The gradients of all micro-batches."""
-    role._learning[0].zero_grad_buffer()
+    assert role.trainer is not None
+    role.trainer.chunks[0].zero_grad_buffer()
     _pass(role, micros, forward_only=False)
 
 
@@ -86,7 +87,7 @@ def _through_pipeline(role: Role, micros: Sequence[MicroBatch], forward_only: bo
     get_forward_backward_func(pp_size=role.layout.pipeline, vp_size=None)(
         forward_step_func=step,
         data_iterator=iter(micros),
-        model=role._chunks,
+        model=role._passes._chunks,
         num_microbatches=len(micros),
         seq_length=1,  # a hint only: shapes travel with the activations
         micro_batch_size=1,
@@ -104,7 +105,9 @@ def _output(role: Role, micro: MicroBatch) -> torch.Tensor:
         qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens,
         max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest,
     )  # fmt: skip
-    output: torch.Tensor = role._chunks[0](micro.tokens[None], micro.positions[None], None, packed_seq_params=packed)
+    output: torch.Tensor = role._passes._chunks[0](
+        micro.tokens[None], micro.positions[None], None, packed_seq_params=packed
+    )
     return output
 
 

@@ -22,8 +22,8 @@ from whole_tensors import WholeTensors
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.kernels.rectangle_copy import copy_rectangles_reference
 from rlhf_megatron.models.architecture import Architecture, ModelError, parse_architecture
-from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import map_peers
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
