@@ -294,12 +294,12 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
         adaptation = saved_adaptation(state)
         saved = SavedRole(role, architecture, state, files, adaptation)
         blocks, tensors = saved.whole_blocks(), saved.tensors(getattr(torch, dtype))
-        told = track(only_finite(tensors), f"{role} of step {step}", len(blocks), console=Console(stderr=True))
+        tracked = track(only_finite(tensors), f"{role} of step {step}", len(blocks), console=Console(stderr=True))
         try:
             if adaptation:
-                write_peft(output, told, adaptation, str(companions.model))
+                write_peft(output, tracked, adaptation, str(companions.model))
             else:
-                write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
+                write_checkpoint(output, companions, tracked, getattr(torch, dtype), head=architecture.head)
         except NotFiniteError as error:
             raise UserError(f"{checkpoint}: {role}: {error}; take an older checkpoint") from error
     parameters = sum(elements(block.region) for block in blocks)

@@ -45,7 +45,7 @@ def page() -> str:
 
 
 def _loop_lines() -> Iterator[str]:
-    """What each loop reads of a recipe."""
+    """The lines about the keys that each loop reads."""
     yield "## What each loop reads\n"
     yield "The tables below are those of loop `rl`. The other loops refuse what they do not read:\n"
     yield "| loop | top-level keys beside those of all loops | of `batch` | of `algorithm` |\n|---|---|---|---|"
@@ -75,16 +75,16 @@ def _section_lines(section: type[BaseModel], path: str, seen: dict[type[BaseMode
     fields = section.model_fields if path else {key: section.model_fields[key] for key in READING_ORDER}
     for name, field in fields.items():
         key = f"{path}.{name}" if path else name
-        found = section_of(field.annotation)
-        if found is not None:
-            inner.append((found, key))
+        inner_section = section_of(field.annotation)
+        if inner_section is not None:
+            inner.append((inner_section, key))
         kind, text = _type_name(field.annotation, key), _text(field)
         if key == "loop":
             kind, text = ", ".join(f"`{loop}`" for loop in RECIPES), _text(Recipe.model_fields["loop"])
         yield f"| `{name}` | {kind} | {_default(field)} | {text} |"
     yield ""
-    for found, key in inner:
-        yield from _section_lines(found, key, seen)
+    for inner_section, key in inner:
+        yield from _section_lines(inner_section, key, seen)
 
 
 def _anchor(key: str) -> str:

@@ -107,7 +107,7 @@ def _portions(blocks: Sequence[Block], dtype: torch.dtype) -> list[list[Block]]:
 
 
 def _part(shard_of: Mapping[int, Shard], held: Mapping[Shard, Sequence[Block]], wanted: Sequence[Block]) -> ShardSpec:
-    """What the ranks hold of the tensors of ``wanted``."""
+    """The ranks' blocks of the tensors of ``wanted``."""
     tensors = {block.tensor for block in wanted}
     return ShardSpec(shard_of, lambda shard: [block for block in held[shard] if block.tensor in tensors])
 

@@ -51,7 +51,7 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
 
 
 def role_state(role: Role) -> dict[str, Any]:
-    """What is the same on all ranks of a role (plain JSON): its layout, and how far it has learnt."""
+    """State that is the same on all ranks of a role (plain JSON): its layout and its counters of steps."""
     shard, trainer = role.shard, role.trainer
     assert trainer is not None, f"{role.name} does not learn"
     return {

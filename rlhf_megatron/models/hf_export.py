@@ -29,7 +29,7 @@ _CHAT_TEMPLATE, _SENTENCEPIECE = "chat_template.jinja", "tokenizer.model"
 
 @dataclasses.dataclass(frozen=True)
 class Companions:
-    """Where the files beside the weights of an exported model come from."""
+    """Sources of the files beside the weights of an exported model."""
 
     model: Path  # a folder: the config
     tokenizer: Path | None = None  # a folder or a sentencepiece file; None: the model's folder
@@ -62,7 +62,7 @@ def companions_of(model: str, tokenizer: str | None, chat_template: str | None) 
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """What a model folder holds beside its weights and its config.json."""
+    """The files of a model folder beside its weights and its config.json."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in _COMPANION_SUFFIXES and file.is_file()]
     return [file for file in files if file.name != "config.json" and not file.name.endswith(".index.json")]
 

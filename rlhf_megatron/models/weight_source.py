@@ -26,7 +26,7 @@ class WeightSource(Protocol):
         ...
 
     def where(self, tensor: str) -> str:
-        """What holds it, for errors: a file."""
+        """The origin of a tensor, for errors: a file."""
         ...
 
 
@@ -54,7 +54,7 @@ class RandomWeights:
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
     def where(self, tensor: str) -> str:
-        """What they are drawn by."""
+        """The recipe key that they come from."""
         return "model.random_weights"
 
 

@@ -68,5 +68,5 @@ def _role_architecture(recipe: Recipe, name: str, section: RoleSection, model: A
 
 
 def _has_config(folder: Path) -> bool:
-    """Whether there is something of that name, which may be no file that can be read."""
+    """Returns whether there is something of that name, which may be no file that can be read."""
     return os.path.lexists(folder / "config.json")

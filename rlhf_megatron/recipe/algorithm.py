@@ -61,9 +61,9 @@ class FilterGroupsSection(_SwitchedSection):
     """DAPO's dynamic sampling: groups whose rewards are all equal teach nothing and are replaced."""
 
     enable: bool = False
-    """Whether to replace them."""
+    """Replaces them if true."""
     metric: Literal["accuracy", "reward"] = "accuracy"
-    """What must differ inside a group: the score itself, or the reward with its penalties."""
+    """Quantity that must differ inside a group: the score itself, or the reward with its penalties."""
     max_num_gen_batches: int = Field(default=10, ge=0)
     """Most rounds of generation for one step; 0: no limit."""
     prompts_per_round: int | None = Field(default=None, gt=0, le=2**20)
@@ -78,7 +78,7 @@ class OverlongBufferSection(_SwitchedSection):
     """DAPO's soft penalty for responses that come near the length limit."""
 
     enable: bool = False
-    """Whether to punish them."""
+    """Penalizes them if true."""
     len: int = Field(default=0, ge=0)
     """Tokens before rollout.max_response_length from which the penalty grows."""
     penalty_factor: float = Field(default=1.0, ge=0)
@@ -91,7 +91,7 @@ class RolloutCorrectionSection(Section):
     type: Literal["none", "tis", "mis"] = "none"
     """none; tis: weights are truncated at the threshold; mis: what is beyond the thresholds gets weight 0."""
     level: Literal["token", "sequence"] = "token"
-    """Whose ratio the weight is: the token's, or the product of those of the whole response."""
+    """Ratio that is the weight: the token's, or the product of those of the whole response."""
     threshold: float = Field(default=2.0, gt=0)
     """Largest weight."""
     threshold_low: float = Field(default=0.0, ge=0)
@@ -103,7 +103,7 @@ class RolloutCorrectionSection(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is asked for."""
+        """True if anything is asked for."""
         return self.type != "none" or self.reject_threshold is not None or self.veto_threshold is not None
 
     @model_validator(mode="after")
@@ -122,7 +122,7 @@ class RolloutCorrectionSection(Section):
 
 
 class KLControllerSection(Section):
-    """How the KL coefficient changes during the run."""
+    """Schedule of the KL coefficient."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """fixed: kl_coef throughout; adaptive: it rises and falls to keep the divergence near the target."""
@@ -144,9 +144,9 @@ class SapoSection(Section):
     """The gates of policy_loss sapo: the higher the temperature, the sooner a token stops counting."""
 
     temperature_positive: float = Field(default=1.0, gt=0)
-    """Where the advantage is above 0."""
+    """Temperature where the advantage is above 0."""
     temperature_negative: float = Field(default=1.05, gt=0)
-    """Where it is not."""
+    """Temperature where it is not."""
 
 
 class CovarianceSection(Section):
@@ -172,7 +172,7 @@ class TokenAggregationSection(Section):
     """The objective of supervised fine-tuning: next-token loss."""
 
     loss_aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
-    """How token losses become one number, always over the whole step: token_mean, or the mean over responses of each
+    """Aggregation of token losses, always over the whole step: token_mean, or the mean over responses of each
     one's mean or sum."""
 
 
@@ -208,7 +208,7 @@ class AlgorithmSection(Section):
     loss_aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_constant"
     ] = "token_mean"
-    """How token losses become one number, always over the whole minibatch: token_mean (DAPO), or the mean over
+    """Aggregation of token losses, always over the whole minibatch: token_mean (DAPO), or the mean over
     responses of each one's mean (GRPO), sum, or sum over a constant (Dr.GRPO)."""
     loss_constant: float | None = Field(default=None, gt=0)
     """sequence_sum_constant: the constant, in tokens; default: rollout.max_response_length."""
@@ -221,7 +221,7 @@ class AlgorithmSection(Section):
     kl_gradient: Literal["k1", "k2", "k3"] | None = None
     """In the loss: take the gradient of this estimator instead; k2's is that of the divergence itself."""
     kl_controller: KLControllerSection = KLControllerSection()
-    """How kl_coef changes."""
+    """Schedule of kl_coef."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
@@ -236,7 +236,7 @@ class AlgorithmSection(Section):
 
     @property
     def divides_by_std(self) -> bool:
-        """Whether advantages are divided by the group's standard deviation."""
+        """True if advantages are divided by the group's standard deviation."""
         return self.advantage == "grpo" if self.normalize_by_std is None else self.normalize_by_std
 
     @model_validator(mode="after")

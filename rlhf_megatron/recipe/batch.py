@@ -27,7 +27,7 @@ class BatchSection(Section):
 
     @property
     def passes(self) -> int:
-        """How often a step's batch is gone through."""
+        """Passes over a step's batch."""
         return 1
 
     @property
@@ -49,7 +49,7 @@ class GroupedBatchSection(BatchSection):
     minibatch_prompts: int | None = Field(default=None, gt=0)
     """Prompts (with all their responses) per optimizer step; default: all of the step's."""
     epochs_per_step: int = Field(default=1, gt=0)
-    """How often a step's batch is gone through."""
+    """Passes over a step's batch."""
 
     @model_validator(mode="after")
     def _minibatches_are_whole(self) -> GroupedBatchSection:

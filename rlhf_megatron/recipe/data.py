@@ -31,7 +31,7 @@ class CurriculumSection(Section):
     column: str = Field(min_length=1)
     """A column of numbers, or a path into structs such as extra_info.difficulty."""
     order: Literal["ascending", "descending"] = "ascending"
-    """Which rows come first: those with the lowest numbers, or the highest."""
+    """Rows that come first: those with the lowest numbers, or the highest."""
     bands: int | None = Field(default=None, gt=0)
     """Cut the rows, in their order, into so many bands of equal size and shuffle within each; default: only rows with
     the same number are shuffled."""
@@ -57,7 +57,7 @@ class DataSection(Section):
     """For sft: longest response in tokens, its end included; for reward_modeling: longest conversation. (rl has
     rollout.max_response_length.)"""
     overlong_prompts: Literal["drop", "stop"] = "drop"
-    """What happens to rows outside these lengths: leave them out and count them, or stop with the row's place."""
+    """Treatment of rows outside these lengths: leave them out and count them, or stop with the row's position."""
     shuffle: bool = True
     """Take the rows of each epoch in an order drawn from the seed; else in the files' order."""
     shuffle_window_mb: int = Field(default=128, gt=0)
@@ -87,7 +87,7 @@ class DataSection(Section):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """True if there is anything to evaluate on."""
         return bool(self.validation_files) or self.validation_fraction > 0
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class DataSection(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """What does not go together, each with what to do."""
+        """Settings that contradict each other, each with the remedy."""
         if not self.train_files and not self.mixture:
             yield "train_files: there is nothing to train on; name parquet files, or give a mixture"
         if self.train_files and self.mixture:

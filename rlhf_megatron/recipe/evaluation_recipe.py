@@ -1,4 +1,4 @@
-"""What an evaluation of a model by itself reads, of a recipe of any loop."""
+"""The recipe of an evaluation of a model by itself, read from a recipe of any loop."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class HealthRuleSection(Section):
 
 
 class AlertSection(Section):
-    """Who is told by the actions alert and stop."""
+    """Recipients of the actions alert and stop."""
 
     webhook_environment: str | None = None
     """Environment variable that holds the URL of a webhook; the URL itself is a secret and stays out of the recipe."""
@@ -63,14 +63,14 @@ class AlertSection(Section):
 
 
 class HealthSection(Section):
-    """What is watched while a run goes on."""
+    """Health rules of a run."""
 
     default_rules: bool = True
     """Follow the rules that docs/health.md lists; all of them only log."""
     rules: list[HealthRuleSection] = Field(default=[])
     """Further rules."""
     alert: AlertSection = AlertSection()
-    """Who is told."""
+    """Recipients of alerts."""
 
     @model_validator(mode="after")
     def _alerts_are_sent(self) -> HealthSection:

@@ -48,11 +48,11 @@ class KeepBestSection(Section):
     metric: str = "eval/*/accuracy"
     """Name of a metric of the evaluations, or a pattern; the mean of all that fit counts."""
     mode: Literal["max", "min"] = "max"
-    """Whether more or less of it is better."""
+    """Direction of the metric: more (max) or less (min) of it is better."""
 
 
 class CheckpointSection(Section):
-    """What is saved."""
+    """Checkpoints and exports."""
 
     save_interval: int = Field(default=0, ge=0)
     """Steps between resumable checkpoints; 0: none."""
@@ -78,12 +78,12 @@ class TimelineSection(Section):
     """And each step that it divides, 0 included; 0: no others."""
 
     def has(self, step: int) -> bool:
-        """Whether a step is written."""
+        """Returns whether a step is written."""
         return step in self.steps or bool(self.every and step % self.every == 0)
 
     @property
     def is_on(self) -> bool:
-        """Whether any step is written."""
+        """True if any step is written."""
         return bool(self.steps or self.every)
 
 
@@ -100,7 +100,7 @@ class ProfileSection(Section):
     phases: list[
         Literal["generate", "score", "sleep", "logprobs", "update_critic", "update", "regather", "evaluate", "save"]
     ] = Field(default=["logprobs", "update_critic", "update", "regather"])
-    """What torch's profiler records of a step. A rollout has so many kernels that its file may be of gigabytes."""
+    """Phases that torch's profiler records. A rollout has so many kernels that its file may be of gigabytes."""
 
     @model_validator(mode="after")
     def _something_is_recorded(self) -> ProfileSection:
@@ -110,19 +110,19 @@ class ProfileSection(Section):
 
 
 class PrometheusSection(Section):
-    """Where the tracker prometheus serves the newest value of every metric, on the node of rank 0."""
+    """Address at which the tracker prometheus serves the newest value of every metric, on the node of rank 0."""
 
     port: int = Field(default=9400, ge=0, le=65535)
     """Its port; 0: any that is free, which the run says."""
     address: str = "127.0.0.1"
-    """Who may ask: 127.0.0.1 only this node, 0.0.0.0 everybody who reaches it."""
+    """Address to listen on: 127.0.0.1 serves only this node, 0.0.0.0 everybody who reaches it."""
 
 
 class MonitorSection(Section):
-    """What is recorded and shown."""
+    """Records and displays of a run."""
 
     trackers: list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "prometheus"]] = Field(default=["jsonl"])
-    """Where metrics go."""
+    """Destinations of the metrics."""
     prometheus: PrometheusSection = PrometheusSection()
     """The tracker of that name."""
     console: bool = True
@@ -134,9 +134,9 @@ class MonitorSection(Section):
     sample_rows: int = Field(default=8, ge=0)
     """Answers kept from each evaluation in samples/step-N.parquet."""
     timeline: TimelineSection = TimelineSection()
-    """What ranks do when, as a picture."""
+    """Timeline of what each rank does."""
     profile: ProfileSection = ProfileSection()
-    """Which kernels take the time."""
+    """Profile of kernels."""
 
     @model_validator(mode="after")
     def _trackers_differ(self) -> MonitorSection:
@@ -147,7 +147,7 @@ class MonitorSection(Section):
 
 
 class RegatherSection(Section):
-    """How weights go from the actor to the rollout."""
+    """Weight sync from the actor to the rollout."""
 
     buffer_mb: int = Field(default=256, gt=0)
     """MB of 2^20 bytes on each GPU for what travels; a regathering that finds less memory makes do with less."""
@@ -166,6 +166,6 @@ class ClusterSection(Section):
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
     """Memory of one GPU in GB of 2^30 bytes; `--dry-run` compares its estimate with it."""
     gpu: Literal["A100", "B200", "H100", "H200", "H800"] | None = None
-    """What the GPUs are; with it `--dry-run` reckons how long a step takes."""
+    """Model of the GPUs; with it `--dry-run` estimates the time of a step."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
     """Bandwidth of one GPU to other nodes in GB/s, for the estimated time of a regathering."""

@@ -29,11 +29,11 @@ class RewardServiceSection(Section):
     """A reward service: an HTTP server that is sent samples as JSON and answers with their scores."""
 
     url: str
-    """Where samples are posted, with http:// or https://."""
+    """Address that samples are posted to, with http:// or https://."""
     samples_per_request: int = Field(default=1, gt=0)
     """Samples sent in one request."""
     max_retries: int = Field(default=4, ge=0, le=1000)
-    """How often a request is sent again when there is no answer, or one of status 408, 425, 429 or 5xx."""
+    """Retries of a request when there is no answer, or one of status 408, 425, 429 or 5xx."""
     backoff_seconds: float = Field(default=0.5, gt=0, le=LONGEST_SECONDS)
     """Longest wait before the first retry; it doubles with each, up to 30 s, and a random part of it is waited."""
     header: str = "Authorization"
@@ -116,13 +116,13 @@ class RewardPartSection(RewardSource):
 
 
 class RewardSection(RewardSource):
-    """Where rewards come from."""
+    """Source of the rewards."""
 
     parts: list[RewardPartSection] = Field(default=[])
     """Several rewards instead of one: the reward is the sum of weight * score. The first tells right from wrong in an
     evaluation."""
     on_failure: Literal["stop", "zero", "mask"] = "stop"
-    """What a function or service that fails on a sample costs: the run, the sample's reward (it gets 0), or the sample
+    """Cost of a function or service that fails on a sample: the run, the sample's reward (it gets 0), or the sample
     (it is left out of the loss)."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
     """Most time for one sample in a worker process, and for one request to a service."""

@@ -69,7 +69,7 @@ class RecomputeSection(Section):
 
 
 class OffloadSection(Section):
-    """What moves to host memory while the role does not compute."""
+    """State that moves to host memory while the role does not compute."""
 
     parameters: bool = False
     """The weights."""
@@ -90,7 +90,7 @@ class OptimizerSection(Section):
     min_learning_rate: float = Field(default=0.0, ge=0)
     """The rate that decay ends at."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after warm-up."""
+    """Decay of the rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the rate rises linearly."""
     decay_steps: int | None = Field(default=None, gt=0)
@@ -160,7 +160,7 @@ class RoleSection(Section):
     recompute: RecomputeSection = RecomputeSection()
     """Activations to compute again."""
     offload: OffloadSection = OffloadSection()
-    """What moves to host memory between phases."""
+    """State that moves to host memory between phases."""
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of Transformer Engine, or Megatron's own in plain PyTorch; auto: the former on GPUs that have it."""
 
@@ -186,7 +186,7 @@ class RoleSection(Section):
 
 
 def transformer_engine_can(context: int, float32: bool) -> bool:
-    """Whether Transformer Engine has layers for a model: not with context parallelism in float32."""
+    """Returns whether Transformer Engine has layers for a model: not with context parallelism in float32."""
     return context == 1 or not float32
 
 
@@ -194,7 +194,7 @@ class LearningRoleSection(RoleSection):
     """A model that is trained."""
 
     optimizer: OptimizerSection
-    """How it learns."""
+    """Optimizer of the role."""
 
     @property
     def learns_by(self) -> OptimizerSection | None:
@@ -235,7 +235,7 @@ class LoraSection(Section):
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied with."""
+        """The factor of B A."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
@@ -295,7 +295,7 @@ class CriticSection(LearningRoleSection):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the start of the run in which the critic alone learns."""
     value_clip: float | None = Field(default=0.5, gt=0)
-    """How far a value may move from what it was before the step and still be pulled further; null: without bound."""
+    """Distance that a value may move from what it was before the step and still be pulled further; null: no bound."""
 
     @property
     def weights_folder(self) -> str | None:

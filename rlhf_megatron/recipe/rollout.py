@@ -49,7 +49,7 @@ class MultiTurnSection(Section):
     max_assistant_turns: int = Field(default=4, gt=1)
     """Most turns of the model in a response; nobody answers the last one."""
     max_answer_tokens: int = Field(default=1024, gt=0)
-    """An answer's content is cut to so many tokens. They count among max_response_length, and are not learnt."""
+    """An answer's content is cut to so many tokens. They count among max_response_length, and are not trained on."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
     """For one answer; a response that has none by then ends, and so does one whose function fails."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
@@ -115,7 +115,7 @@ class RolloutSection(Section):
     oversample: float = Field(default=1.0, ge=1, le=100)
     """Start so many times the groups that are needed, and give up the slowest when enough are done."""
     partial: Literal["discard", "resume"] = "discard"
-    """What becomes of groups that were given up; their prompts come again in the next round of generation. discard:
+    """Treatment of groups that were given up; their prompts come again in the next round of generation. discard:
     from the start; resume: with the tokens and logprobs that they have."""
 
     @model_validator(mode="after")

@@ -25,23 +25,23 @@ _SET_BY_KEYS = {
 
 
 class OutOfMemorySection(Section):
-    """What a restart changes after a rank ran out of memory; a person's next start takes the recipe's values again."""
+    """Changes of a restart after a rank ran out of memory; a person's next start takes the recipe's values again."""
 
     token_factor: float = Field(default=0.75, gt=0, lt=1)
     """Factor of the token budget of the pass that failed; never below one longest sequence."""
     rollout_factor: float = Field(default=0.9, gt=0, lt=1)
     """Factor of rollout.kv_cache_gb, or else of rollout.gpu_memory_utilization, where generation failed."""
     max_reductions: int = Field(default=3, ge=0)
-    """How often; 0: never."""
+    """Reductions in all; 0: none."""
 
 
 class RetrySection(Section):
-    """What happens after a fault."""
+    """Restarts after a fault."""
 
     max_retries: int = Field(default=3, ge=0)
-    """How often launch/submit.py has torchrun start the processes of a job again (its --max-restarts)."""
+    """Restarts of a job's processes by torchrun under launch/submit.py (its --max-restarts)."""
     launcher: Literal["torchrun", "ft_launcher"] = "torchrun"
-    """What launch/submit.py starts a job's processes with. ft_launcher is nvidia-resiliency-ext's, to be installed: a
+    """Launcher of a job's processes under launch/submit.py. ft_launcher is nvidia-resiliency-ext's, to be installed: a
     monitor beside each rank kills one that stands still for hang_seconds."""
     max_repeats: int = Field(default=3, gt=0)
     """A run that has failed so often in a row after the same step is not started again, by torchrun or by Slurm."""
@@ -54,7 +54,7 @@ class RetrySection(Section):
     """So many steps in a row without a finite gradient end the attempt; the next one goes on from the newest checkpoint
     and passes over the data of these steps. 0: never."""
     out_of_memory: OutOfMemorySection = OutOfMemorySection()
-    """What a restart changes after a rank ran out of memory."""
+    """Changes of a restart after a rank ran out of memory."""
 
     @model_validator(mode="after")
     def _monitors_have_a_limit(self) -> RetrySection:
@@ -67,11 +67,11 @@ class SlurmSection(Section):
     """A job of launch/submit.py; cluster.gpus_per_node says how many processes a node has."""
 
     account: str | None = None
-    """Who pays."""
+    """Account that the job is charged to."""
     partition: str | None = None
-    """Where it runs; default: the cluster's."""
+    """Partition that it runs in; default: the cluster's."""
     time_limit_hours: float = Field(default=24.0, ge=1 / 60, le=LONGEST_SECONDS / 3600)
-    """When Slurm ends the job."""
+    """Time limit after which Slurm ends the job."""
     nodes: int = Field(default=1, gt=0)
     """Nodes of the job."""
     request_gpus: bool = True
@@ -83,7 +83,7 @@ class SlurmSection(Section):
     container: str | None = None
     """Image for srun's --container-image (pyxis), whose python3 is used; not together with venv."""
     container_mounts: list[str] = Field(default=[])
-    """What the container sees besides the working folder and this repository: source:target."""
+    """Mounts of the container besides the working folder and this repository: source:target."""
     setup_script: str | None = None
     """A bash script that each node reads before it starts, for modules and variables."""
     network: Literal["infiniband", "roce", "tcp"] | None = None
@@ -93,7 +93,7 @@ class SlurmSection(Section):
     requeue: bool = True
     """Put the job back into the queue when it was preempted, reached its limit or lost a node."""
     signal_seconds: int = Field(default=600, ge=60)
-    """How long before its limit the job is told to save: the longest step, a save, and a minute."""
+    """Seconds before its limit at which the job is told to save: the longest step, a save, and a minute."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> SlurmSection:

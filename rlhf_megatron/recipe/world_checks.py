@@ -1,4 +1,4 @@
-"""Where a recipe's roles lie on a world of some size, and whether its layouts fit there. Needs no model."""
+"""Checks of a recipe on a world of some size: its roles' ranks, and that its layouts fit there. Needs no model."""
 
 from __future__ import annotations
 

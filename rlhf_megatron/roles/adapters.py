@@ -39,7 +39,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}  # as wide as a weight, by bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _AdaptedBlock:
     """A rectangle of a parameter that has a part of an adapter in it."""
 
     block: Block
@@ -88,7 +88,7 @@ class Adapters:
         self._position, self.base = position, 0
         self._model_group: dist.ProcessGroup = model_groups.mp
         self._device = next(models[0].parameters()).device
-        self._places: list[_Place] = []
+        self._adapted_blocks: list[_AdaptedBlock] = []
         self._base: list[Tensor] = []
         self.chunks = [torch.nn.Module() for _ in models]
         self._several = len(models) > 1
@@ -125,7 +125,7 @@ class Adapters:
             )
             attach(layer, low_rank, [factor for tensor in layer_has for factor in factors[tensor]])
             adapted = [block for block in of_parameter if block.tensor in factors]
-            self._places += [_Place(block, *factors[block.tensor]) for block in adapted]
+            self._adapted_blocks += [_AdaptedBlock(block, *factors[block.tensor]) for block in adapted]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -133,7 +133,7 @@ class Adapters:
         return torch.nn.ModuleList(self.chunks) if self._several else self.chunks[0]
 
     def blocks(self) -> list[Block]:
-        """Which of A and B this rank holds."""
+        """The blocks of A and B that this rank holds."""
         return adapter_blocks(self._architecture, self.adaptation, self.layout, self._position)
 
     def read(self, source: WeightSource | None) -> None:
@@ -143,7 +143,7 @@ class Adapters:
 
     def begin(self, weights: Mapping[str, Tensor]) -> None:
         """Takes what ``weights`` hold, which are whole, as those without adapters, and merges these; collective."""
-        windows = [place.window(weights) for place in self._places]
+        windows = [adapted.window(weights) for adapted in self._adapted_blocks]
         if not self._base:
             self._base = self._memory(windows)
         for base, own in zip(self._base, windows, strict=True):
@@ -154,9 +154,9 @@ class Adapters:
     @torch.no_grad()
     def merge(self, weights: Mapping[str, Tensor]) -> None:
         """``weights``, the model's own, become those with the adapters as they are now."""
-        for place, base in zip(self._places, self._base, strict=True):
-            up, down = place.factors()
-            target = place.window(weights)
+        for adapted, base in zip(self._adapted_blocks, self._base, strict=True):
+            up, down = adapted.factors()
+            target = adapted.window(weights)
             whole = base.to(target.device, non_blocking=True).float()
             target.copy_(torch.addmm(whole, up, down, alpha=self.adaptation.scale))
 
@@ -164,8 +164,8 @@ class Adapters:
     def left_out(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside, ``weights`` are those without adapters."""
         with torch.no_grad():
-            for place, base in zip(self._places, self._base, strict=True):
-                place.window(weights).copy_(base, non_blocking=True)
+            for adapted, base in zip(self._adapted_blocks, self._base, strict=True):
+                adapted.window(weights).copy_(base, non_blocking=True)
         try:
             yield
         finally:
@@ -221,7 +221,7 @@ def _ask_for_gradient(_: torch.nn.Module, __: Any, output: Tensor) -> None:
 
 
 def _adapted(columns: Span, blocks: Sequence[Block]) -> Adapted:
-    """What a layer has of one weight; a layer's own columns are those of all its weights."""
+    """A layer's part of one weight; a layer's own columns are those of all its weights."""
     assert all(block.offset[1] == 0 and block.region[1] == columns for block in blocks)
     spans = ((block.offset[0], block.region[0]) for block in blocks)
     return Adapted(columns, [((at, at + stop - start), (start, stop)) for at, (start, stop) in spans])

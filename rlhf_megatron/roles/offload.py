@@ -19,7 +19,7 @@ from rlhf_megatron.roles.trainer import Trainer
 
 
 class RoleMemory:
-    """What of a role's memory is to leave the device, by kind: parameters, gradients, the optimizer's."""
+    """The part of a role's memory that is to leave the device, by kind: parameters, gradients, the optimizer's."""
 
     def __init__(self, section: OffloadSection, chunks: Sequence[Any], trainer: Trainer | None) -> None:
         """``chunks`` are those of the model; the ``trainer``'s are the same ones, or those of adapters."""
@@ -69,7 +69,7 @@ class RoleMemory:
             streamed.unpark()
 
     def master_weights(self, main: Tensor) -> Tensor:
-        """What has the content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
+        """The content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
         return next((streamed.at_rest(main) for streamed in self._streamed if streamed.owns(main)), main)
 
     def _tensors(self, kind: str) -> list[Tensor]:

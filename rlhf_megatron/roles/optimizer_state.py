@@ -1,4 +1,4 @@
-"""What this rank's optimizer owns of a role: ranges of the full-precision weights and of both moments.
+"""The part of a role's optimizer state that this rank owns: ranges of the full-precision weights and of both moments.
 
 Megatron's distributed optimizer gives each data-parallel rank a range of each parameter, flattened.
 """
@@ -47,7 +47,7 @@ def owned_ranges(role: Role) -> Iterator[OwnedRange]:
 
 
 def nonfinite_state(role: Role, optimizer: bool) -> str:
-    """What of a role's weights is not finite, and on which ranks; with ``optimizer`` also of its master weights and
+    """Describes which weights of a role are not finite, and on which ranks; with ``optimizer`` also master weights and
     moments, which come to the device for that.
 
     Empty where all is. The same on the role's ranks, which it is collective over.

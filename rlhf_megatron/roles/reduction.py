@@ -32,7 +32,7 @@ class StepLoss:
     def __call__(self, outputs: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
         """Returns the loss of one micro-batch."""
         if self._keeps_outputs:  # of this rank's tokens: a large cluster's would take the activations' memory
-            self.outputs.append((micro.places, torch.stack(outputs).detach()))
+            self.outputs.append((micro.batch_indices, torch.stack(outputs).detach()))
         loss, metrics = self._objective(*outputs, micro.fields)
         for name, pair in (metrics | {"loss": (loss.detach(), torch.zeros_like(loss))}).items():
             value = torch.stack([part.detach().double() for part in pair])

@@ -155,7 +155,7 @@ class Role:
         collected: CollectedOutputs = []
 
         def collect(outputs: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
-            collected.append((micro.places, torch.stack(outputs)))
+            collected.append((micro.batch_indices, torch.stack(outputs)))
             return outputs[0].sum() * 0
 
         with torch.no_grad():

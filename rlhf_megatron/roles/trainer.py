@@ -60,7 +60,7 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        faults.spoil(self._trainable.module.parameters())
+        faults.corrupt_gradients(self._trainable.module.parameters())
 
     def gradient_norm(self) -> float:
         """Hands the gradients to the optimizer, and returns the norm of all; not finite where one of them is not."""
@@ -80,7 +80,7 @@ class Trainer:
         taken = math.isfinite(grad_norm) and grad_norm <= highest
         if taken:
             self.optimizer.step()
-            faults.spoil_weights(self._trainable.module.parameters())
+            faults.corrupt_weights(self._trainable.module.parameters())
         elif math.isfinite(grad_norm):
             self._bad_gradients = f"its norm {grad_norm:.4g} is above optimizer.skip_grad_norm={highest:g}"
         else:

@@ -15,7 +15,7 @@ from rlhf_megatron.errors import RecipeError
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands in its role's layout; each counts from 0."""
+    """The coordinates of one rank in its role's layout; each counts from 0."""
 
     tensor: int
     context: int
@@ -25,7 +25,7 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertCoordinates:
-    """Where one rank stands in the grid of a mixture of experts, which cuts a pipeline stage in its own way."""
+    """The coordinates of one rank in the grid of a mixture of experts, which cuts a pipeline stage in its own way."""
 
     tensor: int
     expert: int
@@ -36,12 +36,12 @@ class ExpertCoordinates:
 AXES = ("tensor", "context", "data", "pipeline")
 
 
-def _alike(places: Sequence[Coordinates | ExpertCoordinates], axes: Collection[str]) -> Iterable[list[int]]:
-    """The positions of ``places`` that differ only in the coordinates named by ``axes``, together, in rising order."""
-    fixed = [field.name for field in dataclasses.fields(places[0]) if field.name not in axes]
+def _alike(coordinates: Sequence[Coordinates | ExpertCoordinates], axes: Collection[str]) -> Iterable[list[int]]:
+    """The positions of ``coordinates`` that differ only along ``axes``, together, in rising order."""
+    fixed = [field.name for field in dataclasses.fields(coordinates[0]) if field.name not in axes]
     groups: dict[tuple[int, ...], list[int]] = {}
-    for position, place in enumerate(places):
-        groups.setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(position)
+    for position, each in enumerate(coordinates):
+        groups.setdefault(tuple(getattr(each, axis) for axis in fixed), []).append(position)
     return groups.values()
 
 

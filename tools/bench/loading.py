@@ -1,4 +1,4 @@
-"""How much host memory a rank needs to load its shard of a Hugging Face checkpoint, and how long that takes.
+"""Measures host memory and time that a rank needs to load its shard of a Hugging Face checkpoint.
 
     python tools/bench/loading.py recipes/models/qwen2.5-7b [--tensor 4] [--folder /scratch] [--output FILE.json]
 
@@ -64,18 +64,18 @@ def write_random(architecture: Architecture, companions: Path, folder: Path) -> 
     """Writes a checkpoint of random weights."""
     weights, blocks = RandomWeights(architecture, 1, torch.device("cpu")), whole_blocks(architecture)
     drawn = ((block.tensor, weights.read(block.tensor, block.region).bfloat16()) for block in blocks)
-    told = track(drawn, "random checkpoint", len(blocks), console=Console(stderr=True))
-    write_checkpoint(folder, Companions(companions), told, torch.bfloat16)
+    tracked = track(drawn, "random checkpoint", len(blocks), console=Console(stderr=True))
+    write_checkpoint(folder, Companions(companions), tracked, torch.bfloat16)
 
 
 def in_own_process(checkpoint: Path, layout: Layout) -> dict[str, Any]:
-    """What ``load`` finds, in a fresh process that has nothing of this one's memory."""
+    """Runs ``load`` in a fresh process that has nothing of this one's memory."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=load, args=(checkpoint, layout, sender))
     process.start()
-    found: dict[str, Any] = receiver.recv()
+    result: dict[str, Any] = receiver.recv()
     process.join()
-    return found
+    return result
 
 
 def load(checkpoint: Path, layout: Layout, sender: Connection) -> None:

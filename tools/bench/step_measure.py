@@ -1,4 +1,4 @@
-"""What the ranks of ``step.py`` run: the training loop by a recipe, then the engines by themselves on the same tokens.
+"""The ranks of ``step.py``: the training loop by a recipe, then the engines by themselves on the same tokens.
 
 python launch/torchrun.py --nproc-per-node N tools/bench/step_measure.py RECIPE REPEATS OUTPUT.json
 """
