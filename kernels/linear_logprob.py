@@ -62,18 +62,19 @@ class Reduced(NamedTuple):
     weighted: Tensor  # sum (z - m) exp(z - m)
 
 
-def reduce(logits: Tensor, targets: Tensor, found: Tensor, temperature: float) -> Tensor:
-    """The parts of ``Reduced`` for each of p sets of the columns of ``logits`` [T, C]: [3, p, T] in ``found``'s type.
+def reduce(logits: Tensor, targets: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
+    """The parts of ``Reduced`` for each of p sets of the columns of ``logits`` [T, C]: [3, p, T], typed as
+    ``target_logits``.
 
-    ``found`` [T] gets z of those ``targets`` [T], counted from the first column, that are among the columns.
+    ``target_logits`` [T] gets z of those ``targets`` [T], counted from the first column, that are among the columns.
     """
-    z = logits.to(found.dtype) / temperature
+    z = logits.to(target_logits.dtype) / temperature
     largest = z.amax(-1)
     below = z - largest[:, None]
     weight = below.exp()
     inside = (targets >= 0) & (targets < z.shape[1])
     picked = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-    found.copy_(torch.where(inside, picked, found))
+    target_logits.copy_(torch.where(inside, picked, target_logits))
     return torch.stack([largest, weight.sum(-1), _times(weight, below).sum(-1)])[:, None]
 
 
@@ -112,14 +113,14 @@ def _times(weight: Tensor, value: Tensor) -> Tensor:
     return torch.where(weight > 0, weight * value, 0.0)
 
 
-def _over_ranks(reduced: Reduced, found: Tensor, group: dist.ProcessGroup) -> tuple[Reduced, Tensor]:
-    """The reductions over all ranks' columns, and what one of the ranks found."""
+def _over_ranks(reduced: Reduced, target_logits: Tensor, group: dist.ProcessGroup) -> tuple[Reduced, Tensor]:
+    """The reductions over all ranks' columns, and the target logits, of which each is on one of the ranks."""
     largest = reduced.largest.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     # A rank that has padding alone has nothing, and no difference to the largest.
     shift = torch.where(reduced.total > 0, reduced.largest - largest, 0.0)
     factor = torch.where(reduced.total > 0, shift.exp(), 0.0)
-    sums = torch.stack([reduced.total * factor, (reduced.weighted + shift * reduced.total) * factor, found])
+    sums = torch.stack([reduced.total * factor, (reduced.weighted + shift * reduced.total) * factor, target_logits])
     dist.all_reduce(sums, group=group)
     return Reduced(largest, sums[0], sums[1]), sums[2]
 
@@ -150,26 +151,30 @@ class _LinearLogprobs(torch.autograd.Function):
         local = targets - rank * len(weight)
         blocks = [slice(start, min(start + block_columns, real)) for start in range(0, real, block_columns)]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        found = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
+        target_logits = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
         over = _implementation(hidden).reduce
         kept = None
         if kept_rows and blocks:
             kept = hidden.new_empty(kept_rows, real)[: len(hidden)]
             torch.mm(hidden, weight[:real].T, out=kept)
         parts = [
-            over(hidden @ weight[block].T if kept is None else kept, local - block.start, found, temperature)
+            over(hidden @ weight[block].T if kept is None else kept, local - block.start, target_logits, temperature)
             for block in blocks
         ]
         if parts:
             reduced = merge(torch.cat(parts, dim=1))
         else:  # padding alone
-            reduced = Reduced(torch.full_like(found, -torch.inf), torch.zeros_like(found), torch.zeros_like(found))
+            reduced = Reduced(
+                torch.full_like(target_logits, -torch.inf),
+                torch.zeros_like(target_logits),
+                torch.zeros_like(target_logits),
+            )
         if group is not None and group.size() > 1:
-            reduced, found = _over_ranks(reduced, found, group)
+            reduced, target_logits = _over_ranks(reduced, target_logits, group)
         log_total = reduced.total.log()
         log_normaliser, entropy = reduced.largest + log_total, log_total - reduced.weighted / reduced.total
         known = (targets >= 0) & (targets < vocab_size)
-        logprobs = (found - log_normaliser).masked_fill(~known, torch.nan)
+        logprobs = (target_logits - log_normaliser).masked_fill(~known, torch.nan)
         ctx.save_for_backward(hidden, weight, local, log_normaliser, entropy)
         ctx.temperature, ctx.blocks, ctx.kept = temperature, blocks, kept
         return logprobs, entropy
@@ -196,7 +201,7 @@ class _Torch:
 
 
 def _implementation(hidden: Tensor) -> Any:
-    """Whose reductions: Triton's on a GPU."""
+    """Chooses the reductions: Triton's on a GPU."""
     if not hidden.is_cuda or hidden.dtype == torch.float64:
         return _Torch
     from rlhf_megatron.kernels import triton_linear_logprob

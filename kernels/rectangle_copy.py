@@ -65,20 +65,20 @@ def _launches(targets: Sequence[Tensor], origins: Sequence[Tensor]) -> list[Call
 
 def _matrices(target: Tensor, origin: Tensor) -> list[tuple[int, ...]]:
     """(address of origin, of target, rows, columns, row stride of origin, of target) of one rectangle, in elements."""
-    places = origin.data_ptr(), target.data_ptr()
+    addresses = origin.data_ptr(), target.data_ptr()
     if not (target.is_contiguous() and origin.is_contiguous()):
         if target.ndim != 2 or target.stride(1) != 1 or origin.stride(1) != 1:
             raise ValueError(f"a rectangle {list(target.shape)} with strides {target.stride()} has no contiguous rows")
-        return [(*places, *target.shape, origin.stride(0), target.stride(0))]
+        return [(*addresses, *target.shape, origin.stride(0), target.stride(0))]
     rows, rest = divmod(target.numel(), COLUMNS)
     done = rows * COLUMNS
-    whole: list[tuple[int, ...]] = [(*places, rows, COLUMNS, COLUMNS, COLUMNS)] if rows else []
-    ends = places[0] + done * origin.element_size(), places[1] + done * target.element_size()
+    whole: list[tuple[int, ...]] = [(*addresses, rows, COLUMNS, COLUMNS, COLUMNS)] if rows else []
+    ends = addresses[0] + done * origin.element_size(), addresses[1] + done * target.element_size()
     return [*whole, (*ends, 1, rest, rest, rest)] if rest else whole
 
 
 def _is_aligned(job: tuple[int, ...], origin: Tensor, target: Tensor) -> bool:
-    """Whether every row begins and ends at a multiple of the widest access, on both sides."""
+    """Returns whether every row begins and ends at a multiple of the widest access, on both sides."""
     of_origin, of_target, _, columns, origin_stride, target_stride = job
     distances = [
         of_origin, of_target, columns * origin.element_size(), columns * target.element_size(),

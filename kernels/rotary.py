@@ -55,12 +55,18 @@ class Rotation(torch.autograd.Function):
         from rlhf_megatron.kernels.triton_rotary import launch
 
         ctx.save_for_backward(cu_seqlens, angles)
-        ctx.place = (parts, part)
-        return launch(values, cu_seqlens, angles, *ctx.place)
+        ctx.context_part = (parts, part)
+        return launch(values, cu_seqlens, angles, *ctx.context_part)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradient of ``values``."""
         from rlhf_megatron.kernels.triton_rotary import launch
 
-        return launch(gradients[0].contiguous(), *ctx.saved_tensors, *ctx.place, back=True), None, None, None, None
+        return (
+            launch(gradients[0].contiguous(), *ctx.saved_tensors, *ctx.context_part, back=True),
+            None,
+            None,
+            None,
+            None,
+        )

@@ -15,7 +15,7 @@ WARPS = 4
 def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations up and accepts its own alone
     logits,
     targets,
-    found,
+    target_logits,
     parts,
     stride,
     columns,
@@ -26,10 +26,10 @@ def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     tokens, pieces = tl.num_programs(0), tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COLUMNS
-    place = first + tl.arange(0, COLUMNS)
-    inside = place < columns
+    column = first + tl.arange(0, COLUMNS)
+    inside = column < columns
     begin = logits + row * stride
-    z = tl.load(begin + place, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
+    z = tl.load(begin + column, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
     largest = tl.max(z)
     below = z - largest
     weight = tl.exp(below)
@@ -40,7 +40,7 @@ def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     target = tl.load(targets + row)
     here = (target >= first) & (target < first + COLUMNS) & (target < columns)
     chosen = tl.load(begin + target, mask=here, other=0.0).to(tl.float32) * per_temperature
-    tl.store(found + row, chosen, mask=here)
+    tl.store(target_logits + row, chosen, mask=here)
 
 
 @triton.jit
@@ -58,29 +58,29 @@ def _to_gradient(  # type: ignore[no-untyped-def]
 ):
     """A piece of one row, in place."""
     row = tl.program_id(0)
-    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = place < columns
-    where = logits + row.to(tl.int64) * stride + place
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    where = logits + row.to(tl.int64) * stride + column
     z = tl.load(where, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
     log_probability = z - tl.load(log_normaliser_of + row)
     probability = tl.exp(log_probability)
     surprise = probability * (tl.where(inside, log_probability, 0.0) + tl.load(entropy_of + row))
     to_logprob = tl.load(of_logprob + row)
     gradient = -probability * to_logprob - surprise * tl.load(of_entropy + row)
-    gradient += tl.where(place == tl.load(targets + row), to_logprob, 0.0)
+    gradient += tl.where(column == tl.load(targets + row), to_logprob, 0.0)
     tl.store(where, (gradient * per_temperature).to(logits.dtype.element_ty), mask=inside)
 
 
-def reduce(logits: Tensor, targets: Tensor, found: Tensor, temperature: float) -> Tensor:
+def reduce(logits: Tensor, targets: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
     """See ``linear_logprob.reduce``."""
     tokens, columns = logits.shape
     pieces = triton.cdiv(columns, PIECE)
-    parts = found.new_empty(3, pieces, tokens)
+    parts = target_logits.new_empty(3, pieces, tokens)
     if tokens:
         _reduce[(tokens, pieces)](
             logits,
             targets,
-            found,
+            target_logits,
             parts,
             logits.stride(0),
             columns,

@@ -48,19 +48,19 @@ def _rotate(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     front = part * half + token - begin
     position = tl.where(token - begin < half, front, front + (2 * parts - 2 - 2 * part) * half)
 
-    place = tl.arange(0, WIDTH)
-    known = there[:, None] & (place < HALF)[None, :]
-    angle = tl.load(angles + position[:, None].to(tl.int64) * angle_stride + place[None, :], mask=known, other=0.0)
+    pair = tl.arange(0, WIDTH)
+    known = there[:, None] & (pair < HALF)[None, :]
+    angle = tl.load(angles + position[:, None].to(tl.int64) * angle_stride + pair[None, :], mask=known, other=0.0)
     cos, sin = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]
     if BACK:
         sin = -sin
     head = tl.program_id(1) * HEADS_TOGETHER + tl.arange(0, HEADS_TOGETHER)
     inside = known[:, None, :] & (head < HEADS)[None, :, None]
     row = token.to(tl.int64)[:, None, None]
-    origin = values + row * token_stride + head[None, :, None] * head_stride + place[None, None, :]
+    origin = values + row * token_stride + head[None, :, None] * head_stride + pair[None, None, :]
     first = tl.load(origin, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(origin + HALF, mask=inside, other=0.0).to(tl.float32)
-    target = rotated + (row * HEADS + head[None, :, None]) * (2 * HALF) + place[None, None, :]
+    target = rotated + (row * HEADS + head[None, :, None]) * (2 * HALF) + pair[None, None, :]
     tl.store(target, (first * cos - second * sin).to(rotated.dtype.element_ty), mask=inside)
     tl.store(target + HALF, (second * cos + first * sin).to(rotated.dtype.element_ty), mask=inside)
 

@@ -18,7 +18,7 @@ COLUMNS, WARPS = 32768, 32
 def _token_logprob(  # type: ignore[no-untyped-def] # Triton looks names of annotations up and accepts its own alone
     logits,
     tokens,
-    found,
+    logprobs,
     stride,
     VOCABULARY: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -28,23 +28,23 @@ def _token_logprob(  # type: ignore[no-untyped-def] # Triton looks names of anno
     largest = float("-inf")
     total = 0.0  # of exp(z - largest), what was summed before being scaled as ``largest`` grows
     for first in range(0, VOCABULARY, COLUMNS):
-        place = first + tl.arange(0, COLUMNS)
-        z = tl.load(begin + place, mask=place < VOCABULARY, other=float("-inf")).to(tl.float32)
+        column = first + tl.arange(0, COLUMNS)
+        z = tl.load(begin + column, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(largest, tl.max(z))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # so far there may be nothing but -inf
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(z - shift))
         largest = higher
     chosen = tl.load(begin + tl.load(tokens + row)).to(tl.float32)
-    tl.store(found + row, chosen - largest - tl.log(total))
+    tl.store(logprobs + row, chosen - largest - tl.log(total))
 
 
 def launch(logits: Tensor, tokens: Tensor) -> Tensor:
     """See ``token_logprob.token_logprobs``."""
     if logits.stride(1) != 1:
         raise ValueError(f"logits {list(logits.shape)} with strides {logits.stride()} have no contiguous rows")
-    found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _token_logprob[(len(logits),)](
-            logits, tokens.contiguous(), found, logits.stride(0), logits.shape[1], COLUMNS, num_warps=WARPS
+            logits, tokens.contiguous(), logprobs, logits.stride(0), logits.shape[1], COLUMNS, num_warps=WARPS
         )
-    return found
+    return logprobs

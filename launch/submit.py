@@ -164,7 +164,7 @@ def job_script(path: str, recipe: Recipe, tasks: Sequence[Task], is_array: bool)
 
 
 def sbatch_options(recipe: Recipe, tasks: int | None) -> list[str]:
-    """What the script asks of sbatch, the recipe's own options last; ``tasks`` is the size of an array."""
+    """The options of sbatch in the script, the recipe's own last; ``tasks`` is the size of an array."""
     slurm = recipe.slurm
     minutes = max(1, round(slurm.time_limit_hours * 60))
     logs = RunFolder(recipe.run_root, recipe.name).path / "logs"

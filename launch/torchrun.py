@@ -67,7 +67,7 @@ def refusal_in(failures: dict[int, ProcessFailure]) -> ProcessFailure | None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a record of torchrun's log says more than the ranks, or its own list of failures, do."""
+    """Returns whether a record of torchrun's log says more than the ranks, or its own list of failures, do."""
     if str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple):
         return record.args[:1] != (INPUT_STATUS,)
     return not str(record.msg).startswith("Sending process")  # to end with the first that failed
@@ -133,7 +133,7 @@ def serve_rendezvous(options: argparse.Namespace) -> dist.TCPStore | None:
 
 
 def configured(options: argparse.Namespace) -> tuple[api.LaunchConfig, Any, list[str]]:
-    """What to launch, and how; raises ValueError or AssertionError where the options are not right."""
+    """The launch that the options ask for; raises ValueError or AssertionError where they are not right."""
     ranks = run.determine_local_world_size(options.nproc_per_node)
     if not 1 <= ranks <= MOST_RANKS:
         raise UserError(f"--nproc-per-node={ranks}: must be from 1 to {MOST_RANKS}")

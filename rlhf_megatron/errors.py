@@ -13,7 +13,7 @@ class UserError(ValueError):
         return hide_secrets(super().__str__())
 
     is_transient = False
-    """Whether another attempt with the same input may do, as where a service was away; see `is_transient`."""
+    """True if another attempt with the same input may do, as where a service was away; see `is_transient`."""
 
 
 def is_transient(error: BaseException) -> bool:

@@ -56,7 +56,7 @@ class NoConnectionError(ExchangeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server has answered; of an error's `body`, at most ERROR_BYTES."""
+    """A server's response; of an error's `body`, at most ERROR_BYTES."""
 
     status: int
     reason: str
@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def is_success(self) -> bool:
-        """Whether the status is one of 2xx. Redirects are not followed: they would carry headers elsewhere."""
+        """True if the status is one of 2xx. Redirects are not followed: they would carry headers elsewhere."""
         return 200 <= self.status < 300
 
 

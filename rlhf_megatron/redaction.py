@@ -148,9 +148,9 @@ def secret_values(variables: Sequence[str] = ()) -> list[str]:
     `Bearer x` also the x, and of a URL also its path, which is a webhook's secret part.
     """
     named = {name for name in os.environ if is_secret_name(name) and not _is_no_secret_of_a_shell(name)}
-    found = {form for name in named.union(_declared, variables) for form in _forms(os.environ.get(name, "").strip())}
-    found.update(form for value in os.environ.values() if "@" in value for form in _forms(_url_password(value)))
-    return sorted(found, key=len, reverse=True)
+    secrets = {form for name in named.union(_declared, variables) for form in _forms(os.environ.get(name, "").strip())}
+    secrets.update(form for value in os.environ.values() if "@" in value for form in _forms(_url_password(value)))
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _is_no_secret_of_a_shell(name: str) -> bool:

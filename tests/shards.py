@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture, Experts
-from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block, tensor_shapes
+from rlhf_megatron.models.weight_source import window
 
 
 def architecture(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf_megatron.models.architecture import Architecture
-    from rlhf_megatron.models.hf_files import Companions
+    from rlhf_megatron.models.hf_export import Companions
 
 DTYPES = ("bfloat16", "float32")
 # GGUF's name of a layer's tensor -> Hugging Face's.
@@ -218,7 +218,7 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
     from rlhf_megatron.data.tokenizer import load_tokenizer
     from rlhf_megatron.durable import whole_folder
     from rlhf_megatron.models.architecture import parse_architecture
-    from rlhf_megatron.models.hf_files import write_safetensors
+    from rlhf_megatron.models.hf_export import write_safetensors
 
     try:
         config = build_config(source, dtype)
@@ -273,7 +273,7 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rlhf_megatron.checkpoint.saved_role import SavedRole, files_of_role, head_of, saved_adaptation
     from rlhf_megatron.checkpoint.storage import TensorFile, damage, step_of
     from rlhf_megatron.models.architecture import read_architecture
-    from rlhf_megatron.models.hf_files import Companions, write_checkpoint
+    from rlhf_megatron.models.hf_export import Companions, write_checkpoint
     from rlhf_megatron.models.lora import write_peft
     from rlhf_megatron.regather.plan import elements
     from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
@@ -294,12 +294,12 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
         adaptation = saved_adaptation(state)
         saved = SavedRole(role, architecture, state, files, adaptation)
         blocks, tensors = saved.whole_blocks(), saved.tensors(getattr(torch, dtype))
-        told = track(only_finite(tensors), f"{role} of step {step}", len(blocks), console=Console(stderr=True))
+        tracked = track(only_finite(tensors), f"{role} of step {step}", len(blocks), console=Console(stderr=True))
         try:
             if adaptation:
-                write_peft(output, told, adaptation, str(companions.model))
+                write_peft(output, tracked, adaptation, str(companions.model))
             else:
-                write_checkpoint(output, companions, told, getattr(torch, dtype), head=architecture.head)
+                write_checkpoint(output, companions, tracked, getattr(torch, dtype), head=architecture.head)
         except NotFiniteError as error:
             raise UserError(f"{checkpoint}: {role}: {error}; take an older checkpoint") from error
     parameters = sum(elements(block.region) for block in blocks)
@@ -308,7 +308,7 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
 
 def companions_of_run(checkpoint: Path) -> Companions:
     """Return what the recipe of the run that a checkpoint lies in names. Raises UserError where that cannot be read."""
-    from rlhf_megatron.models.hf_files import companions_of
+    from rlhf_megatron.models.hf_export import companions_of
 
     recipe = checkpoint.resolve().parents[1] / "recipe.yaml"
     try:

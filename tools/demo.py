@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def stages(seed: int, folder: Path) -> list[tuple[str, list[str]]]:
-    """What is run: (title, command) of each stage."""
+    """The stages of the demo: (title, command) of each."""
     python, data = [sys.executable, "-P"], folder / "tiny"
     shutil.rmtree(data, ignore_errors=True)
     prepare = [*python, "tools/prepare_data.py"]

@@ -216,8 +216,8 @@ def distinct(options: argparse.Namespace) -> int:
             for batch in readable(batches, options.input):
                 kept = []
                 prompts = pyarrow.table({"prompt": batch.column("prompt")})
-                for values in python_rows(prompts, lambda row, first=read: source.place(first + row)):  # type: ignore[misc]
-                    key = prompt_key(parse_messages(values["prompt"], source.place(read)))
+                for values in python_rows(prompts, lambda row, first=read: source.location(first + row)):  # type: ignore[misc]
+                    key = prompt_key(parse_messages(values["prompt"], source.location(read)))
                     kept.append(key not in seen)
                     seen.add(key)
                     read += 1
@@ -387,8 +387,8 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     """
     parsed = {}
     for setting in settings:
-        key, found, value = setting.partition("=")
-        if not found or not key:
+        key, separator, value = setting.partition("=")
+        if not separator or not key:
             raise DataError(f"--set: {setting!r} is not KEY=VALUE")
         try:
             parsed[key] = parse_yaml(value)
@@ -452,10 +452,10 @@ def read_questions(files: Sequence[Path]) -> set[str]:
     source = ParquetRows(files, ["prompt"], ["extra_info"])
     for first, rows in source.scan(["prompt", "extra_info"]):
         for offset, row in enumerate(rows):
-            place = source.place(first + offset)
-            question = parse_extra_info(row.get("extra_info"), place).get("question")
+            location = source.location(first + offset)
+            question = parse_extra_info(row.get("extra_info"), location).get("question")
             if not isinstance(question, str):
-                question = parse_messages(row.get("prompt"), place)[-1]["content"]
+                question = parse_messages(row.get("prompt"), location)[-1]["content"]
             questions.add(question.strip())
     return questions
 

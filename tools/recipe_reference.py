@@ -50,7 +50,7 @@ def page() -> str:
 
 
 def _loop_lines() -> Iterator[str]:
-    """What each loop reads of a recipe."""
+    """The lines about the keys that each loop reads."""
     yield "## What each loop reads\n"
     yield "The tables below are for loop `rl`; a loop rejects keys that it does not read.\n"
     yield "| loop | top-level keys beside the common ones | of `batch` | of `algorithm` |\n|---|---|---|---|"

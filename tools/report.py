@@ -65,8 +65,8 @@ def labelled(text: str) -> tuple[str, Path]:
     """(label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is taken."""
     parts = text.split("=")
     splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
-    label, place = next((split for split in splits if os.path.exists(split[1])), splits[-1])
-    file = place / "metrics.jsonl" if os.path.isdir(place) else place
+    label, path = next((split for split in splits if os.path.exists(split[1])), splits[-1])
+    file = path / "metrics.jsonl" if os.path.isdir(path) else path
     return label or (Path(os.path.realpath(file.parent)).name if file.name == "metrics.jsonl" else file.stem), file
 
 

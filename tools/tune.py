@@ -204,8 +204,8 @@ def import_optuna() -> ModuleType:
 def finished(study: Any, optuna: ModuleType) -> list[Any]:
     """The trials that have a value, or were ended early."""
     states = optuna.trial.TrialState
-    found: list[Any] = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
-    return found
+    trials: list[Any] = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
+    return trials
 
 
 def run_trial(
@@ -277,15 +277,15 @@ def values_of(run: RunFolder, metric: str) -> dict[int, float]:
     """step -> mean of what fits ``metric``, of the steps that have a finite one."""
     if not run.metrics.is_file():
         return {}
-    found = {
+    by_step = {
         step: [value for name, value in metrics.items() if value is not None and fnmatchcase(name, metric)]
         for step, metrics in read_steps(run.metrics).items()
     }
-    return {step: fmean(values) for step, values in found.items() if values}
+    return {step: fmean(values) for step, values in by_step.items() if values}
 
 
 def why(run: RunFolder, status: int, metric: str) -> str:
-    """Why a run has no value, in one line."""
+    """The reason why a run has no value, in one line."""
     log = run.path / "tune.log"
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if "error: " in line]
     if status and said:
@@ -319,13 +319,13 @@ def draw(trials: Sequence[Any], metric: str, output: Path) -> None:
     keys = list(trials[0].distributions)
     figure = Figure(figsize=(4.6 * len(keys), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, key in enumerate(keys):
-        axes = figure.add_subplot(1, len(keys), place + 1)
+    for column, key in enumerate(keys):
+        axes = figure.add_subplot(1, len(keys), column + 1)
         axes.scatter([trial.params[key] for trial in trials], [trial.value for trial in trials], color="#2563eb")
         if getattr(trials[0].distributions[key], "log", False):
             axes.set_xscale("log")
         axes.set_title(key, fontsize=10)
-        axes.set_ylabel(metric if not place else "")
+        axes.set_ylabel(metric if not column else "")
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(output, dpi=144, facecolor="white")
 

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: as weights that are fixed before anything is cut into micro-batches."""
+"""Aggregation of token losses to one number: weights that are fixed before anything is cut into micro-batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Importance weights against the mismatch of rollout engine and trainer, which disagree about the same weights.
 
-Responses are drawn from the rollout's distribution and learnt from as if from the trainer's; the ratio of the two,
+Responses are drawn from the rollout's distribution and learned from as if from the trainer's; the ratio of the two,
 truncated or masked, corrects that. Weights are computed once per batch and multiply those of the loss.
 """
 

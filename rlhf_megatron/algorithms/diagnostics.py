@@ -1,4 +1,4 @@
-"""What is measured about logprobs. Numbers for people; nothing here has a gradient."""
+"""Diagnostics of logprobs. Numbers for people; nothing here has a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def effective_sample_fraction(weights: Tensor) -> float:
 
 
 def mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> dict[str, float]:
-    """How far trainer and rollout engine disagree about the same weights; all [T], over the sampled tokens.
+    """Measures how far trainer and rollout disagree about the same weights; all [T], over the sampled tokens.
 
     ``train/mismatch_kl`` estimates KL(rollout || trainer) by k3: the samples are the rollout's.
     ``train/mismatch_effective_fraction`` is the effective sample size of the ratios trainer / rollout, over the tokens.

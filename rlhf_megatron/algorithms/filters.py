@@ -1,4 +1,4 @@
-"""Which groups of responses have anything to teach, and what a response costs that is cut off or nearly so."""
+"""Filters of groups without anything to learn from, and penalties of responses that are cut off or nearly so."""
 
 from __future__ import annotations
 

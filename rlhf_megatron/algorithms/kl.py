@@ -79,7 +79,7 @@ class KLController:
             self.coefficient *= 1.0 + error * min(1.0, responses / self._settings.horizon)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"coefficient": self.coefficient}
 
     def load(self, state: dict[str, float]) -> None:

@@ -20,7 +20,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 def objective_fields(
     minibatch: RolloutBatch, settings: AlgorithmSection, constant: float | None = None
 ) -> dict[str, Tensor]:
-    """What ``policy_objective`` reads of each token [T] of a WHOLE minibatch, before it is cut: what depends on more
+    """Inputs of ``policy_objective`` for each token [T] of a WHOLE minibatch, before it is cut: what depends on more
     than a row is decided here. ``constant`` as in ``token_weights``.
     """
     weights = token_weights(minibatch.response_mask, minibatch.cu_seqlens, settings.loss_aggregation, constant)

@@ -33,9 +33,9 @@ def discounted_sums(values: Tensor, counts: Tensor, factor: float) -> Tensor:
     sums, running = values.clone(), values.new_zeros(len(counts))
     for back in range(int(counts[0]) if len(counts) else 0):
         rows = int((counts > back).sum())  # those that are this long come first
-        places = ends[:rows] - 1 - back
-        running[:rows] = values[places] + factor * running[:rows]
-        sums[places] = running[:rows]
+        positions = ends[:rows] - 1 - back
+        running[:rows] = values[positions] + factor * running[:rows]
+        sums[positions] = running[:rows]
     return sums
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of a whole minibatch a policy loss treats otherwise, decided before the minibatch is cut.
+"""Selection of the tokens of a whole minibatch that a policy loss treats otherwise, before the minibatch is cut.
 
 The covariance of a token, (A - mean A) (logprob - mean logprob), says how much it drives the entropy down
 (arXiv 2505.22617, eq. 10). The means are over all sampled tokens of the minibatch, and the logprobs are the old ones:

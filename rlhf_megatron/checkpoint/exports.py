@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weights
 from rlhf_megatron.durable import partial_of, take_name, tidy
-from rlhf_megatron.models.hf_files import companions_of
+from rlhf_megatron.models.hf_export import companions_of
 from rlhf_megatron.models.lora import Adaptation
 from rlhf_megatron.recipe import Recipe, UserError
 from rlhf_megatron.roles.placed import PlacedRole
@@ -94,13 +94,13 @@ class Exports:
 
     def _write_weights(self, folder: Path) -> None:
         actor, dtype = self._actor, getattr(torch, self._recipe.model.dtype)
-        side, parameters = actor.side(), actor.parameters()
-        export_weights(folder, self._companions, actor.architecture, side, parameters, dtype, self._context.device)
+        sources, parameters = actor.weights.shard_spec(), actor.weights.parameters()
+        export_weights(folder, self._companions, actor.architecture, sources, parameters, dtype, self._context.device)
 
     def _write_adapters(self, folder: Path, adaptation: Adaptation) -> None:
         actor, base = self._actor, self._recipe.model.path
-        side, parameters = actor.adapter_shards(adaptation), actor.adapter_parameters()
-        export_adapters(folder, base, actor.architecture, adaptation, side, parameters, self._context.device)
+        sources, parameters = actor.weights.adapter_shard_spec(adaptation), actor.weights.adapter_parameters()
+        export_adapters(folder, base, actor.architecture, adaptation, sources, parameters, self._context.device)
 
     def _name(self, parts: Path, folder: Path) -> None:
         """Gives the finished folder its name; raises OSError on all ranks where that fails."""

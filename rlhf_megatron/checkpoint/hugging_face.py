@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.hf_files import Companions, write_checkpoint
+from rlhf_megatron.models.hf_export import Companions, write_checkpoint
 from rlhf_megatron.models.lora import Adaptation, whole_adapter_blocks, write_peft
 from rlhf_megatron.models.weight_map import Block, whole_blocks
 from rlhf_megatron.regather.execute import Regather
@@ -107,7 +107,7 @@ def _portions(blocks: Sequence[Block], dtype: torch.dtype) -> list[list[Block]]:
 
 
 def _part(shard_of: Mapping[int, Shard], held: Mapping[Shard, Sequence[Block]], wanted: Sequence[Block]) -> ShardSpec:
-    """What the ranks hold of the tensors of ``wanted``."""
+    """The ranks' blocks of the tensors of ``wanted``."""
     tensors = {block.tensor for block in wanted}
     return ShardSpec(shard_of, lambda shard: [block for block in held[shard] if block.tensor in tensors])
 

@@ -29,8 +29,8 @@ from rlhf_megatron.checkpoint.storage import (
     TensorFile,
     damage,
     discard,
-    found,
     join_tensors,
+    list_checkpoints,
     problems_in,
     publish,
     random_state,
@@ -251,7 +251,7 @@ class Checkpoints:
         return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
 
     def _refuse_nonfinite(self, step: int, is_saved: bool) -> None:
-        """No gradient is finite from there on, so no step would mend it. What is not saved may not be on the device."""
+        """No gradient is finite from there on, so no step would fix it. What is not saved may not be on the device."""
         for name, role in self._roles.items():
             problem = role.not_finite(optimizer=is_saved)
             if problem:
@@ -274,7 +274,7 @@ class Checkpoints:
         random = random_state()
         tensors |= {f"random/{name}": value for name, value in random.items()}
         roles = {
-            name: role.everywhere(role_state(role.local) if role.local else {}) for name, role in self._roles.items()
+            name: role.broadcast(role_state(role.local) if role.local else {}) for name, role in self._roles.items()
         }
         about = {"pieces": pieces, "random": sorted(random)}
         file = self._writer.submit(write_tensors, folder, file_of_rank(self._rank), tensors, about)
@@ -299,7 +299,7 @@ class Checkpoints:
             self.saved = step_of(save.folder)
 
     def _publish(self, save: _Save, files: list[WrittenFile], failures: list[str]) -> bool:
-        """Whether it is visible now: one that cannot be written is reported, and the one before stays the newest."""
+        """Returns whether it is visible: one that cannot be written is reported, and the last one stays the newest."""
         try:
             if not failures:
                 publish(save.folder, files, save.state, self._section.keep_last_k, save.metric_value)
@@ -312,7 +312,7 @@ class Checkpoints:
 
 
 class _TimeLimit:
-    """Whether another step fits before the end of the job, less the time to save and leave."""
+    """Decides whether another step fits before the end of the job, less the time to save and leave."""
 
     def __init__(self, save_before_seconds: float, end: float | None) -> None:
         self.end = end if save_before_seconds else None
@@ -337,7 +337,7 @@ def _look(folder: Path, resume: str, problems: list[str]) -> tuple[list[Path], s
     try:
         tidy(folder)
         problems += problems_in(folder)
-        return found(folder) if resume == "auto" else _saved_by_this_launch(folder, problems), None
+        return list_checkpoints(folder) if resume == "auto" else _saved_by_this_launch(folder, problems), None
     except CheckpointError as error:
         return [], str(error)
     except OSError as error:
@@ -347,7 +347,7 @@ def _look(folder: Path, resume: str, problems: list[str]) -> tuple[list[Path], s
 def _saved_by_this_launch(folder: Path, problems: list[str]) -> list[Path]:
     """The checkpoints in ``folder`` of this launch's attempts so far, the newest step first."""
     own, launch = [], RecoveryLog(folder.parent).launch()
-    for checkpoint in found(folder):
+    for checkpoint in list_checkpoints(folder):
         try:
             if read_manifest(checkpoint).state.get("launch") == launch:
                 own.append(checkpoint)

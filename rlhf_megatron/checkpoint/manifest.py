@@ -39,7 +39,7 @@ class WrittenFile:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a finished checkpoint says about itself."""
+    """The description of a finished checkpoint, which is one of its files."""
 
     files: list[WrittenFile]
     state: dict[str, Any]

@@ -34,7 +34,7 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     pieces: dict[str, Any] = {}
     distributed = is_distributed(role)
     for owned in owned_ranges(role):
-        groups = role.learning_groups
+        groups = role.shard.trainable.groups
         group = groups.expt_dp if is_expert(owned.name) else groups.dp_cp
         if group.rank() and not distributed:
             continue  # the first data-parallel rank has the same
@@ -51,17 +51,19 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
 
 
 def role_state(role: Role) -> dict[str, Any]:
-    """What is the same on all ranks of a role (plain JSON): its layout, and how far it has learnt."""
+    """State that is the same on all ranks of a role (plain JSON): its layout and its counters of steps."""
+    shard, trainer = role.shard, role.trainer
+    assert trainer is not None, f"{role.name} does not learn"
     return {
-        "layout": dataclasses.asdict(role.learning_layout),
+        "layout": dataclasses.asdict(shard.trainable.layout),
         "ranks": role.ranks,
         "architecture": stored_form(role.architecture),
-        "implementation": role.implementation,
-        "adapters": dataclasses.asdict(role.adapters.adaptation) if role.adapters else None,
-        "base": role.adapters.base if role.adapters else None,
+        "implementation": shard.implementation,
+        "adapters": dataclasses.asdict(shard.adapters.adaptation) if shard.adapters else None,
+        "base": shard.adapters.base if shard.adapters else None,
         "rows_of_attention": ROWS_OF_ATTENTION,
-        "steps_taken": role.steps_taken,
-        "loss_scale": role.loss_scale.state() if role.loss_scale else None,
+        "steps_taken": trainer.steps_taken,
+        "loss_scale": trainer.loss_scale.state() if trainer.loss_scale else None,
         "optimizer_steps": max((int(owned.counters.get("step", 0)) for owned in owned_ranges(role)), default=0),
     }
 
@@ -72,18 +74,20 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
     Of a role with adapters these are the adapters'; its weights follow with ``Role.merge_adapters``.
     Raises CheckpointError where they do not hold all of the model, or another one.
     """
-    adaptation = role.adapters.adaptation if role.adapters else None
+    trainer, adapters = role.trainer, role.shard.adapters
+    assert trainer is not None, f"{role.name} does not learn"
+    adaptation = adapters.adaptation if adapters else None
     saved = SavedRole(role.name, role.architecture, state, files, adaptation)
-    if role.adapters and state.get("base") != role.adapters.base:
+    if adapters and state.get("base") != adapters.base:
         raise ForeignCheckpoint(
             f"the checkpoint's adapters of {role.name} belong to other weights than those of model.path; name the "
             "folder that the run began with, give --resume none, or the run another name"
         )
     steps = int(state["optimizer_steps"])
     owned = {part.name: part for part in owned_ranges(role)}
-    live = dict(role.learning.named_parameters())
+    live = dict(role.shard.trainable.module.named_parameters())
     with torch.no_grad():
-        for name, copies in saved.copies(role.learning_blocks()).items():
+        for name, copies in saved.copies(role.shard.trainable.blocks()).items():
             parameter = live[name]
             whole = parameter.detach().float().cpu()  # the rows of a padded vocabulary stay
             saved.fill(whole, copies, "weights")
@@ -102,6 +106,6 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
             if steps or "step" in part.counters:
                 # A tensor of its own for each parameter: torch adds to it in place.
                 part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps
-    role.steps_taken = int(state["steps_taken"])
-    if role.loss_scale and state.get("loss_scale"):
-        role.loss_scale.load(state["loss_scale"])
+    trainer.steps_taken = int(state["steps_taken"])
+    if trainer.loss_scale and state.get("loss_scale"):
+        trainer.loss_scale.load(state["loss_scale"])

@@ -64,7 +64,7 @@ _Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RoleState(_Strict):
-    """What a manifest says of a role, as ``state.role_state`` has written it."""
+    """A role's state in a manifest, as ``role_state.role_state`` has written it."""
 
     layout: dict[str, int | None]
     ranks: list[Annotated[int, Field(ge=0)]] | None = None  # of all ranks, where an earlier version wrote it
@@ -102,7 +102,7 @@ def files_of_role(state: Mapping[str, Any], files: Sequence[TensorFile]) -> list
 
 
 def saved_adaptation(state: Mapping[str, Any]) -> Adaptation | None:
-    """What adapters a role's ``state`` in a manifest is of, where it is not of the whole model."""
+    """The adapters that a role's ``state`` in a manifest is of, or None where it is of the whole model."""
     saved = checked_state(state).adapters
     return Adaptation(saved.rank, saved.scale, tuple(saved.modules)) if saved else None
 
@@ -128,20 +128,20 @@ class _Piece(_Strict):
     stop: int
 
 
-_Place = tuple[str, int, int, int]
+_ShardKey = tuple[str, int, int, int]
 
 
-def _places(layout: Layout, position: int) -> tuple[_Place, _Place]:
-    """What tells the shards of most parameters apart, and what those of experts; data-parallel ranks have the same."""
-    place, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
+def _shard_keys(layout: Layout, position: int) -> tuple[_ShardKey, _ShardKey]:
+    """Keys of the shards of most parameters, and of those of experts; data-parallel ranks have the same."""
+    coordinates, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
     return (
-        ("layer", place.pipeline, place.tensor, 0),
+        ("layer", coordinates.pipeline, coordinates.tensor, 0),
         ("experts", of_experts.pipeline, of_experts.tensor, of_experts.expert),
     )
 
 
 class SavedRole:
-    """What the files of a role's ranks hold of its model; they stay open as long as it is used."""
+    """The model of a role in the files of its ranks, which stay open as long as it is used."""
 
     def __init__(
         self,
@@ -173,18 +173,18 @@ class SavedRole:
         self._implementation = checked.implementation
         if len(files) != self._layout.size:
             raise CheckpointError(f"the checkpoint has files of {len(files)} ranks; its {name} had {self._layout.size}")
-        self._peers: dict[_Place, list[int]] = defaultdict(list)
-        self._places = [_places(self._layout, position) for position in range(self._layout.size)]
-        first: dict[tuple[_Place, _Place], int] = {}
-        for position, places in enumerate(self._places):
-            first.setdefault(places, position)
-            for place in places:
-                self._peers[place].append(position)
+        self._peers: dict[_ShardKey, list[int]] = defaultdict(list)
+        self._shard_keys = [_shard_keys(self._layout, position) for position in range(self._layout.size)]
+        first: dict[tuple[_ShardKey, _ShardKey], int] = {}
+        for position, keys in enumerate(self._shard_keys):
+            first.setdefault(keys, position)
+            for key in keys:
+                self._peers[key].append(position)
         self._positions = list(first.values())
         self._parameter = lru_cache(maxsize=2)(self._read)
 
     def copies(self, wanted: Sequence[Block]) -> dict[str, list[Copy]]:
-        """Which rectangles fill each parameter of ``wanted``, for ``fill``."""
+        """The rectangles that fill each parameter of ``wanted``, for ``fill``."""
         held = {position: self._blocks(position) for position in self._positions}
         by_parameter: dict[str, list[Copy]] = defaultdict(list)
         for copy in plan_regather(ShardSpec.of(held), ShardSpec.of({_READER: wanted}), rank=_READER).receives:
@@ -197,7 +197,7 @@ class SavedRole:
         return megatron_blocks(self._architecture, self._layout, position, self._implementation)
 
     def whole_blocks(self) -> list[Block]:
-        """What ``tensors`` gives."""
+        """The blocks that ``tensors`` gives."""
         if self._adaptation:
             return whole_adapter_blocks(self._architecture, self._adaptation)
         return whole_blocks(self._architecture)
@@ -226,7 +226,7 @@ class SavedRole:
 
     def _read(self, position: int, name: str, kind: str) -> Tensor:
         """A parameter of the writer's layout, joined from the ranges of its data-parallel ranks."""
-        of_layer, of_experts = self._places[position]
+        of_layer, of_experts = self._shard_keys[position]
         peers = self._peers[of_experts if is_expert(name) else of_layer]
         tensor = f"{self._role}/{kind}/{name}"
         pieces = [(piece, self._files[peer]) for peer in peers if (piece := self._piece(self._files[peer], name))]
@@ -252,7 +252,7 @@ class SavedRole:
         return whole
 
     def _piece(self, file: TensorFile, name: str) -> _Piece | None:
-        """Which range of a parameter a file has, if it has one."""
+        """The range of a parameter that a file has, if it has one."""
         try:
             of_role = file.about["pieces"][self._role]
             return _Piece.model_validate(of_role[name]) if name in of_role else None

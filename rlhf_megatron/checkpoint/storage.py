@@ -32,7 +32,7 @@ from rlhf_megatron.checkpoint.manifest import read_manifest as read_manifest
 from rlhf_megatron.durable import move_aside, remove, sync, take_name, write_text
 from rlhf_megatron.durable import partial_of as partial_folder
 from rlhf_megatron.errors import CheckpointError
-from rlhf_megatron.models.hf_files import write_safetensors
+from rlhf_megatron.models.hf_export import write_safetensors
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.untrusted import kind_of, opened, parse_json, read_json, read_text, reason_of, shown
 
@@ -45,14 +45,14 @@ _MOST_DIGITS = 255  # as many as a file's name can have; Python converts no more
 
 @dataclasses.dataclass(frozen=True)
 class MetricValue:
-    """What a checkpoint is worth: the value of a metric, of which more (max) or less (min) is better."""
+    """The value of a checkpoint by a metric, of which more (max) or less (min) is better."""
 
     metric: str
     mode: Literal["max", "min"]
     value: float
 
     def is_better_than(self, other: MetricValue) -> bool:
-        """Whether it is; values of another metric do not count any more."""
+        """Returns whether it is; values of another metric do not count any more."""
         if (self.metric, self.mode) != (other.metric, other.mode):
             return True
         return self.value > other.value if self.mode == "max" else self.value < other.value
@@ -89,7 +89,7 @@ def publish(
     if worth and math.isfinite(worth.value) and (best is None or best[0] == folder or worth.is_better_than(best[1])):
         best = folder, worth
         _point(folder.parent / _BEST, json.dumps({"checkpoint": folder.name, **dataclasses.asdict(worth)}))
-    for old in found(folder.parent)[keep:]:
+    for old in list_checkpoints(folder.parent)[keep:]:
         if best is None or old != best[0]:
             with contextlib.suppress(OSError):
                 remove(old)
@@ -127,7 +127,7 @@ def _read_best(folder: Path) -> tuple[Path, MetricValue] | None:
     except ValidationError as error:
         raise CheckpointError(f"{path}: does not name a checkpoint, a metric, its mode and value") from error
     checkpoint = folder / best.checkpoint
-    if checkpoint not in found(folder):
+    if checkpoint not in list_checkpoints(folder):
         raise CheckpointError(f"{path}: names {shown(best.checkpoint)}, which is not there")
     return checkpoint, MetricValue(best.metric, best.mode, best.value)
 
@@ -149,7 +149,7 @@ def _number(match: re.Match[str]) -> int:
 
 
 def problems_in(folder: Path) -> list[str]:
-    """What in ``folder`` is not as a run leaves it and is passed over, in a line each: pointers and names.
+    """Problems of ``folder``, a line each: pointers and names that are not as a run leaves them, and are passed over.
 
     Raises CheckpointError where ``folder`` is no folder: nothing could be saved there.
     """
@@ -160,7 +160,7 @@ def problems_in(folder: Path) -> list[str]:
     problems = []
     try:
         latest = _latest_step(folder)
-        if latest is not None and latest not in map(step_of, found(folder)):
+        if latest is not None and latest not in map(step_of, list_checkpoints(folder)):
             problems.append(f"{folder / _LATEST}: names step-{latest}, which is not there")
     except CheckpointError as error:
         problems.append(f"{error}; it is passed over")
@@ -186,7 +186,7 @@ def discard(folder: Path) -> None:
         remove(partial_folder(folder))
 
 
-def found(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, finished ones only, the newest step first.
 
     Steps beyond the one that ``latest`` names come last: they are of a run that was begun anew or gone back.
@@ -210,7 +210,7 @@ def step_of(folder: Path) -> int:
 
 
 def damage(folder: Path, files: list[WrittenFile]) -> str | None:
-    """What is wrong with these files of a checkpoint, in words, or None; reads them whole."""
+    """Describes what is wrong with these files of a checkpoint, or returns None; reads them whole."""
     for file in files:
         path = folder / file.name
         if not path.exists():
@@ -252,17 +252,17 @@ class TensorFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, which is not read; raises CheckpointError where it is not there."""
-        with self._told(name):
+        with self._missing_tensor_refused(name):
             return tuple(self._open.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, copied to memory of its own; raises CheckpointError where it is not there."""
-        with self._told(name):
+        with self._missing_tensor_refused(name):
             value: Tensor = self._open.get_tensor(name)
             return value
 
     @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _missing_tensor_refused(self, name: str) -> Iterator[None]:
         try:
             yield
         except SafetensorError as error:

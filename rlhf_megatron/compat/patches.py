@@ -1,4 +1,4 @@
-"""What a patch of a library is: applied once for each process, with the versions that it was run with."""
+"""Patches of libraries: each is applied once for each process, and has the versions that it was run with."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ def deal(costs: Sequence[float], sizes: Sequence[int], bins: int, limit: int) ->
     """
     dealt: list[list[int]] = [[] for _ in range(bins)]
     filled = [0] * bins
-    heap = [(0.0, place) for place in range(bins)]
+    heap = [(0.0, index) for index in range(bins)]
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        cost, place = heapq.heappop(heap)
-        if dealt[place] and filled[place] + sizes[item] > limit:
+        cost, index = heapq.heappop(heap)
+        if dealt[index] and filled[index] + sizes[item] > limit:
             return None
-        dealt[place].append(item)
-        filled[place] += sizes[item]
-        heapq.heappush(heap, (cost + costs[item], place))
+        dealt[index].append(item)
+        filled[index] += sizes[item]
+        heapq.heappush(heap, (cost + costs[item], index))
     totals = [sum(costs[item] for item in items) for items in dealt]
     goal = (1 + _NEAR_ENOUGH) * sum(totals) / bins
     for _ in range(_EXCHANGES_PER_BIN * bins):
@@ -65,11 +65,11 @@ def _exchange(
     if chosen is None:
         return False
     low, given, taken, moved, grown = chosen
-    for place, gone, come, sign in ((high, given, taken, -1), (low, taken, given, 1)):
+    for index, gone, come, sign in ((high, given, taken, -1), (low, taken, given, 1)):
         if gone is not None:
-            dealt[place].remove(gone)
+            dealt[index].remove(gone)
         if come is not None:
-            dealt[place].append(come)
-        totals[place] += sign * moved
-        filled[place] += sign * grown
+            dealt[index].append(come)
+        totals[index] += sign * moved
+        filled[index] += sign * grown
     return True

@@ -76,18 +76,18 @@ class ChatTemplate:
     ) -> list[str | DataError]:
         """Return the text of each conversation, or why there is none."""
         names = {**self._names, "add_generation_prompt": add_generation_prompt}
-        found: list[str | DataError] = []
+        texts: list[str | DataError] = []
         with self._lock:
             for part in in_parts(conversations, characters_of, MOST_CHARACTERS):
                 replies = self._ask(part, names)
                 if len(part) > 1 and any(isinstance(reply, DataError) for reply in replies):
                     replies = self._ask_one_by_one(part, names)
-                found += [reply if isinstance(reply, DataError) else self._text_of(reply) for reply in replies]
-        return found
+                texts += [reply if isinstance(reply, DataError) else self._text_of(reply) for reply in replies]
+        return texts
 
     def _text_of(self, reply: dict[str, str]) -> str | DataError:
         if "unusable" in reply:
-            return UnusableTemplate(f"{self._origin} {shown(reply['unusable'])}; mend it, or give another")
+            return UnusableTemplate(f"{self._origin} {shown(reply['unusable'])}; fix it, or give another")
         if "error" in reply:
             return DataError(f"the chat template refuses these messages: {shown(reply['error'])}")
         return reply["text"]
@@ -129,7 +129,7 @@ class ChatTemplate:
         if "error" in reply:
             _end(self._process)
             raise UnusableTemplate(
-                f"{self._origin} is not valid Jinja: {shown(reply['error'])}; mend it, or give another"
+                f"{self._origin} is not valid Jinja: {shown(reply['error'])}; fix it, or give another"
             )
 
     def _exchange(self, question: Any) -> Any:
@@ -160,20 +160,20 @@ class ChatTemplate:
         with self._lock:
             self._start()
         for before in _BEFORE:
-            found = []
+            texts = []
             for probe in _PROBES:
-                found += self.render_each([[*before, {"role": "user", "content": probe}]])
-                if isinstance(found[-1], UnusableTemplate):
-                    raise found[-1]
-            if isinstance(found[0], str) and found[0] == found[1]:
+                texts += self.render_each([[*before, {"role": "user", "content": probe}]])
+                if isinstance(texts[-1], UnusableTemplate):
+                    raise texts[-1]
+            if isinstance(texts[0], str) and texts[0] == texts[1]:
                 raise UnusableTemplate(
-                    f"{self._origin} ignores the messages: different questions become the same text; mend it, or give "
+                    f"{self._origin} ignores the messages: different questions become the same text; fix it, or give "
                     "another by data.chat_template"
                 )
-            for probe, text in zip(_PROBES, found, strict=True):
+            for probe, text in zip(_PROBES, texts, strict=True):
                 if isinstance(text, str) and probe not in text:
                     raise UnusableTemplate(
-                        f"{self._origin} changes the question: {probe!r} is not in the text that it makes; mend it, or "
+                        f"{self._origin} changes the question: {probe!r} is not in the text that it makes; fix it, or "
                         "give another by data.chat_template"
                     )
 

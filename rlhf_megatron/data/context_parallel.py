@@ -25,16 +25,16 @@ def tokens_of_part(cu_seqlens: Tensor, parts: int, part: int) -> Tensor:
 
 
 def part_of(micro: MicroBatch, parts: int, part: int) -> MicroBatch:
-    """What rank ``part`` of ``parts`` computes of a micro-batch whose rows are multiples of 2 * parts long.
+    """The part of a micro-batch that rank ``part`` of ``parts`` computes; its rows are multiples of 2 * parts long.
 
     Rows, their fields and what is read of them stay those of the whole; ``kept`` says which are read on this rank.
     """
     if parts == 1:
         return micro
     held = tokens_of_part(micro.cu_seqlens, parts, part)
-    place = torch.full_like(micro.tokens, -1)
-    place[held] = torch.arange(len(held), device=held.device)
-    outputs = place[micro.outputs]
+    local_index = torch.full_like(micro.tokens, -1)
+    local_index[held] = torch.arange(len(held), device=held.device)
+    outputs = local_index[micro.outputs]
     kept = (outputs >= 0).nonzero().squeeze(1)
     return dataclasses.replace(
         micro,

@@ -30,14 +30,14 @@ def demonstration_rows(file: Path, worked_fraction: float, seed: int, tool: bool
     rows: list[dict[str, Any]] = []
     for first, part in source.scan(["data_source", "prompt", "reward_model", "ability", "extra_info"]):
         for offset, row in enumerate(part):
-            place = source.place(first + offset)
-            info = parse_extra_info(row.get("extra_info"), place)
+            location = source.location(first + offset)
+            info = parse_extra_info(row.get("extra_info"), location)
             try:
                 entry = parse_json(info["entry"], "entry", DataError)
                 expression = entry["metadata"]["expression"]
                 total = chain_total(expression)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise place.error("extra_info", "no expression of chain_sum; make the file of that task") from error
+                raise location.error("extra_info", "no expression of chain_sum; make the file of that task") from error
             worked = draw.random() < worked_fraction
             working = tool_response if tool else worked_response
             rows.append({**row, "response": working(expression) if worked else str(total)})

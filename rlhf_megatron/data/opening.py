@@ -1,4 +1,4 @@
-"""What a run opens: the stream of its training prompts, the prompts it is evaluated on, and what is to be told of both.
+"""Opens a run's data: the stream of training prompts, the prompts of its evaluation, and notes about both.
 
 Data of ordinary size is checked as a whole, so that a bad row stops a run before a GPU-hour is spent; of larger data,
 the first rows of each file are.
@@ -26,7 +26,7 @@ _VALIDATION_SEED = 0
 
 @dataclass(frozen=True)
 class Data:
-    """What `open_data` found.
+    """The data of a run.
 
     Attributes:
         train: the training prompts.
@@ -105,7 +105,7 @@ def open_validation(
     """
     if section.validation_files:
         dataset = PromptDataset(section.validation_files, tokenizer, section, responses=responses)
-        found = dataset.read_all()
+        rows = dataset.read_all()
     else:
         dataset = PromptDataset(section.training_files, tokenizer, section, responses=responses, held_out=True)
         if max_prompts is None and len(dataset) > CHECKED_ROWS:
@@ -113,10 +113,10 @@ def open_validation(
                 f"data.validation_fraction={section.validation_fraction} of {len(dataset):,} rows: finding all of them "
                 "takes long; set evaluation.max_prompts"
             )
-        found = _shuffled(dataset, section.shuffle_window_mb)
+        rows = _shuffled(dataset, section.shuffle_window_mb)
     prompts: list[Prompt] = []
     left_out = 0
-    for item in found:
+    for item in rows:
         if isinstance(item, Prompt):
             prompts.append(item)
             if len(prompts) == max_prompts:
@@ -135,10 +135,10 @@ def _shuffled(dataset: PromptDataset, memory_mb: int) -> Iterator[Prompt | LeftO
         yield from dataset.read(order.rows(first, min(READ_ROWS, len(dataset) - first)).tolist())
 
 
-def _sort_out(found: Iterable[Prompt | LeftOut]) -> tuple[list[int], int]:
+def _sort_out(rows: Iterable[Prompt | LeftOut]) -> tuple[list[int], int]:
     """Return the keys of the prompts, and the number of rows left out for their length."""
     usable, too_long = [], 0
-    for item in found:
+    for item in rows:
         if isinstance(item, Prompt):
             usable.append(prompt_key(item.messages))
         else:

@@ -138,7 +138,7 @@ class CurriculumOrder(Order):
 
 
 class Shares:
-    """Which part of a mixture each prompt of the stream comes from.
+    """The part of a mixture that each prompt of the stream comes from.
 
     Prompt n belongs to the part in whose interval of [0, 1), as long as its weight, the fractional part of
     offset + n / golden ratio falls. This sequence is equally distributed over every stretch of the stream, up to a few

@@ -56,7 +56,7 @@ def _deal_twice(
         micros = deal([costs[unit] for unit in units], [sizes[unit] for unit in units], count, limit)
         if micros is None:
             return None
-        plan.append([[units[place] for place in micro] for micro in micros])
+        plan.append([[units[index] for index in micro] for micro in micros])
     # The dearest first on every rank: those that run at the same time are near to each other.
     return [sorted(micros, key=lambda micro: -sum(costs[unit] for unit in micro)) for micros in plan]
 
@@ -64,7 +64,7 @@ def _deal_twice(
 def imbalance(
     plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], attention: float = 0.0
 ) -> dict[str, float]:
-    """How many times the mean the dearest costs in a plan: a data-parallel rank, and a micro-batch. 1 is even.
+    """Imbalance of a plan: the largest cost over the mean, of data-parallel ranks and of micro-batches. 1 is even.
 
     Costs as in ``plan_micro_batches``.
     """
@@ -77,7 +77,7 @@ def imbalance(
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes: packed rows on the device, and which n of its outputs are read.
+    """The input of one forward pass: packed rows on the device, and which n of its outputs are read.
 
     Per token, these are the outputs that predict the sampled tokens; per row, the one at each row's last token.
     """
@@ -90,7 +90,7 @@ class MicroBatch:
     outputs: Tensor  # [m] int64: index of the token before each sampled token, or of each row's last token
     targets: Tensor  # [m] int64: the sampled tokens, or the last ones
     fields: dict[str, Tensor]  # [n] each: advantages, weights and so on
-    places: Tensor  # [n] int64: where each sampled token stands in the whole batch, or which row it is there
+    batch_indices: Tensor  # [n] int64: where each sampled token stands in the whole batch, or which row it is there
 
 
 def make_micro_batch(
@@ -126,11 +126,11 @@ def make_micro_batch(
     if per_row:
         last = [_last_token(batch.tokens[start:stop], pad_token_id) for start, stop in spans]
         read = torch.tensor(last, dtype=torch.int64) + boundaries[: len(rows)]
-        outputs, places = read, torch.as_tensor(list(rows), dtype=torch.int64)
+        outputs, batch_indices = read, torch.as_tensor(list(rows), dtype=torch.int64)
     else:
         sampled = batch.response_mask[where]
         read = packed[sampled]
-        outputs, places = read - 1, where[sampled]
+        outputs, batch_indices = read - 1, where[sampled]
     return MicroBatch(
         tokens=_moved(tokens, device),
         positions=_moved(positions, device),
@@ -139,8 +139,8 @@ def make_micro_batch(
         kept=torch.arange(len(outputs), device=device),
         outputs=_moved(outputs, device),
         targets=_moved(tokens[read], device),
-        fields={name: _moved(values[places], device) for name, values in fields.items()},
-        places=_moved(places, device),
+        fields={name: _moved(values[batch_indices], device) for name, values in fields.items()},
+        batch_indices=_moved(batch_indices, device),
     )
 
 

@@ -27,9 +27,9 @@ def pair_rows(file: Path, column: str, seed: int) -> list[dict[str, Any]]:
     truths: list[str] = []
     for first, part in source.scan(columns):
         for offset, row in enumerate(part):
-            place = source.place(first + offset)
-            truths.append(parse_ground_truth(row["reward_model"], place))
-            chosen = parse_response(row, column, place)
+            location = source.location(first + offset)
+            truths.append(parse_ground_truth(row["reward_model"], location))
+            chosen = parse_response(row, column, location)
             rows.append({"data_source": row["data_source"], "prompt": row["prompt"], "chosen": chosen})
     if len(set(truths)) == 1:
         raise DataError(f"{file}: every row has the same right answer, so none is wrong; give more rows")

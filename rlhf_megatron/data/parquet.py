@@ -48,8 +48,8 @@ UNREADABLE = (
 
 
 @dataclass(frozen=True)
-class RowPlace:
-    """Where a row lies: file, and index of the row in that file (from 0)."""
+class RowLocation:
+    """The location of a row: file, and index of the row in that file (from 0)."""
 
     file: str
     row: int
@@ -60,7 +60,7 @@ class RowPlace:
 
 
 class RowGroup(NamedTuple):
-    """What the footer claims of a row group, of the columns that are read.
+    """A row group as the footer describes it, of the columns that are read.
 
     Attributes:
         rows: how many it has.
@@ -177,7 +177,7 @@ class SourceFile:
         while len(rows) < count and (batch := next(batches, None)) is not None:
             first = len(rows)
             piece = pyarrow.Table.from_batches([batch]).slice(0, count - first)
-            rows += python_rows(piece, lambda row, first=first: RowPlace(self.name, first + row))  # type: ignore[misc]
+            rows += python_rows(piece, lambda row, first=first: RowLocation(self.name, first + row))  # type: ignore[misc]
         return rows
 
     def _check_columns(self, metadata: Any) -> None:
@@ -220,12 +220,12 @@ class SourceFile:
         return min(_COUNTED_ROWS, max(1, _COUNTED_BYTES // max(1, largest)))
 
 
-def python_rows(table: pyarrow.Table, place: Callable[[int], RowPlace]) -> list[dict[str, Any]]:
+def python_rows(table: pyarrow.Table, location_of: Callable[[int], RowLocation]) -> list[dict[str, Any]]:
     """Return rows as plain Python values, by column name.
 
     Args:
         table: rows.
-        place: tells where a row of the table lies.
+        location_of: gives the location of a row of the table.
 
     Raises:
         DataError: a row is too large, or one of its values is damaged, such as text that is not UTF-8.
@@ -235,7 +235,7 @@ def python_rows(table: pyarrow.Table, place: Callable[[int], RowPlace]) -> list[
             return list(table.to_pylist())
         except UNREADABLE:
             pass  # the rows one by one say which it is
-    return [_python_row(table.slice(row, 1), place(row)) for row in range(table.num_rows)]
+    return [_python_row(table.slice(row, 1), location_of(row)) for row in range(table.num_rows)]
 
 
 def pieces(table: pyarrow.Table, rows: int) -> Iterator[tuple[int, pyarrow.Table]]:
@@ -248,21 +248,21 @@ def pieces(table: pyarrow.Table, rows: int) -> Iterator[tuple[int, pyarrow.Table
             yield start, part
 
 
-def _python_row(row: pyarrow.Table, place: RowPlace) -> dict[str, Any]:
+def _python_row(row: pyarrow.Table, location: RowLocation) -> dict[str, Any]:
     """Return the values of a table of one row."""
     largest = max(row.column_names, key=lambda name: row[name].nbytes)
     if row.nbytes > MOST_ROW_BYTES:
-        raise place.error(
+        raise location.error(
             largest, f"the row has {row.nbytes:,} bytes; at most {MOST_ROW_BYTES:,} are read; take it out"
         )
     if (messages := _messages(row)) > MOST_MESSAGES:
-        raise place.error("prompt", f"has {messages:,} messages; at most {MOST_MESSAGES:,} are read; take it out")
+        raise location.error("prompt", f"has {messages:,} messages; at most {MOST_MESSAGES:,} are read; take it out")
     values = {}
     for name in row.column_names:
         try:
             values[name] = row[name].to_pylist()[0]
         except UNREADABLE as error:
-            raise place.error(
+            raise location.error(
                 name, f"cannot be read ({reason_of(error)}); write it again, or remove the row"
             ) from error
     return values

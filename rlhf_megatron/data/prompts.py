@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from rlhf_megatron.data.chat_template import MOST_CHARACTERS, characters_of, in_parts
 from rlhf_megatron.data.rows import (
     ParquetRows,
-    RowPlace,
+    RowLocation,
     parse_data_source,
     parse_extra_info,
     parse_ground_truth,
@@ -75,7 +75,7 @@ class Prompt:
 
 
 class LeftOut(enum.Enum):
-    """Why a row is no prompt."""
+    """The reason why a row is no prompt."""
 
     LENGTH = "outside the limits of length"
     OTHER_SIDE = "held out, or not held out, by data.validation_fraction"
@@ -86,7 +86,7 @@ class _Row(NamedTuple):
 
     position: int
     number: int
-    place: RowPlace
+    location: RowLocation
     values: dict[str, Any]
     messages: list[Message]
 
@@ -142,19 +142,19 @@ class PromptDataset:
         return self._prompts(rows, self.rows.take(rows))
 
     def read_all(self) -> Iterator[Prompt | LeftOut]:
-        """What all rows are, in the files' order; raises like `read`."""
+        """Reads all rows in the files' order; raises like `read`."""
         for first, rows in self.rows.scan(chunk=READ_ROWS):
             yield from self._prompts(range(first, first + len(rows)), rows)
 
     def read_heads(self, count: int) -> Iterator[Prompt | LeftOut]:
-        """What the first `count` rows of each file are; raises like `read`."""
+        """Reads the first `count` rows of each file; raises like `read`."""
         for first, rows in self.rows.heads(count):
             yield from self._prompts(range(first, first + len(rows)), rows)
 
     def data_sources(self) -> list[str]:
         """Return the distinct data sources of all rows in order of appearance; reads that column of every file."""
         values = self.rows.distinct("data_source")
-        named = (parse_data_source(value, self.rows.place(row)) for row, value in values if value is not None)
+        named = (parse_data_source(value, self.rows.location(row)) for row, value in values if value is not None)
         return list(dict.fromkeys(named))
 
     def none_left(self, rows: int) -> DataError:
@@ -182,42 +182,42 @@ class PromptDataset:
 
     def _prompts(self, numbers: Iterable[int], rows: Sequence[dict[str, Any]]) -> list[Prompt | LeftOut]:
         """Check and tokenize rows."""
-        found: list[Prompt | LeftOut] = [LeftOut.OTHER_SIDE] * len(rows)
+        results: list[Prompt | LeftOut] = [LeftOut.OTHER_SIDE] * len(rows)
         own: list[_Row] = []
         for position, (number, values) in enumerate(zip(numbers, rows, strict=True)):
-            place = self.rows.place(number)
-            messages = parse_messages(values.get("prompt"), place)
+            location = self.rows.location(number)
+            messages = parse_messages(values.get("prompt"), location)
             if self._on_this_side(messages):
                 messages = with_system_prompt(messages, self._section.system_prompt)
-                own.append(_Row(position, number, place, values, messages))
+                own.append(_Row(position, number, location, values, messages))
         # A tokenizer needs about 70 bytes for each character of the texts that it is given at once.
         for part in in_parts(own, lambda row: characters_of(row.messages), PART_CHARACTERS):
             for row, what in zip(part, self._of_part(part), strict=True):
-                found[row.position] = what
-        return found
+                results[row.position] = what
+        return results
 
     def _of_part(self, rows: list[_Row]) -> list[Prompt | LeftOut]:
         """Tokenize rows that are checked; those whose text is too long whatever its tokens are left out before."""
         limit = self._section.max_prompt_length
-        found: dict[int, Prompt] = {}
-        short = [row for row in rows if self._may_fit("prompt", characters_of(row.messages), None, row.place)]
+        fitting: dict[int, Prompt] = {}
+        short = [row for row in rows if self._may_fit("prompt", characters_of(row.messages), None, row.location)]
         texts = self._rendered(short, [row.messages for row in short], "prompt")
         if len(set(texts)) == 1 and len({row.messages[-1]["content"].strip() for row in short}) > 1:
-            raise short[0].place.error(
-                "prompt", "the chat template ignores the messages: other questions become the same text; mend it"
+            raise short[0].location.error(
+                "prompt", "the chat template ignores the messages: other questions become the same text; fix it"
             )
         kept = [
             (row, text)
             for row, text in zip(short, texts, strict=True)
-            if self._may_fit("prompt", len(text), limit, row.place) and self._responses_may_fit(row)
+            if self._may_fit("prompt", len(text), limit, row.location) and self._responses_may_fit(row)
         ]
         prompt_ids = self._tokenizer.encode_many([text for _, text in kept])
         responses = self._responses([row for row, _ in kept])
         for (row, _), ids, given in zip(kept, prompt_ids, responses, strict=True):
             prompt = self._prompt(row, ids, given)
-            if self._fits(ids, given, row.place):
-                found[row.position] = prompt
-        return [found.get(row.position, LeftOut.LENGTH) for row in rows]
+            if self._fits(ids, given, row.location):
+                fitting[row.position] = prompt
+        return [fitting.get(row.position, LeftOut.LENGTH) for row in rows]
 
     def _rendered(
         self, rows: list[_Row], conversations: list[list[Message]], column: str, add_generation_prompt: bool = True
@@ -226,25 +226,25 @@ class PromptDataset:
         texts = []
         for row, text in zip(rows, self._tokenizer.render_each(conversations, add_generation_prompt), strict=True):
             if isinstance(text, DataError):
-                raise row.place.error(column, str(text)) from text
+                raise row.location.error(column, str(text)) from text
             texts.append(text)
         return texts
 
     def _prompt(self, row: _Row, token_ids: list[int], responses: list[list[int]]) -> Prompt:
-        values, place = row.values, row.place
+        values, location = row.values, row.location
         source, truth = values.get("data_source"), values.get("reward_model")
         no_truth = truth is None or (isinstance(truth, dict) and truth.get("ground_truth") is None)
         given = tuple(map(tuple, responses))
         return Prompt(
             row=row.number,
-            data_source="" if self._supervised and source is None else parse_data_source(source, place),
+            data_source="" if self._supervised and source is None else parse_data_source(source, location),
             token_ids=tuple(token_ids),
-            ground_truth="" if self._supervised and no_truth else parse_ground_truth(truth, place),
-            extra_info=parse_extra_info(values.get("extra_info"), place),
+            ground_truth="" if self._supervised and no_truth else parse_ground_truth(truth, location),
+            extra_info=parse_extra_info(values.get("extra_info"), location),
             messages=tuple(row.messages),
             response_token_ids=given[0] if len(given) == 1 else None,
             pair=(given[0], given[1]) if len(given) == 2 else None,
-            margin=parse_margin(values.get(MARGIN_COLUMN), place),
+            margin=parse_margin(values.get(MARGIN_COLUMN), location),
         )
 
     def _responses(self, rows: list[_Row]) -> list[list[list[int]]]:
@@ -253,7 +253,7 @@ class PromptDataset:
             self._check_differ(rows)
         by_column = []
         for column in self._response_columns:
-            texts = [parse_response(row.values, column, row.place) for row in rows]
+            texts = [parse_response(row.values, column, row.location) for row in rows]
             if self._paired:
                 answered = [
                     [*row.messages, {"role": "assistant", "content": text}]
@@ -270,30 +270,32 @@ class PromptDataset:
     def _check_differ(self, rows: list[_Row]) -> None:
         """Raises DataError for a pair of which neither response is the better one."""
         for row in rows:
-            if len({parse_response(row.values, column, row.place) for column in PAIR_COLUMNS}) == 1:
-                raise row.place.error(PAIR_COLUMNS[1], "the same text as chosen; give another one, or remove the row")
+            if len({parse_response(row.values, column, row.location) for column in PAIR_COLUMNS}) == 1:
+                raise row.location.error(
+                    PAIR_COLUMNS[1], "the same text as chosen; give another one, or remove the row"
+                )
 
     def _responses_may_fit(self, row: _Row) -> bool:
         limit = self._section.max_response_length
         return all(
-            self._may_fit(column, len(parse_response(row.values, column, row.place)), limit, row.place)
+            self._may_fit(column, len(parse_response(row.values, column, row.location)), limit, row.location)
             for column in self._response_columns
         )
 
-    def _may_fit(self, column: str, characters: int, tokens: int | None, place: RowPlace) -> bool:
+    def _may_fit(self, column: str, characters: int, tokens: int | None, location: RowLocation) -> bool:
         """Return whether a text of so many characters can be within a limit of tokens; or stop, as `_fits` does."""
         most = longest_text(tokens)
         if characters <= most:
             return True
         if self._section.overlong_prompts == "stop":
-            raise place.error(
+            raise location.error(
                 column,
                 f"{characters:,} characters, where {most:,} are read at most; shorten it, or set "
                 "data.overlong_prompts: drop",
             )
         return False
 
-    def _fits(self, prompt: list[int], responses: list[list[int]], place: RowPlace) -> bool:
+    def _fits(self, prompt: list[int], responses: list[list[int]], location: RowLocation) -> bool:
         """Return whether a row is within the limits of length; or stop, if it is not and the recipe wants that."""
         section = self._section
         checks = [
@@ -308,7 +310,7 @@ class PromptDataset:
             if (length - limit) * sign > 0:
                 if section.overlong_prompts == "stop":
                     change = "raise" if sign > 0 else "lower"
-                    raise place.error(
+                    raise location.error(
                         column, f"{length} tokens, {name} = {limit}; {change} it, or set data.overlong_prompts: drop"
                     )
                 return False

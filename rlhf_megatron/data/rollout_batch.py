@@ -19,7 +19,7 @@ class RolloutBatch:
 
     tokens: Tensor  # [T] int64: prompt, then response, of each row in turn
     cu_seqlens: Tensor  # [R + 1] int64: row r is tokens[cu_seqlens[r] : cu_seqlens[r + 1]]
-    response_mask: Tensor  # [T] bool: this token was sampled (or, in supervised training, is to be learnt)
+    response_mask: Tensor  # [T] bool: this token was sampled (or, in supervised training, is to be trained on)
     rollout_logprobs: Tensor  # [T] float32: as the rollout engine reported it
     rewards: Tensor  # [R] float32; NaN where the row could not be scored and is to be left out
     group_id: Tensor  # [R] int64: responses to the same prompt share it
@@ -90,7 +90,7 @@ class RolloutBatch:
         return dataclasses.replace(self, **values)
 
     def fields(self, weights: Tensor) -> dict[str, Tensor]:
-        """What an objective reads of each token, with the ``weights`` [T] that its loss is summed with."""
+        """Inputs of an objective for each token, with the ``weights`` [T] that its loss is summed with."""
         names = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
         present = {name: value for name, value in self._tensors().items() if name in names}
         return present | {"weights": weights}

@@ -26,11 +26,11 @@ import pyarrow
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from rlhf_megatron.data.parquet import UNREADABLE, RowPlace, SourceFile, pieces, python_rows
+from rlhf_megatron.data.parquet import UNREADABLE, RowLocation, SourceFile, pieces, python_rows
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.untrusted import reason_of, shown
 
-__all__ = ["Block", "ParquetRows", "RowPlace"]
+__all__ = ["Block", "ParquetRows", "RowLocation"]
 
 # Row groups of a file that follow each other are decoded together up to this size, and up to this part of the memory:
 # many small ones cost more time.
@@ -130,10 +130,10 @@ class ParquetRows:
         """The files' names."""
         return [file.name for file in self._files]
 
-    def place(self, row: int) -> RowPlace:
+    def location(self, row: int) -> RowLocation:
         """Return file and row within it, for a row numbered through all files."""
         index = bisect_right(self._file_starts, row) - 1
-        return RowPlace(self._files[index].name, row - self._file_starts[index])
+        return RowLocation(self._files[index].name, row - self._file_starts[index])
 
     def read(self, row: int) -> dict[str, Any]:
         """Return one row as plain Python values, by column name."""
@@ -143,15 +143,15 @@ class ParquetRows:
         """Return rows, in this order, as plain Python values by column name; each block is decoded once."""
         wanted = numpy.asarray(rows, numpy.int64)
         owners = self.block_of(wanted)
-        found: list[dict[str, Any]] = [{}] * len(wanted)
+        results: list[dict[str, Any]] = [{}] * len(wanted)
         for index in numpy.unique(owners).tolist():
             where = numpy.flatnonzero(owners == index)
             part = self._block(index).take(pyarrow.array(wanted[where] - self.blocks[index].first))
             numbers = wanted[where]
-            values = python_rows(part, lambda row, numbers=numbers: self.place(int(numbers[row])))  # type: ignore[misc]
+            values = python_rows(part, lambda row, numbers=numbers: self.location(int(numbers[row])))  # type: ignore[misc]
             for position, row in zip(where.tolist(), values, strict=True):
-                found[position] = row
-        return found
+                results[position] = row
+        return results
 
     def block_of(self, rows: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
         """Return the index of the block that each row lies in."""
@@ -166,7 +166,7 @@ class ParquetRows:
             table = self._decode(block, names if columns is None else [name for name in columns if name in names])
             for start, piece in pieces(table, chunk):
                 first = block.first + start
-                yield first, python_rows(piece, lambda row, first=first: self.place(first + row))  # type: ignore[misc]
+                yield first, python_rows(piece, lambda row, first=first: self.location(first + row))  # type: ignore[misc]
 
     def heads(self, count: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yield (first row, rows) of the first `count` rows of each file, without decoding what is behind them."""
@@ -183,7 +183,7 @@ class ParquetRows:
                 try:
                     different = values.unique().to_pylist()
                 except UNREADABLE as error:
-                    raise self.place(block.first).error(column, f"cannot be read ({reason_of(error)})") from error
+                    raise self.location(block.first).error(column, f"cannot be read ({reason_of(error)})") from error
                 yield from ((block.first, value) for value in different)
 
     def numbers(self, column: str) -> NDArray[numpy.float64]:
@@ -196,7 +196,7 @@ class ParquetRows:
         values = numpy.concatenate(parts)
         bad = numpy.flatnonzero(~numpy.isfinite(values))
         if len(bad):
-            raise self.place(int(bad[0])).error(
+            raise self.location(int(bad[0])).error(
                 column, f"no finite number, and {len(bad)} rows in all have none; write one, or remove them"
             )
         return values
@@ -251,7 +251,7 @@ class ParquetRows:
             return table
 
 
-def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
+def parse_messages(value: Any, location: RowLocation) -> list[dict[str, Any]]:
     """Return a row's prompt as messages with `role` and `content`; fields that are null are left out.
 
     Parquet gives each tool call the arguments of all others as nulls, so these go at any depth.
@@ -260,33 +260,33 @@ def parse_messages(value: Any, place: RowPlace) -> list[dict[str, Any]]:
         DataError: the prompt is empty, ends with an answer, or is no list of {role, content} with text in both.
     """
     if value is None or (isinstance(value, (list, str)) and not value):
-        raise place.error("prompt", "empty; give at least one message, or remove the row")
+        raise location.error("prompt", "empty; give at least one message, or remove the row")
     if not isinstance(value, list):
-        raise place.error(
+        raise location.error(
             "prompt",
             f"{type(value).__name__} instead of a list of {{role, content}}; wrap the text as one user message",
         )
     messages = []
     for index, message in enumerate(value):
         if not isinstance(message, dict):
-            raise place.error("prompt", f"message {index} is {type(message).__name__} instead of {{role, content}}")
+            raise location.error("prompt", f"message {index} is {type(message).__name__} instead of {{role, content}}")
         for field in ("role", "content"):
             if not isinstance(message.get(field), str):
-                raise place.error(
+                raise location.error(
                     "prompt",
                     f"message {index} has {field} of type {type(message.get(field)).__name__} instead of text; "
                     "write plain text messages",
                 )
         role = message["role"]
         if not role.strip() or not role.isprintable() or len(role) > MOST_NAME:
-            raise place.error(
+            raise location.error(
                 "prompt", f"message {index} has the role {shown(repr(role))}; write user, system or another"
             )
         messages.append(_without_nulls(message))
     if messages[-1]["role"] == "assistant":
-        raise place.error("prompt", "the last message is the assistant's; its turn must come next, so take that out")
+        raise location.error("prompt", "the last message is the assistant's; its turn must come next, so take that out")
     if not any(message["content"].strip() for message in messages):
-        raise place.error("prompt", "every message is empty; give a question, or remove the row")
+        raise location.error("prompt", "every message is empty; give a question, or remove the row")
     return messages
 
 
@@ -303,7 +303,7 @@ def with_system_prompt(messages: list[dict[str, Any]], text: str | None) -> list
     return [{"role": "system", "content": text}, *messages]
 
 
-def parse_data_source(value: Any, place: RowPlace) -> str:
+def parse_data_source(value: Any, location: RowLocation) -> str:
     """Return a row's data_source, the name by which its reward function is chosen.
 
     Raises:
@@ -311,33 +311,35 @@ def parse_data_source(value: Any, place: RowPlace) -> str:
     """
     if not isinstance(value, str) or not value.strip():
         shown_value = shown(repr(value))
-        raise place.error(
+        raise location.error(
             "data_source", f"{shown_value} instead of a name such as openai/gsm8k; name the reward to use"
         )
     if not value.isprintable() or len(value) > MOST_NAME:  # it names metrics
-        raise place.error(
+        raise location.error(
             "data_source", f"{shown(value)!r}: more than {MOST_NAME} characters, or one of control; shorten the name"
         )
     return value
 
 
-def parse_ground_truth(value: Any, place: RowPlace) -> str:
+def parse_ground_truth(value: Any, location: RowLocation) -> str:
     """Return reward_model.ground_truth as text; lists, structs and numbers become JSON text.
 
     Raises:
         DataError: reward_model is no struct, or has no ground_truth.
     """
     if not isinstance(value, dict):
-        raise place.error("reward_model", f"{type(value).__name__} instead of a struct {{style, ground_truth}}")
+        raise location.error("reward_model", f"{type(value).__name__} instead of a struct {{style, ground_truth}}")
     truth = value.get("ground_truth")
     if truth is None:
-        raise place.error("reward_model", "ground_truth is missing; write the right answer there, or remove the row")
+        raise location.error("reward_model", "ground_truth is missing; write the right answer there, or remove the row")
     if isinstance(truth, float) and not math.isfinite(truth):  # as pandas writes what is missing
-        raise place.error("reward_model", f"ground_truth is {truth}; write the right answer there, or remove the row")
+        raise location.error(
+            "reward_model", f"ground_truth is {truth}; write the right answer there, or remove the row"
+        )
     return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
 
 
-def parse_extra_info(value: Any, place: RowPlace) -> dict[str, Any]:
+def parse_extra_info(value: Any, location: RowLocation) -> dict[str, Any]:
     """Return extra_info as a dictionary; null becomes an empty one.
 
     Raises:
@@ -349,16 +351,16 @@ def parse_extra_info(value: Any, place: RowPlace) -> dict[str, Any]:
         pairs, value = value, {}  # pyarrow gives a map column as a list of pairs
         for key, item in pairs:
             if not isinstance(key, str):
-                raise place.error("extra_info", "a map whose keys are no text; use a struct or leave it out")
+                raise location.error("extra_info", "a map whose keys are no text; use a struct or leave it out")
             if key in value:
-                raise place.error("extra_info", f"a map with the key {shown(repr(key))} twice; leave one out")
+                raise location.error("extra_info", f"a map with the key {shown(repr(key))} twice; leave one out")
             value[key] = item
     if not isinstance(value, dict):
-        raise place.error("extra_info", f"{type(value).__name__} instead of a struct; use a struct or leave it out")
+        raise location.error("extra_info", f"{type(value).__name__} instead of a struct; use a struct or leave it out")
     return value
 
 
-def parse_margin(value: Any, place: RowPlace) -> float:
+def parse_margin(value: Any, location: RowLocation) -> float:
     """Return a pair's margin: by how much the chosen response is to be ahead; null or no column is 0.
 
     Raises:
@@ -367,13 +369,13 @@ def parse_margin(value: Any, place: RowPlace) -> float:
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise place.error("margin", f"{shown(repr(value))} instead of a finite number; write a number or null")
+        raise location.error("margin", f"{shown(repr(value))} instead of a finite number; write a number or null")
     if abs(value) > MOST_MARGIN:
-        raise place.error("margin", f"{value:g} is beyond {MOST_MARGIN:g}; write a smaller number or null")
+        raise location.error("margin", f"{value:g} is beyond {MOST_MARGIN:g}; write a smaller number or null")
     return float(value)
 
 
-def parse_response(row: dict[str, Any], column: str, place: RowPlace) -> str:
+def parse_response(row: dict[str, Any], column: str, location: RowLocation) -> str:
     """Return the target text of a supervised row.
 
     Args:
@@ -389,7 +391,7 @@ def parse_response(row: dict[str, Any], column: str, place: RowPlace) -> str:
         for part in column.split("."):
             value = value.get(part) if isinstance(value, dict) else None
     if not isinstance(value, str) or not value.strip():
-        raise place.error(
+        raise location.error(
             column,
             f"{shown(repr(value))} instead of a response text; write one (for sft, data.response_column names the "
             "column that holds the text)",

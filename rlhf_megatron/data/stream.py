@@ -31,7 +31,7 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _Position(TypedDict):
-    """What a checkpoint, and the line of a fault, has of where the data stand."""
+    """The position in the data, in a checkpoint and in the line of a fault."""
 
     drawn: _Count
     left_out: _Count
@@ -104,24 +104,27 @@ class PromptStream:
         self._read_ahead(max(count, min(count * _BATCHES_AHEAD, self._within(_PROMPTS_AHEAD))))
         return [item.prompt for item in drawn]
 
-    def read(self, places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
+    def read(self, locations: Sequence[tuple[int, int]]) -> list[Prompt | None]:
         """Return the prompts with these `part` and `row`, None for one that is left out now; the position stays.
 
         Raises:
             DataError: a row is bad.
         """
 
-        def found() -> list[Prompt | None]:
+        def read_now() -> list[Prompt | None]:
             prompts = [
-                (place, prompt)
+                (location, prompt)
                 for part, dataset in enumerate(self._datasets)
-                if (own := sorted({place for place in places if place[0] == part}))
-                for place, prompt in zip(own, dataset.read([row for _, row in own]), strict=True)
+                if (own := sorted({location for location in locations if location[0] == part}))
+                for location, prompt in zip(own, dataset.read([row for _, row in own]), strict=True)
             ]
-            usable = {place: prompt for place, prompt in prompts if isinstance(prompt, Prompt)}
-            return [dataclasses.replace(usable[place], part=place[0]) if place in usable else None for place in places]
+            usable = {location: prompt for location, prompt in prompts if isinstance(prompt, Prompt)}
+            return [
+                dataclasses.replace(usable[location], part=location[0]) if location in usable else None
+                for location in locations
+            ]
 
-        return self._reader.submit(found).result()  # not beside what reads ahead
+        return self._reader.submit(read_now).result()  # not beside what reads ahead
 
     def state(self) -> dict[str, Any]:
         """Return what `load` needs to go on behind the last prompt that was handed out (plain JSON values)."""
@@ -205,13 +208,13 @@ class PromptStream:
         dataset, order = self._datasets[part], self._orders[part]
         left_out = unused = 0
         while True:
-            for found in dataset.read(order.rows(position, self._within(READ_ROWS)).tolist()):
+            for item in dataset.read(order.rows(position, self._within(READ_ROWS)).tolist()):
                 position += 1
-                if isinstance(found, Prompt):
-                    yield found, position, left_out
+                if isinstance(item, Prompt):
+                    yield item, position, left_out
                     left_out = unused = 0
                     continue
-                left_out += found is LeftOut.LENGTH
+                left_out += item is LeftOut.LENGTH
                 unused += 1
                 # A row that comes first in one epoch and last in the next has all others between, twice.
                 if unused == 2 * len(dataset):
@@ -219,7 +222,7 @@ class PromptStream:
 
 
 def _order(section: DataSection, dataset: PromptDataset, seed: int, part: int) -> Order:
-    """How the rows of one part follow each other."""
+    """The order of the rows of one part."""
     rows, memory, wanted = dataset.rows, section.shuffle_window_mb, section.curriculum
     if wanted is None:
         return WindowOrder(rows.blocks, memory, seed, part, section.shuffle)

@@ -110,7 +110,7 @@ class Tokenizer(ABC):
         end = self.turn_end_token()
         if end is None:
             raise DataError("the chat template puts no control token behind an assistant's turn")
-        probes = [{**message, "content": f"{TURN_PROBE}{place}"} for place, message in enumerate(messages)]
+        probes = [{**message, "content": f"{TURN_PROBE}{index}"} for index, message in enumerate(messages)]
         tried = self._behind_turn(probes, end)
         left_out = [
             message["role"] for message, probe in zip(messages, probes, strict=True) if probe["content"] not in tried
@@ -138,8 +138,8 @@ class Tokenizer(ABC):
             rendered = self.render_chat(conversation, add_generation_prompt=False)
         except DataError:
             return None
-        _, found, tail = rendered.rpartition(TURN_PROBE)
-        token_ids = self.encode(tail) if found and tail else []
+        _, separator, tail = rendered.rpartition(TURN_PROBE)
+        token_ids = self.encode(tail) if separator and tail else []
         return token_ids[0] if token_ids and self.is_special(token_ids[0]) else None
 
     def _collect_stop_tokens(self, folder: Path) -> tuple[int, ...]:

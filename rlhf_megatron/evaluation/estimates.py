@@ -1,4 +1,4 @@
-"""What several answers to each question say about a model: mean@k, pass@k, maj@k, and how sure that is. Pure functions.
+"""Estimates from several answers to each question: mean@k, pass@k, maj@k, and their standard errors. Pure functions.
 
 Not here: generating and scoring the answers (generation/), and reading an answer out of a response (rewards/rules.py).
 """

@@ -1,4 +1,4 @@
-"""What a run's evaluations have said so far: the first and the last are told at its end, also after a resume."""
+"""History of a run's evaluations: the first and the last are shown at its end, also after a resume."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def sample_table(
             answer_of(recipe.reward, prompt.data_source, text) for prompt, text in zip(prompts, said, strict=True)
         ],
         "score": [score.value for score in scores],
-        **{f"score_{name}": [score.parts[place] for score in scores] for place, name in enumerate(part_names)},
+        **{f"score_{name}": [score.parts[index] for score in scores] for index, name in enumerate(part_names)},
         "correct": [score.parts[0] >= recipe.evaluation.correct_from for score in scores],
         "tokens": [completion.sampled_tokens for completion in completions],
         "truncated": [completion.finish_reason == "length" for completion in completions],

@@ -129,10 +129,10 @@ class Conversations:
             [*prompt.messages, *self.messages(completion)], prompt.ground_truth, prompt.extra_info
         )
 
-    def read(self, completion: Completion, found: Outcome) -> list[int] | None:
+    def read(self, completion: Completion, outcome: Outcome) -> list[int] | None:
         """See Environment. Raises RolloutError where the function does not work, or the template refuses its words."""
         assert self._function is not None, "only the rank that leads asks"
-        messages = self._function.messages_of(found)
+        messages = self._function.messages_of(outcome)
         if not messages:
             self.counts.failed += messages is None
             self.counts.ended += messages is not None

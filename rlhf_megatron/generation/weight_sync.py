@@ -55,9 +55,9 @@ class WeightSync:
             recipe.run_root,
         )
         wanted = rollout_shards(architecture, layout.tensor, replica.ranks, layout.expert_parallel, learned)
-        plan = plan_regather(actor.side(), wanted, context.rank, recipe.cluster.gpus_per_node)
+        plan = plan_regather(actor.weights.shard_spec(), wanted, context.rank, recipe.cluster.gpus_per_node)
         why_copied = recipe.why_weights_are_copied
-        parameters = {} if why_copied else actor.parameters()
+        parameters = {} if why_copied else actor.weights.parameters()
         shared = {name: parameters[source] for name, source in shareable(plan).items()} if parameters else {}
         self.engine = build_engine(context, replica, shared)
         if learned is not None:
@@ -79,7 +79,9 @@ class WeightSync:
         dtype = getattr(torch, section.dtype or recipe.model.dtype)
         # What leaves the GPU comes back elsewhere, and numbers that are to be cast travel better when they have been.
         stays = dtype == source_dtype and not recipe.actor.offload.parameters
-        self._peers = map_peers(plan, self._actor.parameters()) if recipe.regather.peer_memory and stays else None
+        self._peers = (
+            map_peers(plan, self._actor.weights.parameters()) if recipe.regather.peer_memory and stays else None
+        )
         if plan.receives:
             context.say(f"regathering: {describe_transfer(plan, self._peers, dtype)}")
         elif not self.engine:  # where rank 0 has one, that line is its own
@@ -103,7 +105,7 @@ class WeightSync:
         if self.engine:
             with context.span("wake"):
                 self.engine.wake_weights()
-        sources, destinations = self._actor.parameters(), self.engine.parameters() if self.engine else {}
+        sources, destinations = self._actor.weights.parameters(), self.engine.parameters() if self.engine else {}
         with context.span("transfer"):
             self.regather.run(sources, destinations)
         self.version += 1

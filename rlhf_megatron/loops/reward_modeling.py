@@ -36,7 +36,7 @@ def run_reward_modeling(run: TrainingRun[RewardModelingRecipe]) -> LoopResult:
         fields = {"margins": margins, "weights": torch.full_like(margins, 2.0 / batch.rows)}
         with context.phase("update"):
             metrics = run.actor.update(batch, fields, bradley_terry, output=SCORES, rows_together=2)
-        metrics = run.actor.everywhere(metrics)
+        metrics = run.actor.broadcast(metrics)
         recorder.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
 
         if evaluation_is_due(recipe, step):

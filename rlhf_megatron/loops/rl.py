@@ -35,7 +35,7 @@ from rlhf_megatron.loops.teams import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
 from rlhf_megatron.recipe import AlgorithmSection, RLRecipe
 from rlhf_megatron.roles.outputs import TokenOutputs
-from rlhf_megatron.roles.placed import PlacedRole, side_by_side
+from rlhf_megatron.roles.placed import PlacedRole, compute_concurrently
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.runtime.run_context import RunContext
 
@@ -81,7 +81,7 @@ def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> L
                 with context.phase("update"):
                     train_metrics |= update_actor(context, actor, batch, kl_controller)
             if critic:  # on ranks of its own it learns beside the actor
-                train_metrics |= critic.in_team(critic_metrics)
+                train_metrics |= critic.broadcast_in_team(critic_metrics)
         if recipe.rollout_is_ahead:
             batches.prepare(step + 1)
         metrics |= sync_teams(context, train_metrics)
@@ -142,7 +142,7 @@ def with_outputs(
         calls["reference"] = (actor, lambda role: role.base_logprobs(batch))
     if critic:
         calls["values"] = (critic, lambda role: role.values(batch))
-    outputs = side_by_side(calls)
+    outputs = compute_concurrently(calls)
     metrics: dict[str, float] = {}
     if "old" in outputs:
         metrics = agreement(batch, outputs["old"])
@@ -190,7 +190,7 @@ def update_actor(
         fields = objective_fields(minibatch, settings, constant)
         return actor.update(minibatch, fields, objective, outputs=outputs)
 
-    actor_metrics, outputs = actor.in_team((in_minibatches(context, batch, take_step), outputs))
+    actor_metrics, outputs = actor.broadcast_in_team((in_minibatches(context, batch, take_step), outputs))
     metrics |= {f"train/{name}": value for name, value in actor_metrics.items()}
     if outputs is not None:
         old = TokenOutputs(*outputs)

@@ -33,7 +33,7 @@ def run_sft(run: TrainingRun[SFTRecipe]) -> LoopResult:
         weights = token_weights(batch.response_mask, batch.cu_seqlens, recipe.algorithm.loss_aggregation)
         with context.phase("update"):
             metrics = run.actor.update(batch, {"weights": weights}, negative_log_likelihood)
-        metrics = run.actor.everywhere(metrics)
+        metrics = run.actor.broadcast(metrics)
         recorder.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
 
         if evaluation_is_due(recipe, step):

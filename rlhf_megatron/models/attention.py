@@ -92,13 +92,13 @@ def causal_attention(
     boundaries: Tensor,
     longest: int,
     scale: float,
-    places: Tensor | None = None,
+    query_positions: Tensor | None = None,
 ) -> Tensor:
     """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
 
-    ``places`` [q] are those of the queries among the t tokens, equally many of each 2 * parts in each sequence; without
-    them every token has a query. Sequences are padded on the right to the longest one: with a causal mask no real token
-    sees the padding, so one call serves the whole micro-batch.
+    ``query_positions`` [q] are those of the queries among the t tokens, equally many of each 2 * parts in each
+    sequence; without them every token has a query. Sequences are padded on the right to the longest one: with a causal
+    mask no real token sees the padding, so one call serves the whole micro-batch.
     """
     lengths = boundaries.diff().long()
 
@@ -112,10 +112,10 @@ def causal_attention(
 
     of_keys = real(lengths, longest)
     of_queries, mask = of_keys, None
-    if places is not None:
+    if query_positions is not None:
         parts = key.size(0) // query.size(0)
         of_queries = real(lengths // parts, longest // parts)
-        position = padded(places - boundaries[:-1].long().repeat_interleave(lengths // parts), of_queries)
+        position = padded(query_positions - boundaries[:-1].long().repeat_interleave(lengths // parts), of_queries)
         mask = (torch.arange(longest, device=query.device) <= position[..., None])[:, None]
     out = functional.scaled_dot_product_attention(
         padded(query, of_queries).transpose(1, 2),

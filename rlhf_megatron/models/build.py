@@ -1,4 +1,4 @@
-"""Builds Megatron models from an architecture and a layout. Weights are filled in by ``hf_files``."""
+"""Builds Megatron models from an architecture and a layout. Weights are filled in by ``weight_source``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlhf_megatron.topology.layout import Layout
 
 
 def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str) -> Implementation:
-    """Whose layers a model has: with "auto" Transformer Engine's where they are there, with a GPU, and they can.
+    """Chooses a model's layers: with "auto" Transformer Engine's where they are there, with a GPU, and they can.
 
     Raises UserError, which names the key in the section of ``role``, where they are ``wanted`` and cannot be had.
     """

@@ -190,7 +190,7 @@ def check_fields(path: Path, config: Mapping[str, Any], own: FamilyFields) -> No
 
 
 def _same(value: object, wanted: object) -> bool:
-    """Whether a value is the wanted one, and no other type that Python calls equal, but for whole numbers."""
+    """Returns whether a value is the wanted one, and no other type that Python calls equal, but for whole numbers."""
     if isinstance(wanted, float):
         return type(value) in (int, float) and value == wanted
     return type(value) is type(wanted) and value == wanted

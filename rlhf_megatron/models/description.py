@@ -37,7 +37,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What one decoder layer is made of; layers of a kind have the same modules, tensors and cost."""
+    """The parts of one decoder layer; layers of a kind have the same modules, tensors and cost."""
 
     attention: Literal["full"]
     feed_forward: Literal["dense", "experts"]

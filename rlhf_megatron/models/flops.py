@@ -1,4 +1,4 @@
-"""How many floating-point operations training takes, and how many a GPU could do: model FLOPs utilisation (MFU).
+"""Floating-point operations of training, and the peak of a GPU: model FLOPs utilisation (MFU).
 
 What the model needs, not what was done: recomputed activations and padding do not count (arXiv 2204.02311, appendix B).
 """

@@ -162,10 +162,10 @@ def _packed(blocks: Sequence[Block]) -> dict[str, Any]:
     layers: dict[int, list[Any]] = {}
     rest: list[Any] = []
     for block in blocks:
-        found = _LAYER.search(block.tensor)
+        match = _LAYER.search(block.tensor)
         packed = [_LAYER.sub(".layers.*.", block.tensor), block.region, _LAYER.sub(".layers.*.", block.parameter)]
-        if found and _LAYER.search(block.parameter):
-            layers.setdefault(int(found.group(1)), []).append([*packed, block.offset])
+        if match and _LAYER.search(block.parameter):
+            layers.setdefault(int(match.group(1)), []).append([*packed, block.offset])
         else:
             rest.append(block)
     kinds: dict[str, int] = {}

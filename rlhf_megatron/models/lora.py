@@ -21,7 +21,8 @@ from torch import Tensor
 
 from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, ModelError
-from rlhf_megatron.models.hf_files import check_type, open_weights, write_safetensors
+from rlhf_megatron.models.hf_export import write_safetensors
+from rlhf_megatron.models.hf_files import check_type, open_weights
 from rlhf_megatron.models.weight_map import Block, Region, layer_of, tensor_shapes
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.runtime.finite import nonfinite
@@ -45,7 +46,7 @@ PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Adaptation:
-    """Which layers have adapters, of which rank, and what B A is multiplied with."""
+    """The layers that have adapters, their rank, and the factor of B A."""
 
     rank: int
     scale: float
@@ -90,7 +91,7 @@ def factor_shapes(architecture: Architecture, adaptation: Adaptation) -> dict[st
 
 
 def adapter_layout(layout: Layout) -> Layout:
-    """How adapters lie on the ranks of a model in ``layout``: a stage's ranks all have those of its layers."""
+    """The layout of adapters on the ranks of a model in ``layout``: a stage's ranks all have those of its layers."""
     return Layout(
         pipeline=layout.pipeline,
         data=layout.size // layout.pipeline,
@@ -106,7 +107,7 @@ def parameter_name(factor: str) -> str:
 
 
 def adapter_blocks(architecture: Architecture, adaptation: Adaptation, layout: Layout, position: int) -> list[Block]:
-    """What the rank at ``position`` of an ``adapter_layout`` holds, as ``megatron_blocks`` tells it of a model.
+    """The blocks of the rank at ``position`` of an ``adapter_layout``, as ``megatron_blocks`` gives them for a model.
 
     The names of parameters begin with the chunk's number where a pipeline stage has several.
     """
@@ -149,7 +150,7 @@ class NewAdapters:
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
     def where(self, tensor: str) -> str:
-        """What they are made by."""
+        """The recipe section that they come from."""
         return "actor.lora"
 
 
@@ -177,11 +178,11 @@ class PeftAdapter:
         for unfit in nonfinite(self._tensors.items()):
             raise ModelError(f"{self._path}: {shown(unfit.name)} is not finite; train the adapter anew")
         wanted = factor_shapes(architecture, adaptation)
-        found = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        if found != wanted:
-            odd = min(name for name in wanted.keys() | found if wanted.get(name) != found.get(name))
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        if shapes != wanted:
+            odd = min(name for name in wanted.keys() | shapes if wanted.get(name) != shapes.get(name))
             raise ModelError(
-                f"{self._path}: {shown(odd)} has shape {found.get(odd, 'none')} and actor.lora asks for "
+                f"{self._path}: {shown(odd)} has shape {shapes.get(odd, 'none')} and actor.lora asks for "
                 f"{wanted.get(odd, 'none')}; set its target_modules to those of {PEFT_CONFIG}"
             )
 
@@ -239,7 +240,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _peft_scale(path: Path, config: dict[str, Any]) -> float:
-    """What B A is multiplied with by PEFT; raises ModelError for what a plain LoRA does not have."""
+    """Returns PEFT's factor of B A; raises ModelError for what a plain LoRA does not have."""
     rank, alpha = config.get("r"), config.get("lora_alpha")
     ranked = type(rank) is int and 0 < rank < _HIGHEST_RANK
     scaled = type(alpha) in (int, float) and 0 < alpha < math.inf  # type: ignore[operator]  # then it is a number

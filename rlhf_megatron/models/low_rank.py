@@ -39,7 +39,7 @@ class Adapted:
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """What of its adapters a layer has on this rank. Ranks of a tensor-parallel group have the same list of weights."""
+    """The part of a layer's adapters on this rank. Ranks of a tensor-parallel group have the same list of weights."""
 
     weights: Sequence[Adapted]
     scale: float

@@ -22,7 +22,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """What turns the heads of one layer: pair i of token n by n * ``inverse_frequencies[i]``, float32 [head_dim / 2].
+    """The rotation of one layer's heads: pair i of token n by n * ``inverse_frequencies[i]``, float32 [head_dim / 2].
 
     Turned queries and keys are multiplied with ``attention_factor``.
     """

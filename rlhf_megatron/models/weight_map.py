@@ -1,4 +1,4 @@
-"""Where every weight lives: one table from Hugging Face tensors to Megatron's shards and to vLLM's.
+"""Locations of every weight: one table from Hugging Face tensors to Megatron's shards and to vLLM's.
 
 The blocks of a rank, in either framework's layout, follow from the architecture and the rank's place alone; loading,
 export and regathering are all made from them. The files of ``families`` have the tables. Nothing here touches a tensor.
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def is_expert(parameter: str) -> bool:
-    """Whether a parameter of Megatron's is one of an expert, which is cut over other ranks than the rest."""
+    """Returns whether a parameter of Megatron's is one of an expert, which is cut over other ranks than the rest."""
     return ".mlp.experts." in parameter
 
 
@@ -46,12 +46,12 @@ def tensor_shapes(architecture: Architecture) -> Shapes:
 def megatron_blocks(
     architecture: Architecture, layout: Layout, position: int, implementation: Implementation
 ) -> list[Block]:
-    """What the rank at ``position`` of a Megatron layout holds. Data-parallel ranks hold the same."""
+    """The blocks of the rank at ``position`` of a Megatron layout. Data-parallel ranks hold the same."""
     return FAMILIES[architecture.family].megatron_blocks(architecture, layout, position, implementation)
 
 
 def has_rollout_table(architecture: Architecture) -> bool:
-    """Whether ``rollout_blocks`` knows the model; the blocks of others are learned from vLLM (``learned_map``)."""
+    """Returns whether ``rollout_blocks`` knows the model; other blocks are learned from vLLM (``learned_map``)."""
     return FAMILIES[architecture.family].has_rollout_table
 
 
@@ -62,7 +62,7 @@ def rollout_blocks(
     expert_parallel: bool = False,
     only_layers: Iterable[int] | None = None,
 ) -> list[Block]:
-    """What tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica holds, always with a language head.
+    """The blocks of tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica, always with a language head.
 
     With ``expert_parallel`` a rank holds some experts whole, else a part of each. ``only_layers`` leaves the other
     decoder layers out, for one who has no business with them.

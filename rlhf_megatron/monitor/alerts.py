@@ -30,7 +30,7 @@ _PASSING = (408, 425, 429)
 
 
 class AlertSettings(Protocol):
-    """What is read of the recipe's health.alert section."""
+    """The fields that are read of the recipe's health.alert section."""
 
     @property
     def webhook_environment(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Which metrics the console shows for each loop, under which heading and how a number is written. No drawing here."""
+"""Columns of the console for each loop: the metric, its heading and its number format. No drawing here."""
 
 from __future__ import annotations
 

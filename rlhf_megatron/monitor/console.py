@@ -55,7 +55,7 @@ class Console:
         self._started = time.monotonic()
         self._first_step: tuple[int, float] | None = None
         self._phase, self._done, self._total = "", 0, 0
-        self._phase_started = self._phase_told = self._started
+        self._phase_started = self._phase_shown = self._started
         self._plain_rows = 0
         self._spinner = Spinner("dots")
         self._live: Live | None = None
@@ -85,10 +85,10 @@ class Console:
         """Show what runs now, such as phase("generate", 96, 256); total 0 means that its extent is unknown."""
         now = time.monotonic()
         if name != self._phase:
-            self._phase, self._phase_started, self._phase_told = name, now, now
+            self._phase, self._phase_started, self._phase_shown = name, now, now
         self._done, self._total = done, total
-        if self._live is None and now - self._phase_told >= SECONDS_BETWEEN_PLAIN_PROGRESS:
-            self._phase_told = now
+        if self._live is None and now - self._phase_shown >= SECONDS_BETWEEN_PLAIN_PROGRESS:
+            self._phase_shown = now
             extent = f" {done}/{total}" if total else ""
             self._write(f"       {name}{extent}, {seconds(now - self._phase_started)} s so far")
 
@@ -126,7 +126,7 @@ class Console:
         self._write("  ".join([f"{step:{STEP_WIDTH}d}", *cells]))
 
     def _print_more(self, step: int, metrics: Metrics) -> None:
-        """What came in for a step after its line: those cells alone, with their headings."""
+        """Prints metrics that came in for a step after its line: those cells alone, with their headings."""
         cells = [f"{column.heading} {text}" for column in self._columns if (text := column.text(metrics))]
         if cells:
             self._write("  ".join([f"{step:{STEP_WIDTH}d}", *cells]))

@@ -1,4 +1,4 @@
-"""What a run ran in: versions, git state, hardware, command line without secrets.
+"""The environment of a run: versions, git state, hardware, command line without secrets.
 
 Only facts that help to repeat a run. Environment variables are taken from an allow list, never all of them.
 """

@@ -1,4 +1,4 @@
-"""What the driver knows of a GPU, by NVML (nvidia-ml-py): memory, temperature, clocks, errors, processes, its use.
+"""Readings of a GPU by NVML (nvidia-ml-py): memory, temperature, clocks, errors, processes, utilization.
 
 Only readings: what is healthy is judged by runtime/preflight. Imports no torch, so a GPU is named by its UUID.
 """
@@ -107,7 +107,7 @@ def _state(nvml: Any, handle: Any, name: str, memory: Any) -> GpuState:
 
 @dataclasses.dataclass(frozen=True)
 class GpuUse:
-    """What a GPU did over some time. None stands for what it does not tell."""
+    """Utilization of a GPU over some time. None stands for what it does not tell."""
 
     utilization: float | None  # share of the time in which a kernel ran, of samples a second apart
     watts: float | None  # mean power
@@ -134,7 +134,7 @@ class GpuMeter:
         self._thread.start()
 
     def take(self) -> GpuUse:
-        """What the GPU has done since the last call, of which there is a sample however short that was."""
+        """Returns the utilization since the last call, of which there is a sample however short that was."""
         if not self._utilization or not self._temperature:
             self._sample()
         energy, now = self._joules(), time.monotonic()
@@ -166,7 +166,7 @@ class GpuMeter:
             self._temperature += [] if degrees is None else [degrees]
 
     def _joules(self) -> float | None:
-        """What the GPU has used since the driver was loaded."""
+        """The energy in joules that the GPU has used since the driver was loaded."""
         millijoules = _asked(self._nvml, self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._handle)
         return None if millijoules is None else millijoules / 1000
 

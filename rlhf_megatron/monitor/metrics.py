@@ -187,8 +187,8 @@ def comparable(steps: Mapping[int, Mapping[str, Any]], *besides: str) -> dict[in
     """The metrics of steps without those of the machine, and without names that begin with one of ``besides``."""
     left_out = (*OF_THE_MACHINE, *besides)
     return {
-        step: {name: value for name, value in found.items() if not name.startswith(left_out)}
-        for step, found in steps.items()
+        step: {name: value for name, value in values.items() if not name.startswith(left_out)}
+        for step, values in steps.items()
     }
 
 

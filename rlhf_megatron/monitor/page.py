@@ -77,7 +77,7 @@ class Headline:
 
 @dataclass
 class RunView:
-    """What the page says of one run."""
+    """One run on the page."""
 
     label: str
     state: str
@@ -121,7 +121,7 @@ def write_page(runs: Mapping[str, Path], output: Path, title: str = "") -> None:
 
 
 def view_of(label: str, folder: Path) -> RunView:
-    """What can be said of a run from its folder; raises MonitorError where it has no metrics.
+    """Reads a run's view from its folder; raises MonitorError where it has no metrics.
 
     What else there is and cannot be read is named under the facts.
     """
@@ -175,7 +175,7 @@ def _as_json(value: Any) -> str:
 
 
 def _state(events: Sequence[Mapping[str, Any]], series: Mapping[str, Points], recipe: Mapping[str, Any]) -> str:
-    """How the run stands, by its last event."""
+    """The state of the run, by its last event."""
     last = max((points[0][-1] for points in series.values()), default=0)
     extent = f"step {last} of {recipe['steps']}" if recipe.get("steps") else f"step {last}"
     begun = max((index for index, event in enumerate(events) if event["what"] in ("start", "restart")), default=0)
@@ -240,21 +240,21 @@ def _facts(
 
 
 def _headlines(series: Mapping[str, Points]) -> list[Headline]:
-    found: dict[str, Headline] = {}
+    headlines: dict[str, Headline] = {}
     for pattern, label, better in HEADLINES:
         prefix, star, suffix = pattern.partition("*")
         for name, (_, values) in series.items():
             fits = name.startswith(prefix) and name.endswith(suffix) if star else name == pattern
             source = name[len(prefix) : len(name) - len(suffix)] if star else ""
             shown = f"{label}, {source}" if source else label
-            if fits and shown not in found:
+            if fits and shown not in headlines:
                 speed = name.startswith(_SPEED)
                 first, last = (None, median(values)) if speed else (values[0], values[-1])
-                found[shown] = Headline(shown, name, first, last, better)
+                headlines[shown] = Headline(shown, name, first, last, better)
     if "reward/mean" in series:
-        found.pop("loss", None)  # what a policy's loss is, says nothing
-    judged = any(label.startswith("held-out accuracy") for label in found)
-    return [each for label, each in found.items() if not (judged and label.startswith("held-out score"))]
+        headlines.pop("loss", None)  # what a policy's loss is, says nothing
+    judged = any(label.startswith("held-out accuracy") for label in headlines)
+    return [each for label, each in headlines.items() if not (judged and label.startswith("held-out score"))]
 
 
 def _phases(series: Mapping[str, Points]) -> list[tuple[str, float, float]]:
@@ -295,8 +295,8 @@ def _curve(name: str, points: Points) -> Curve:
 
 def recipe_differences(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:
     """(key, each run's value) of the keys in which the recipes differ, but for their names; none for one run."""
-    found = _differences([run.recipe for run in runs], "")
-    return [(key, values) for key, values in found if key not in ("name", "run_root")]
+    differences = _differences([run.recipe for run in runs], "")
+    return [(key, values) for key, values in differences if key not in ("name", "run_root")]
 
 
 def _differences(values: Sequence[Any], key: str) -> list[tuple[str, list[str]]]:
@@ -335,7 +335,7 @@ def compared(runs: Sequence[RunView]) -> list[Compared]:
         better = next(each.better for each in of_runs if each)
         known = [each.last for each in of_runs if each]
         top = (max(known) if better > 0 else min(known)) if better and len(set(known)) > 1 else None
-        best = [place for place, each in enumerate(of_runs) if each and each.last == top]
+        best = [index for index, each in enumerate(of_runs) if each and each.last == top]
         rows.append(Compared(label, [each.last if each else math.nan for each in of_runs], best))
     return rows
 

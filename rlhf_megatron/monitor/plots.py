@@ -120,8 +120,8 @@ def _figure_of_runs(runs: dict[str, Path], title: str) -> Figure:
     for panel in _panels_for(next(iter(series.values()))):
         curves: Series = {}
         for label, of_run in series.items():
-            found = _curves_of(panel, of_run)
-            curves |= {f"{label}, {part}" if len(found) > 1 else label: points for part, points in found.items()}
+            of_parts = _curves_of(panel, of_run)
+            curves |= {f"{label}, {part}" if len(of_parts) > 1 else label: points for part, points in of_parts.items()}
         if curves:
             panels.append((panel, curves))
     if not panels:

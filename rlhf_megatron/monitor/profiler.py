@@ -1,4 +1,4 @@
-"""Which kernels take the time of chosen steps: torch's profiler for each phase, or marks for NVIDIA's nsys."""
+"""Profiles chosen steps by kernel: torch's profiler for each phase, or marks for NVIDIA's nsys."""
 
 from __future__ import annotations
 

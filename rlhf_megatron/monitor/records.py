@@ -52,8 +52,8 @@ def set_huge_aside(path: Path, most_bytes: int) -> None:
     """
     size = path.stat().st_size if path.is_file() else 0
     if size > most_bytes:
-        told = f"has {size:,} bytes, beyond the {most_bytes:,} that are read; it is {move_aside(path).name} now"
-        print(f"warning: {path}: {told} and begun anew", file=sys.stderr, flush=True)
+        note = f"has {size:,} bytes, beyond the {most_bytes:,} that are read; it is {move_aside(path).name} now"
+        print(f"warning: {path}: {note} and begun anew", file=sys.stderr, flush=True)
 
 
 def set_damaged_aside(path: Path, is_sound: Callable[[bytes], bool]) -> None:
@@ -77,8 +77,8 @@ def set_damaged_aside(path: Path, is_sound: Callable[[bytes], bool]) -> None:
             moved = free_name(path)
             _divide(path, set(damaged), moved)
             count = f"{len(damaged)} damaged lines, from {damaged[0]} on, were"
-            told = count if len(damaged) > 1 else f"line {damaged[0]} is damaged and was"
-            print(f"warning: {path}: {told} moved to {moved.name}", file=sys.stderr, flush=True)
+            note = count if len(damaged) > 1 else f"line {damaged[0]} is damaged and was"
+            print(f"warning: {path}: {note} moved to {moved.name}", file=sys.stderr, flush=True)
     except OSError as error:
         raise MonitorError(f"{path}: damaged lines cannot be removed ({reason_of(error)}); make room") from error
 

@@ -1,4 +1,4 @@
-"""What a run's folder holds beside its metrics, as far as it can be read: a page is made of what there is."""
+"""Files of a run's folder beside its metrics, as far as they can be read: a page is made of what there is."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class FilesOfRun:
     def recipe(self) -> dict[str, Any]:
         """Return recipe.yaml, empty where it is none."""
         try:
-            found = yaml.load(self.text("recipe.yaml"), _PlainLoader)  # a safe loader
+            content = yaml.load(self.text("recipe.yaml"), _PlainLoader)  # a safe loader
         except (ValueError, RecursionError, yaml.YAMLError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else reason_of(error)
             self._note(f"{self._folder / 'recipe.yaml'}: is no recipe ({reason})")
             return {}
-        return self._mapping("recipe.yaml", found)
+        return self._mapping("recipe.yaml", content)
 
     def environment(self) -> dict[str, Any]:
         """Return environment.json, empty where it is none."""
@@ -100,14 +100,14 @@ class FilesOfRun:
             with opened(path, MonitorError) as file:
                 batches = pyarrow.parquet.ParquetFile(file).iter_batches(count, columns=list(_SAMPLE_COLUMNS))
                 rows = next(iter(batches), None)
-                found = rows.to_pylist() if rows is not None else []
+                answers = rows.to_pylist() if rows is not None else []
         except (MonitorError, pyarrow.ArrowException, ValueError, OverflowError) as error:
             self._note(str(error) if isinstance(error, MonitorError) else f"{path}: is no parquet ({reason_of(error)})")
             return [], None
-        if any(row.keys() != set(_SAMPLE_COLUMNS) for row in found):
+        if any(row.keys() != set(_SAMPLE_COLUMNS) for row in answers):
             self._note(f"{path}: has not the columns {', '.join(_SAMPLE_COLUMNS)}")
             return [], None
-        return found, max(steps)
+        return answers, max(steps)
 
     def _note(self, problem: str) -> None:
         line = shown(problem, 500)
@@ -117,5 +117,5 @@ class FilesOfRun:
 
 def section_of(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return the mapping under a key, empty where there is none."""
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}

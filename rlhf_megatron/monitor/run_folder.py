@@ -1,4 +1,4 @@
-"""Where the files of one run lie, and what happens when a run starts in a folder that another one has used.
+"""Paths of the files of one run, and the start of a run in a folder that another one has used.
 
 Only names and moves of files: what is written into them belongs to their writers (metrics.py, plots.py, the loops).
 """

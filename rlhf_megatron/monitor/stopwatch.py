@@ -1,4 +1,4 @@
-"""How long a stretch of work takes on the device, without making the device wait for the answer."""
+"""Times stretches of work on the device, without making the device wait for the answer."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-    """How a rank's clock stands to rank 0's."""
+    """The offset of a rank's clock from rank 0's."""
 
     host: str
     ahead: float  # seconds to subtract from the rank's times

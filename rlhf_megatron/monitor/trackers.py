@@ -1,4 +1,4 @@
-"""Where metrics go: jsonl, csv, tensorboard, wandb, mlflow, prometheus, behind one small interface.
+"""Trackers of metrics: jsonl, csv, tensorboard, wandb, mlflow, prometheus, behind one small interface.
 
 The third-party packages are imported when a tracker is opened, never with this module. What a tracker is given to log
 is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through redaction.redact first.
@@ -210,7 +210,7 @@ class MlflowTracker:
             ) from error
 
     def _goes_on(self, known: str | None) -> bool:
-        """Whether the run of that name is open again; it is not where the server has none, as another one would."""
+        """Returns whether the run of that name is open again; not where the server has none, as another one would."""
         if known is None:
             return False
         try:
@@ -286,7 +286,7 @@ def make_tracker(name: str, run_folder: RunFolder, run_settings: Mapping[str, An
 
 
 def _known_run(run_folder: RunFolder, tracker: str) -> str | None:
-    """What the service calls this run, if an attempt before has begun one there; told where the file is damaged."""
+    """The service's name of this run, if an attempt before has begun one there; warns where the file is damaged."""
     path = run_folder.trackers
     if not path.exists():
         return None
@@ -332,7 +332,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _is_table(path: Path) -> bool:
-    """Whether a file is a table of steps as this tracker writes it, to its end."""
+    """Returns whether a file is a table of steps as this tracker writes it, to its end."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.reader(file)

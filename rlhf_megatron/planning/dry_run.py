@@ -13,7 +13,7 @@ from rlhf_megatron.planning.parameters import active_parameters, adapter_paramet
 from rlhf_megatron.planning.stage_memory import StageMemory, all_logits, keeps_logits, micro_batch_tokens
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.rl import RLRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
 from rlhf_megatron.recipe.world_checks import check_world, layout_of, role_ranks, rollout_ranks
 from rlhf_megatron.redaction import redact

@@ -18,7 +18,7 @@ from rlhf_megatron.planning.parameters import (
 )
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, role_memory
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.rl import RLRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
 from rlhf_megatron.recipe.world_checks import role_ranks, rollout_ranks
 from rlhf_megatron.topology.role_layout import make_layout

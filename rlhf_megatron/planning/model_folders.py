@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import Architecture, Head, check_generates, read_architecture, read_config
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.rl import RLRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe
 from rlhf_megatron.rollout.vllm.model_config import check_classes
@@ -68,5 +68,5 @@ def _role_architecture(recipe: Recipe, name: str, section: RoleSection, model: A
 
 
 def _has_config(folder: Path) -> bool:
-    """Whether there is something of that name, which may be no file that can be read."""
+    """Returns whether there is something of that name, which may be no file that can be read."""
     return os.path.lexists(folder / "config.json")

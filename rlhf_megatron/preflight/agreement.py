@@ -1,4 +1,4 @@
-"""What must be the same on all ranks: versions, code, recipe, data, the model's files, and the network's settings.
+"""Facts that must agree on all ranks: versions, code, recipe, data, the model's files, and the network's settings.
 
 Each rank describes what it sees in short texts; rank 0 compares them item by item and names the ranks that differ.
 """
@@ -50,7 +50,7 @@ _ADVICE = {
 
 
 def facts(recipe: Recipe) -> Facts:
-    """What this rank sees of everything that must agree. Reads the code, and both ends of data and model files."""
+    """Collects this rank's facts of all that must agree. Reads the code, and both ends of data and model files."""
     sections = recipe.model_dump(mode="json")
     return {
         "versions": versions(),
@@ -96,7 +96,7 @@ def fingerprint(path: Path) -> str:
 
 
 def agree(fact: str, seen: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Check:
-    """Whether all ranks see the same; ``seen``: rank -> item -> text. What most ranks see is taken for right."""
+    """Checks that all ranks see the same; ``seen``: rank -> item -> text. What most ranks see is taken for right."""
     items = dict.fromkeys(item for of_rank in seen.values() for item in of_rank)
     values = {item: {rank: of_rank.get(item, _MISSING) for rank, of_rank in seen.items()} for item in items}
     differing = [text for item in items if (text := _difference(item, values[item], hosts))]
@@ -136,8 +136,8 @@ def _model_files(recipe: Recipe) -> Iterator[Path]:
     roles = recipe.roles.values()
     folders = [recipe.model.path, recipe.model.tokenizer, *(role.weights_folder for role in roles)]
     for folder in dict.fromkeys(Path(name) for name in folders if name is not None):
-        found = sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern))
-        yield from found or [folder if folder.is_file() else folder / "config.json"]
+        files = sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern))
+        yield from files or [folder if folder.is_file() else folder / "config.json"]
     lora = recipe.actor.lora
     if lora is not None and lora.path is not None:
         yield from (Path(lora.path) / name for name in ("adapter_config.json", "adapter_model.safetensors"))

@@ -1,4 +1,4 @@
-"""What a check returns, how those of many ranks become one, and the time limit under which one runs."""
+"""Results of checks, the merging of those of many ranks, and the time limit under which a check runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NoAnswer(Exception):
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns or raises; raises NoAnswer after ``seconds``, while its thread stays behind.
+    """Returns or raises what ``work`` does; raises NoAnswer after ``seconds``, while its thread stays behind.
 
     A thread and not a signal: what hangs is native code (a file system, a collective) that no Python handler reaches.
     """
@@ -63,7 +63,7 @@ def run_check(name: str, seconds: float, work: Callable[[], Check | list[Check]]
     if seconds <= 0:
         return [Check(name, "skipped", "the checks before it took all the time")]
     try:
-        found = within(seconds, work)
+        result = within(seconds, work)
     except NoAnswer as error:
         return [Check(name, "fail", str(error), "look whether a file system or a service hangs")]
     except UserError as error:
@@ -72,7 +72,7 @@ def run_check(name: str, seconds: float, work: Callable[[], Check | list[Check]]
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         return [Check(name, "fail", f"{type(error).__name__}: {line}")]
-    return found if isinstance(found, list) else [found]
+    return result if isinstance(result, list) else [result]
 
 
 def over_ranks(checks: Mapping[int, Sequence[Check]], hosts: Mapping[int, str]) -> list[Check]:
@@ -84,12 +84,12 @@ def over_ranks(checks: Mapping[int, Sequence[Check]], hosts: Mapping[int, str]) 
     ]
 
 
-def _merged(found: Sequence[tuple[int, Check]], hosts: Mapping[int, str]) -> Check:
-    first = max((check for _, check in found), key=lambda check: SEVERITY[check.result])
+def _merged(checks: Sequence[tuple[int, Check]], hosts: Mapping[int, str]) -> Check:
+    first = max((check for _, check in checks), key=lambda check: SEVERITY[check.result])
     if SEVERITY[first.result] <= SEVERITY["skipped"]:
         return first
     where: dict[str, list[int]] = {}
-    for rank, check in found:
+    for rank, check in checks:
         if check.result == first.result:
             where.setdefault(check.seen, []).append(rank)
     texts = [f"{named_ranks(ranks, hosts)}: {seen}" for seen, ranks in where.items()]
@@ -98,7 +98,7 @@ def _merged(found: Sequence[tuple[int, Check]], hosts: Mapping[int, str]) -> Che
 
 
 def passed(checks: Iterable[Check]) -> bool:
-    """Whether no check failed."""
+    """Returns whether no check failed."""
     return all(check.result != "fail" for check in checks)
 
 

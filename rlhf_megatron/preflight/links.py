@@ -52,12 +52,12 @@ def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
     planned: list[list[Pair]] = []
     busy: list[set[int]] = []
     for pair in pairs:
-        place = next((index for index, ranks in enumerate(busy) if ranks.isdisjoint(pair)), len(busy))
-        if place == len(busy):
+        turn = next((index for index, ranks in enumerate(busy) if ranks.isdisjoint(pair)), len(busy))
+        if turn == len(busy):
             planned.append([])
             busy.append(set())
-        planned[place].append(pair)
-        busy[place].update(pair)
+        planned[turn].append(pair)
+        busy[turn].update(pair)
     return planned
 
 
@@ -138,7 +138,7 @@ def _timed(work: Callable[[], object]) -> float:
 def judge(
     answers: Mapping[int, Mapping[str, Any]], nodes: Sequence[int], hosts: Mapping[int, str], expected: float | None
 ) -> list[Check]:
-    """What the measurements of all ranks say.
+    """Judges the measurements of all ranks.
 
     Args:
         answers: rank -> what ``measure`` returned; or {"stuck": where} or {"error": text} with "at": where.
@@ -172,12 +172,12 @@ def judge(
 
 
 def _broken_text(broken: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> str:
-    """Where ranks are stuck or failed. A pair at which both ends wait is the cause; others may wait for those."""
+    """Describes where ranks are stuck or failed. A pair whose ends both wait is the cause; others may wait for it."""
     where: dict[str, list[int]] = {}
     for rank, answer in broken.items():
         where.setdefault(answer["at"], []).append(rank)
-    both = {place: ranks for place, ranks in where.items() if place.startswith("pair") and len(ranks) > 1}
-    texts = [f"{named_ranks(ranks, hosts)} at {place}" for place, ranks in sorted((both or where).items())]
+    both = {location: ranks for location, ranks in where.items() if location.startswith("pair") and len(ranks) > 1}
+    texts = [f"{named_ranks(ranks, hosts)} at {location}" for location, ranks in sorted((both or where).items())]
     errors = sorted({str(answer["error"]) for answer in broken.values() if answer.get("error")})
     return "no end: " + "; ".join(texts) + (f" ({errors[0]})" if errors else "")
 

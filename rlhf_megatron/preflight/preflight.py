@@ -34,7 +34,6 @@ from rlhf_megatron.planning.feasibility import check_tokens
 from rlhf_megatron.planning.memory import checkpoint_bytes, export_bytes
 from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
 from rlhf_megatron.preflight import agreement, links, machine
-from rlhf_megatron.preflight.answers import Answers, answers_of_torchrun
 from rlhf_megatron.preflight.check import (
     Check,
     NoAnswer,
@@ -45,6 +44,7 @@ from rlhf_megatron.preflight.check import (
     run_check,
     within,
 )
+from rlhf_megatron.preflight.rank_answers import RankAnswers, answers_of_torchrun
 from rlhf_megatron.recipe import Recipe, RLRecipe, UserError
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
 from rlhf_megatron.rewards.score import Scorer
@@ -81,7 +81,7 @@ def preflight(recipe: Recipe, seconds: float, json_file: Path | None = None, att
 
 
 def see_alone(recipe: Recipe, rank: int, world: int, seconds: float) -> dict[str, Any]:
-    """What one rank finds out without the others: {"facts": ..., "checks": ...}, as JSON values, within ``seconds``."""
+    """Runs one rank's own checks: {"facts": ..., "checks": ...}, as JSON values, within ``seconds``."""
     deadline = time.monotonic() + seconds
     checks: list[Check] = []
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -121,14 +121,14 @@ def disk_check(recipe: Recipe, share: float) -> Check:
 
 
 def tokenizer_check(recipe: Recipe) -> Check:
-    """Whether the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
+    """Checks that the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
     tokenizer, folder = recipe_tokenizer(recipe), planning_folder(recipe)
     check_tokens(tokenizer, read_architecture(folder), folder)
     rows = ParquetRows(recipe.data.training_files, ["prompt"])
     lengths = []
     for row in range(min(ROWS, len(rows))):
-        place = rows.place(row)
-        messages = with_system_prompt(parse_messages(rows.read(row)["prompt"], place), recipe.data.system_prompt)
+        location = rows.location(row)
+        messages = with_system_prompt(parse_messages(rows.read(row)["prompt"], location), recipe.data.system_prompt)
         lengths.append(len(tokenizer.encode(tokenizer.render_chat(messages))))
     seen, limit = f"{len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens", recipe.data.max_prompt_length
     if min(lengths) > limit:
@@ -137,7 +137,7 @@ def tokenizer_check(recipe: Recipe) -> Check:
 
 
 def reward_check(recipe: Recipe) -> Check:
-    """Whether right answers to a few rows can be scored; raises RewardError where not.
+    """Checks that right answers to a few rows can be scored; raises RewardError where not.
 
     A rule must also find them better than an empty response; how an answer to a function looks, nobody knows here.
     """
@@ -157,7 +157,7 @@ def reward_check(recipe: Recipe) -> Check:
 
 
 def turns_check(recipe: Recipe) -> list[Check]:
-    """What the function says that speaks between turns, where there is one, behind right answers to a few rows.
+    """Calls the function between turns, where there is one, on right answers to a few rows.
 
     Raises RolloutError or DataError where it cannot be loaded, or the chat template does not go on from turns.
     """
@@ -170,11 +170,11 @@ def turns_check(recipe: Recipe) -> list[Check]:
     try:
         asked = []
         for row in range(min(ROWS, len(rows))):
-            values, place = rows.read(row), rows.place(row)
-            messages = with_system_prompt(parse_messages(values["prompt"], place), recipe.data.system_prompt)
-            truth = parse_ground_truth(values["reward_model"], place)
+            values, location = rows.read(row), rows.location(row)
+            messages = with_system_prompt(parse_messages(values["prompt"], location), recipe.data.system_prompt)
+            truth = parse_ground_truth(values["reward_model"], location)
             said = {"role": "assistant", "content": truth}
-            asked.append(function.call([*messages, said], truth, parse_extra_info(values.get("extra_info"), place)))
+            asked.append(function.call([*messages, said], truth, parse_extra_info(values.get("extra_info"), location)))
         outcomes = [future.result() for future in asked]
         heard = [function.messages_of(outcome) for outcome in outcomes]
     finally:
@@ -182,11 +182,11 @@ def turns_check(recipe: Recipe) -> list[Check]:
     tokenizer.encode_next_turn([{"role": "user", "content": "x"}])
     for messages in filter(None, heard):
         tokenizer.encode_next_turn(messages)
-    failed = [outcome for outcome, found in zip(outcomes, heard, strict=True) if found is None]
+    failed = [outcome for outcome, answer in zip(outcomes, heard, strict=True) if answer is None]
     seen = f"{len(heard)} right answers: {sum(map(bool, heard))} answered, {heard.count([])} ended"
     if failed:
         why = failed[0].message or failed[0].state
-        return [Check("turns", "fail", f"{seen}, {len(failed)} failed: {why}", f"mend {section.function}")]
+        return [Check("turns", "fail", f"{seen}, {len(failed)} failed: {why}", f"fix {section.function}")]
     return [Check("turns", "ok", seen)]
 
 
@@ -195,19 +195,19 @@ def _right_answers(recipe: RLRecipe) -> list[ScoreItem]:
     rows = ParquetRows(recipe.data.training_files, ["data_source", "reward_model"], ["extra_info"])
     items = []
     for row in range(min(ROWS, len(rows))):
-        values, place = rows.read(row), rows.place(row)
-        truth = parse_ground_truth(values["reward_model"], place)
-        extra_info = parse_extra_info(values.get("extra_info"), place)
+        values, location = rows.read(row), rows.location(row)
+        truth = parse_ground_truth(values["reward_model"], location)
+        extra_info = parse_extra_info(values.get("extra_info"), location)
         if recipe.rollout.multi_turn:
             extra_info |= {"turns": [{"role": "assistant", "content": truth}]}
-        item = ScoreItem(parse_data_source(values["data_source"], place), truth, truth, extra_info, row)
+        item = ScoreItem(parse_data_source(values["data_source"], location), truth, truth, extra_info, row)
         form = _form(recipe, item)
         items.append(dataclasses.replace(item, solution=form.format(truth)) if form else item)
     return items
 
 
 def _form(recipe: RLRecipe, item: ScoreItem) -> str | None:
-    """How the rule that judges an item wants its answer; None where no rule does."""
+    """The answer format of the rule that judges an item; None where no rule does."""
     rule = judging_rule(recipe.reward, item.data_source)
     return RULES[rule].response if rule else None
 
@@ -218,26 +218,26 @@ def _span(scores: Sequence[float]) -> str:
 
 
 def see_links(nodes: Sequence[int], seconds: float) -> dict[str, Any]:
-    """What ``links.measure`` finds within ``seconds``; else {"at": where this rank stands, "error": ...}.
+    """Measures the links within ``seconds``; else {"at": where this rank stands, "error": ...}.
 
     Joins the world first if that is still to be done, since that can fail as well.
     """
-    place = ["joining"]
+    stage = ["joining"]
 
     def work() -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each thread has its own
         if not dist.is_initialized():
             join_world(timeout_minutes=2 * seconds / 60)
-        return links.measure(nodes, lambda what: place.__setitem__(0, what))
+        return links.measure(nodes, lambda what: stage.__setitem__(0, what))
 
     try:
-        found: dict[str, Any] = within(seconds, work)
+        measured: dict[str, Any] = within(seconds, work)
     except NoAnswer:
-        return {"at": place[0]}
+        return {"at": stage[0]}
     except Exception as error:
-        return {"at": place[0], "error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
-    return found
+        return {"at": stage[0], "error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+    return measured
 
 
 # ---- on rank 0
@@ -246,7 +246,7 @@ def see_links(nodes: Sequence[int], seconds: float) -> dict[str, Any]:
 class _Lead:
     """Rank 0's part: what all ranks saw, compared and shown."""
 
-    def __init__(self, recipe: Recipe, answers: Answers, seconds: float) -> None:
+    def __init__(self, recipe: Recipe, answers: RankAnswers, seconds: float) -> None:
         self._recipe, self._answers, self._seconds = recipe, answers, seconds
         self._checks: list[Check] = []
         self._hosts: dict[int, str] = {}
@@ -256,14 +256,14 @@ class _Lead:
         """Waits for all ranks, judges what each saw alone, and calls for the measuring of links if all are there."""
         world = self._answers.world
         alone = self._answers.collect("alone", self._seconds + GRACE_SECONDS)
-        places = self._answers.collect("place", 0.0)
-        self._hosts = {rank: place["host"] for rank, place in places.items()}
+        identities = self._answers.collect("place", 0.0)
+        self._hosts = {rank: identity["host"] for rank, identity in identities.items()}
         silent = sorted(set(range(world)) - set(alone))
         if silent:
             seen = f"{named_ranks(silent, self._hosts)} did not answer within {self._seconds + GRACE_SECONDS:g} s"
             self._checks.append(Check("ranks", "fail", seen, "look at these processes and their machines"))
         else:
-            self._nodes = [places[rank]["node"] for rank in range(world)]
+            self._nodes = [identities[rank]["node"] for rank in range(world)]
             count = len(set(self._nodes))
             self._checks.append(Check("ranks", "ok", f"{world} on {count} {'node' if count == 1 else 'nodes'}"))
         described = {rank: answer["facts"] for rank, answer in alone.items() if answer["facts"]}
@@ -281,9 +281,9 @@ class _Lead:
         elif len(self._nodes) == 1:
             self._checks.append(Check("links", "skipped", "one rank has none"))
         else:
-            found = self._answers.collect("links", self._seconds + GRACE_SECONDS)
+            measured = self._answers.collect("links", self._seconds + GRACE_SECONDS)
             expected = self._recipe.cluster.link_gb_per_sec
-            self._checks += links.judge(found, self._nodes, self._hosts, expected)
+            self._checks += links.judge(measured, self._nodes, self._hosts, expected)
         verdict = passed(self._checks)
         print_table(self._checks, f"preflight of {self._recipe.name}: {'passed' if verdict else 'failed'}", sys.stdout)
         try:

@@ -103,7 +103,7 @@ class RolloutCorrectionSection(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is asked for."""
+        """True if anything is asked for."""
         return self.type != "none" or self.reject_threshold is not None or self.veto_threshold is not None
 
     @model_validator(mode="after")
@@ -234,7 +234,7 @@ class AlgorithmSection(Section):
 
     @property
     def divides_by_std(self) -> bool:
-        """Whether advantages are divided by the group's standard deviation."""
+        """True if advantages are divided by the group's standard deviation."""
         return self.advantage == "grpo" if self.normalize_by_std is None else self.normalize_by_std
 
     @model_validator(mode="after")

@@ -27,7 +27,7 @@ class BatchSection(Section):
 
     @property
     def passes(self) -> int:
-        """How often a step's batch is gone through."""
+        """Passes over a step's batch."""
         return 1
 
     @property

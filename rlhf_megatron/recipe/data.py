@@ -83,7 +83,7 @@ class DataSection(Section):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """True if there is anything to evaluate on."""
         return bool(self.validation_files) or self.validation_fraction > 0
 
     @model_validator(mode="after")
@@ -93,7 +93,7 @@ class DataSection(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """What does not go together, each with what to do."""
+        """Settings that contradict each other, each with the remedy."""
         if not self.train_files and not self.mixture:
             yield "train_files: there is nothing to train on; name parquet files, or give a mixture"
         if self.train_files and self.mixture:

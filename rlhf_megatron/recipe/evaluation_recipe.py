@@ -1,11 +1,11 @@
-"""What an evaluation of a model by itself reads, of a recipe of any loop."""
+"""The recipe of an evaluation of a model by itself, read from a recipe of any loop."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rlhf_megatron.recipe.rl import RolloutRecipe
+from rlhf_megatron.recipe.rl_recipe import RolloutRecipe
 
 
 class EvaluationRecipe(RolloutRecipe):

@@ -20,7 +20,7 @@ from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.evaluation_recipe import EvaluationRecipe
 from rlhf_megatron.recipe.plain_yaml import parse_yaml, yaml_problem
 from rlhf_megatron.recipe.recipe import READING_ORDER, Recipe
-from rlhf_megatron.recipe.rl import RLRecipe, RolloutRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe, RolloutRecipe
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
 from rlhf_megatron.redaction import HIDDEN
 from rlhf_megatron.untrusted import MOST_LEVELS, is_within_levels, read_bytes, reason_of, shown
@@ -99,9 +99,9 @@ def _wrong_loop(values: dict[str, Any]) -> str:
 
 def _validated(values: dict[str, Any], kind: type[AnyKind], where: str, problems: Sequence[str] = ()) -> AnyKind:
     missing = [f"{key}: {text}" for key, text in kind.needed.items() if values.get(key) is None]
-    found = [*problems, *missing, *itertools.islice(_problems(values, kind, ""), _MOST_COMPLAINTS + 1)]
-    if found:
-        raise RecipeError(_complaints(where, found[: _MOST_COMPLAINTS + 1]))
+    complaints = [*problems, *missing, *itertools.islice(_problems(values, kind, ""), _MOST_COMPLAINTS + 1)]
+    if complaints:
+        raise RecipeError(_complaints(where, complaints[: _MOST_COMPLAINTS + 1]))
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -133,7 +133,7 @@ def _without_unread(
 
 
 def _is_default(value: Any, field: FieldInfo) -> bool:
-    """Whether a plain value is what an absent key means; null is, of a section that rl cannot do without."""
+    """Returns whether a plain value is what an absent key means; null is, of a section that rl cannot do without."""
     if value is None:
         return field.default is None or field.is_required()
     if isinstance(field.default, BaseModel) and isinstance(value, dict):
@@ -258,18 +258,18 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"{said}: the value is not valid YAML; quote it ({yaml_problem(error)})") from error
-    place = values
+    target = values
     for part in path:
-        if place.get(part) is None:
-            place[part] = {}
-        place = place[part]
-        if not isinstance(place, dict):
-            raise RecipeError(f"{said}: {shown(part)} is {shown(repr(place))} and has no keys below it")
-    place[last] = value
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            raise RecipeError(f"{said}: {shown(part)} is {shown(repr(target))} and has no keys below it")
+    target[last] = value
 
 
 def _problems(values: dict[str, Any], section: type[BaseModel], prefix: str) -> Iterator[str]:
-    """What pydantic would tell in other words, or not at all: unknown keys, and values of a wrong kind."""
+    """Problems that pydantic would tell in other words, or not at all: unknown keys, and values of a wrong kind."""
     for key, value in values.items():
         if key not in section.model_fields:
             yield f"unknown key {prefix}{shown(key)}{_suggestion(str(key), prefix, section)}"
@@ -286,15 +286,15 @@ def _problems(values: dict[str, Any], section: type[BaseModel], prefix: str) -> 
 
 
 def _problem_of_text(text: str) -> str | None:
-    """What no name, path or address is."""
+    """The problem of a text that is no name, path or address; None where it may be one."""
     if not text.strip():
         return "is empty; give a value, or leave the key out"
     if len(text) > _MOST_CHARACTERS:
         return f"has {len(text):,} characters; at most {_MOST_CHARACTERS:,} can be a name or a path"
     if _OF_A_SHELL.match(text):
         return f"{shown(text, 80)}: only a shell knows what {text.partition('/')[0]} is; write out the whole path"
-    found = _CONTROL.search(text)
-    return f"has the control character {found[0]!r}; take it out; it is {shown(repr(text), 80)}" if found else None
+    control = _CONTROL.search(text)
+    return f"has the control character {control[0]!r}; take it out; it is {shown(repr(text), 80)}" if control else None
 
 
 def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
@@ -309,7 +309,7 @@ def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
 
 
 def _wants_number(annotation: Any) -> bool:
-    """Whether a type is a number, or has one among others, and no ``bool``, which Python takes for a number."""
+    """Returns whether a type is a number, or has one among others, and no ``bool``, which Python takes for a number."""
     parts = typing.get_args(annotation) or (annotation,)
     if bool in parts:
         return False
@@ -330,5 +330,5 @@ def known_keys(section: type[BaseModel] = RLRecipe, prefix: str = "") -> Iterato
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section class in ``X``, ``X | None`` or ``list[X]``."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, list):
-        return next((found for arg in typing.get_args(annotation) if (found := section_of(arg))), None)
+        return next((inner for arg in typing.get_args(annotation) if (inner := section_of(arg))), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

@@ -78,12 +78,12 @@ class TimelineSection(Section):
     """And every N-th step, 0 included; 0: none."""
 
     def has(self, step: int) -> bool:
-        """Whether a step is written."""
+        """Returns whether a step is written."""
         return step in self.steps or bool(self.every and step % self.every == 0)
 
     @property
     def is_on(self) -> bool:
-        """Whether any step is written."""
+        """True if any step is written."""
         return bool(self.steps or self.every)
 
 
@@ -121,7 +121,7 @@ class MonitorSection(Section):
     """Metrics, console and plots (docs/monitoring.md)."""
 
     trackers: list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "prometheus"]] = Field(default=["jsonl"])
-    """Where metrics go."""
+    """Destinations of the metrics."""
     prometheus: PrometheusSection = PrometheusSection()
     """Tracker prometheus: the latest value of every metric, on rank 0's node."""
     console: bool = True

@@ -1,4 +1,4 @@
-"""Where roles run: the key ``ranks`` as global ranks of a world."""
+"""Placement of roles: the key ``ranks`` as global ranks of a world."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def ranks_of(where: str, text: str, world_size: int, gpus_per_node: int) -> list
             raise _not_understood(where, text)
         first, limit = (int(named[1]) * gpus_per_node, gpus_per_node) if named else (0, world_size)
         for span in spans.split(","):
-            found = _SPAN.fullmatch(span.strip())
-            if found is None:
+            match = _SPAN.fullmatch(span.strip())
+            if match is None:
                 raise _not_understood(where, text)
-            start, stop = int(found[1]), int(found[2] or found[1])
+            start, stop = int(match[1]), int(match[2] or match[1])
             if stop >= limit:
                 of = f"node {named[1]} has GPUs 0-{limit - 1}" if named else f"the ranks are 0-{limit - 1}"
                 raise RecipeError(f"{where}={text}: there is no {stop}: {of}")

@@ -22,7 +22,7 @@ _MISLEADING_NUMBER = re.compile(r"[-+]?(?:0[0-9_]+|[0-9_.]+(?::[0-9_.]+)+)")
 
 
 class _Extent(NamedTuple):
-    """What a node holds where each alias in it is written out."""
+    """The size of a node where each alias in it is written out."""
 
     values: int
     levels: int
@@ -99,8 +99,8 @@ def yaml_problem(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError):
         return shown(" ".join(str(error).split()), 300)
     mark = error.problem_mark or error.context_mark
-    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return place + shown(", ".join(part for part in (error.problem, error.context) if part), 300)
+    position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return position + shown(", ".join(part for part in (error.problem, error.context) if part), 300)
 
 
 def _copy(value: Any) -> Any:
@@ -141,7 +141,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def _unreadable(node: yaml.Node) -> yaml.MarkedYAMLError:
-    """What to raise at a node that is not what it says, or that no recipe has."""
+    """The error at a node that is not what it says, or that no recipe has."""
     kind = node.tag.removeprefix(_TAG)
     what = _quoted(node.value) if isinstance(node, yaml.ScalarNode) else "this"
     return _refused(f"{what} cannot be read as {kind}; quote it if it is text", node.start_mark)

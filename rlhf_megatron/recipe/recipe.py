@@ -1,4 +1,4 @@
-"""What the recipes of all loops have in common; each loop has its own recipe class (rl.py, supervised.py)."""
+"""The common part of the recipes of all loops; each loop has its own recipe class (rl_recipe.py, supervised.py)."""
 
 from __future__ import annotations
 
@@ -168,17 +168,17 @@ class Recipe(Section):
 
     @property
     def rollout_is_ahead(self) -> bool:
-        """Whether GPUs of their own generate for a step while others learn from the one before."""
+        """True if GPUs of their own generate for a step while others learn from the one before."""
         return False
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether what kl_coef compares with is the actor without its adapters, for which there is no role."""
+        """True if kl_coef compares with the actor without its adapters, for which there is no role."""
         return False
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by."""
+        """The divisor of logits."""
         return 1.0
 
     @property

@@ -185,7 +185,7 @@ class RoleSection(Section):
 
 
 def transformer_engine_can(context: int, float32: bool) -> bool:
-    """Whether Transformer Engine has layers for a model: not with context parallelism in float32."""
+    """Returns whether Transformer Engine has layers for a model: not with context parallelism in float32."""
     return context == 1 or not float32
 
 
@@ -231,7 +231,7 @@ class LoraSection(Section):
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied with."""
+        """The factor of B A."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 

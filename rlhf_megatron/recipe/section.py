@@ -1,4 +1,4 @@
-"""What every section of a recipe is: frozen, with no unknown keys, and with a docstring under each field."""
+"""The base of every section of a recipe: frozen, with no unknown keys, and with a docstring under each field."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Where a recipe's roles lie on a world of some size, and whether its layouts fit there. Needs no model."""
+"""Checks of a recipe on a world of some size: its roles' ranks, and that its layouts fit there. Needs no model."""
 
 from __future__ import annotations
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.rl import RLRecipe, RolloutRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe, RolloutRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.kernels.rectangle_copy import RectangleCopies
-from rlhf_megatron.models.hf_files import window
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.peer_memory import PeerMemory, spread_over_sources
 from rlhf_megatron.regather.plan import Copy, RankPlan
 from rlhf_megatron.regather.staging import DIRECT_BYTES, IN_FLIGHT, STAGING_BYTES, Half, stage
@@ -64,7 +64,7 @@ class Regather:
         travels = plan.without(peers.near) if peers else plan
         self._rounds = stage(travels, dtype, device, staging_bytes, direct_bytes if same_type else None)
         self.bytes_copied = 0
-        self._places: tuple[int, ...] = ()
+        self._addresses: tuple[int, ...] = ()
         self._padding: list[Tensor] = []
         self._local = self._reads = RectangleCopies([], [])
         self._turns: list[_Turn] = []
@@ -72,12 +72,12 @@ class Regather:
 
     @property
     def bytes_received(self) -> int:
-        """What reaches this rank from others in a run."""
+        """Bytes that reach this rank from others in a run."""
         return self.plan.bytes_received(self._dtype.itemsize)
 
     @property
     def staging_bytes(self) -> int:
-        """What the buffers take on this rank."""
+        """Bytes of the buffers on this rank."""
         halves = [half for turn in self._rounds[:IN_FLIGHT] for half in (turn.sends, turn.receives)]
         storages = [next(iter(half.buffers.values())).untyped_storage() for half in halves if half.buffers]
         return sum(storage.nbytes() for storage in storages)
@@ -143,8 +143,8 @@ class Regather:
 
     def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Works out the copies between parameters and buffers, unless all are where they were the last time."""
-        places = tuple(tensor.data_ptr() for side in (sources, destinations) for tensor in side.values())
-        if places == self._places:
+        addresses = tuple(tensor.data_ptr() for side in (sources, destinations) for tensor in side.values())
+        if addresses == self._addresses:
             return
         shared = {copy.destination_parameter for copy in self.plan.local if _is_view(copy, sources, destinations)}
         self._padding = _padding(self.plan, destinations, shared)
@@ -160,14 +160,14 @@ class Regather:
             receives, targets, unpacked = self._buffers(turn.receives, lambda copy: _target(copy, destinations))
             pack, unpack = RectangleCopies(packed, origins), RectangleCopies(targets, unpacked)
             self._turns.append(_Turn(pack, sends, receives, unpack))
-        self._places = places
+        self._addresses = addresses
 
     def _bind_reads(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> RectangleCopies:
         """The copies out of other ranks' parameters, which know this rank's where they were."""
         if self._peers is None:
             return RectangleCopies([], [])
-        for name, place in self._peers.own.items():
-            if sources[name].data_ptr() != place:
+        for name, address in self._peers.own.items():
+            if sources[name].data_ptr() != address:
                 raise RegatherError(f"regathering: {name} has moved, and other ranks read it where it was")
         copies = spread_over_sources([copy for copy in self.plan.receives if copy.source in self._peers.near])
         origins = [_origin(copy, self._peers.parameters[copy.source]) for copy in copies]
@@ -176,13 +176,13 @@ class Regather:
     def _buffers(
         self, half: Half, view_of: Callable[[Copy], Tensor]
     ) -> tuple[dict[int, list[Tensor]], list[Tensor], list[Tensor]]:
-        """What travels to or from each peer; windows of parameters, and the places in buffers that belong to them.
+        """Tensors to or from each peer; windows of parameters, and the segments of buffers that belong to them.
 
         A contiguous window that is all there is for a buffer travels without it, whatever its other end is like.
         """
         travelling: dict[int, list[Tensor]] = defaultdict(list)
         views: list[Tensor] = []
-        places: list[Tensor] = []
+        segments: list[Tensor] = []
         for peer, pieces in half.pieces.items():
             of_peer = [view_of(copy) for copy, _ in pieces]
             if len(of_peer) == 1 and of_peer[0].is_contiguous() and of_peer[0].dtype == self._dtype:
@@ -190,7 +190,7 @@ class Regather:
                 continue
             travelling[peer].append(half.buffers[peer])
             views += of_peer
-            places += [place for _, place in pieces]
+            segments += [segment for _, segment in pieces]
         for peer, copies in half.direct.items():
             for copy in copies:
                 view = view_of(copy)
@@ -200,7 +200,7 @@ class Regather:
                         f"{view.dtype} with strides {view.stride()} is not contiguous or not of type {self._dtype}"
                     )
                 travelling[peer].append(view.view(-1))
-        return travelling, views, places
+        return travelling, views, segments
 
 
 def _origin(copy: Copy, sources: Mapping[str, Tensor]) -> Tensor:
@@ -212,7 +212,7 @@ def _target(copy: Copy, destinations: Mapping[str, Tensor]) -> Tensor:
 
 
 def _is_view(copy: Copy, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
-    """Whether a copy within the rank would read what it writes."""
+    """Returns whether a copy within the rank would read what it writes."""
     return _origin(copy, sources).data_ptr() == _target(copy, destinations).data_ptr()
 
 

@@ -26,10 +26,10 @@ _PIECE_ELEMENTS = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class _Offer:
-    """What a rank lets others of its host read: handles of allocations, and where in them its parameters are."""
+    """Memory that a rank lets others of its host read: handles of allocations, and where in them its parameters are."""
 
     handles: list[bytes]
-    places: dict[str, tuple[int, int, tuple[int, ...], str]]  # handle, offset in bytes, shape, type
+    locations: dict[str, tuple[int, int, tuple[int, ...], str]]  # handle, offset in bytes, shape, type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PeerMemory:
     _opened: list[Any]
 
     def meet(self) -> None:
-        """What is asked of this rank's GPU from now on begins when all ranks have come here; collective."""
+        """Has all that is asked of this rank's GPU from now on begin when all ranks have come here; collective."""
         dist.all_reduce(self._signal)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
 
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
-    """How what ``plan`` receives reaches this rank, for the person who watches."""
+    """Describes how what ``plan`` receives reaches this rank, for the person who watches."""
     received = plan.bytes_received(dtype.itemsize)
     sent = plan.without(peers.near).bytes_received(dtype.itemsize) if peers else received
     ways = [(received - sent, "read from other GPUs of this host"), (sent, "sent by other ranks")]
@@ -112,7 +112,7 @@ def spread_over_sources(copies: Sequence[Copy]) -> list[Copy]:
 def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:
     """Handles of the allocations that hold ``parameters``; None where CUDA has none for them."""
     handles: dict[int, tuple[int, bytes]] = {}  # the allocation's address -> its number and its handle
-    places = {}
+    locations = {}
     for name, parameter in parameters.items():
         try:
             base, _ = _driver("cuMemGetAddressRange", parameter.data_ptr())
@@ -121,15 +121,15 @@ def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:
         except (OSError, ImportError):
             return None
         offset, kind = parameter.data_ptr() - int(base), str(parameter.dtype).removeprefix("torch.")
-        places[name] = handles[int(base)][0], offset, tuple(parameter.shape), kind
-    return _Offer([handle for _, handle in handles.values()], places)
+        locations[name] = handles[int(base)][0], offset, tuple(parameter.shape), kind
+    return _Offer([handle for _, handle in handles.values()], locations)
 
 
 def _open(offers: Sequence[_Offer], ranks: set[int], opened: list[Any]) -> dict[int, dict[str, Tensor]] | None:
     """The parameters that ``ranks`` offer, None where one cannot be mapped; ``opened`` gets what is to be closed."""
     from cuda.bindings import driver
 
-    found: dict[int, dict[str, Tensor]] = {}
+    mapped: dict[int, dict[str, Tensor]] = {}
     for rank in sorted(ranks):
         bases = []
         for reserved in offers[rank].handles:
@@ -143,11 +143,11 @@ def _open(offers: Sequence[_Offer], ranks: set[int], opened: list[Any]) -> dict[
                 return None
             opened.append(base)
             bases.append(int(base))
-        found[rank] = {
+        mapped[rank] = {
             name: _tensor_at(bases[number] + offset, shape, getattr(torch, kind))
-            for name, (number, offset, shape, kind) in offers[rank].places.items()
+            for name, (number, offset, shape, kind) in offers[rank].locations.items()
         }
-    return found
+    return mapped
 
 
 def _close_all(opened: list[Any]) -> None:
@@ -157,7 +157,7 @@ def _close_all(opened: list[Any]) -> None:
 
 
 def _driver(name: str, *arguments: Any) -> Any:
-    """What a function of CUDA's driver returns; OSError where it fails."""
+    """Calls a function of CUDA's driver; raises OSError where it fails."""
     from cuda.bindings import driver
 
     error, *values = getattr(driver, name)(*arguments)

@@ -37,7 +37,7 @@ class Copy(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many numbers move."""
+        """The number of elements that move."""
         return elements(self.region)
 
 
@@ -70,13 +70,13 @@ class ShardSpec:
         return cls({rank: rank for rank in blocks}, lambda rank: blocks[rank])
 
     def blocks(self, rank: int) -> Sequence[Block]:
-        """What ``rank`` has; nothing if it is not on this side."""
+        """The blocks of ``rank``; none if it is not on this side."""
         return self.blocks_of(self.shard_of[rank]) if rank in self.shard_of else []
 
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """What one rank does in a regathering; each list is in an order that both ends of a transfer share."""
+    """The transfers of one rank in a regathering; each list is in an order that both ends of a transfer share."""
 
     rank: int
     sends: list[Copy]
@@ -84,21 +84,21 @@ class RankPlan:
     local: list[Copy]
 
     def without(self, ranks: Collection[int]) -> RankPlan:
-        """What is left where nothing travels to or from these."""
+        """The plan without transfers to or from these."""
         sends = [copy for copy in self.sends if copy.destination not in ranks]
         receives = [copy for copy in self.receives if copy.source not in ranks]
         return RankPlan(self.rank, sends, receives, self.local)
 
     def bytes_received(self, element_bytes: int) -> int:
-        """What reaches this rank from others."""
+        """Bytes that reach this rank from others."""
         return sum(copy.elements for copy in self.receives) * element_bytes
 
     def bytes_kept(self, element_bytes: int) -> int:
-        """What this rank has of the destination's weights in the end."""
+        """Bytes of the destination's weights that this rank has in the end."""
         return self.bytes_received(element_bytes) + sum(copy.elements for copy in self.local) * element_bytes
 
     def bytes_sent(self, element_bytes: int) -> int:
-        """What others get from this rank."""
+        """Bytes that others get from this rank."""
         return sum(copy.elements for copy in self.sends) * element_bytes
 
 
@@ -115,7 +115,7 @@ _Holders = tuple[Shard, ...]  # the shards whose ranks hold the same rectangle
 
 
 def plan_regather(sources: ShardSpec, destinations: ShardSpec, rank: int, ranks_per_node: int = 8) -> RankPlan:
-    """What ``rank`` sends, receives and copies within itself, so that every destination gets each element once.
+    """Plans what ``rank`` sends, receives and copies within itself, so that every destination gets each element once.
 
     A destination takes what it holds itself; of the rest it takes a rectangle that several ranks hold from its own
     node if one of them is there, and else from all of them in shares that even out what they send
@@ -136,7 +136,7 @@ def _where_to(copy: Copy) -> tuple[str, tuple[int, ...]]:
 
 
 def _index(sources: ShardSpec, tensors: set[str]) -> _Index:
-    """Which shards hold which rectangles of ``tensors``."""
+    """Indexes the shards that hold each rectangle of ``tensors``."""
     index: _Index = defaultdict(dict)
     for shard in sources.ranks:
         for block in sources.blocks_of(shard):
@@ -146,23 +146,23 @@ def _index(sources: ShardSpec, tensors: set[str]) -> _Index:
 
 
 class _Shares:
-    """Who serves whom, worked out once for all rectangles with the same holders and the same destinations."""
+    """Shares of sources in destinations, worked out once for all rectangles with the same holders and destinations."""
 
     def __init__(self, sources: ShardSpec, destinations: ShardSpec, ranks_per_node: int) -> None:
         self.sources, self.destinations, self._ranks_per_node = sources, destinations, ranks_per_node
-        self._found: dict[tuple[_Holders, Shard], dict[int, list[tuple[int, float]]]] = {}
+        self._cache: dict[tuple[_Holders, Shard], dict[int, list[tuple[int, float]]]] = {}
 
     def of(self, holders: _Holders, shard: Shard) -> dict[int, list[tuple[int, float]]]:
         """For each rank of the destinations' ``shard``: its sources, and up to which fraction it takes from each."""
         key = (holders, shard)
-        if key not in self._found:
+        if key not in self._cache:
             ranks = sorted(rank for holder in holders for rank in self.sources.ranks[holder])
-            self._found[key] = share_demand(ranks, self.destinations.ranks[shard], self._ranks_per_node)
-        return self._found[key]
+            self._cache[key] = share_demand(ranks, self.destinations.ranks[shard], self._ranks_per_node)
+        return self._cache[key]
 
 
 def _receives(index: _Index, shares: _Shares, wanted: Sequence[Block], rank: int) -> tuple[list[Copy], list[Copy]]:
-    """What ``rank`` gets from others, and what it has itself."""
+    """The copies that ``rank`` gets from others, and those within itself."""
     demand: dict[_Holders, list[_Item]] = defaultdict(list)
     for block in wanted:
         covered = 0
@@ -192,7 +192,7 @@ def _receives(index: _Index, shares: _Shares, wanted: Sequence[Block], rank: int
 
 
 def _sends(index: _Index, shares: _Shares, own: Sequence[Block], rank: int) -> Iterator[Copy]:
-    """What others get from ``rank``: for each shard of the destinations, the shares that fall to it."""
+    """The copies that others get from ``rank``: for each shard of the destinations, the shares that fall to it."""
     mine: dict[str, list[Block]] = defaultdict(list)
     for block in own:
         mine[block.tensor].append(block)
@@ -254,7 +254,7 @@ def _copy(item: _Item, held: Block, region: Region, source: int, destination: in
 
 
 def _offset(block: Block, region: Region) -> tuple[int, ...]:
-    """Where ``region`` begins in the parameter of ``block``."""
+    """The offset of ``region`` in the parameter of ``block``."""
     if region == block.region:
         return block.offset
     zipped = zip(block.offset, region, block.region, strict=True)

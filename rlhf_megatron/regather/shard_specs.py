@@ -14,12 +14,12 @@ from rlhf_megatron.topology.layout import Layout
 def trainer_shards(
     architecture: Architecture, layout: Layout, ranks: Sequence[int], implementation: Implementation = "local"
 ) -> ShardSpec:
-    """What a Megatron role holds whose positions are the global ``ranks``; data-parallel ranks are one shard."""
+    """The shards of a Megatron role whose positions are the global ``ranks``; data-parallel ranks are one shard."""
     shard_of: dict[int, Shard] = {}
     position_of: dict[Shard, int] = {}
     for position, rank in enumerate(ranks):
-        place, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
-        shard = (place.pipeline, place.tensor, of_experts.tensor, of_experts.expert)
+        coordinates, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
+        shard = (coordinates.pipeline, coordinates.tensor, of_experts.tensor, of_experts.expert)
         position_of.setdefault(shard, position)
         shard_of[rank] = shard
     return ShardSpec(shard_of, lambda shard: megatron_blocks(architecture, layout, position_of[shard], implementation))
@@ -28,7 +28,7 @@ def trainer_shards(
 def adapter_shards(
     architecture: Architecture, adaptation: Adaptation, layout: Layout, ranks: Sequence[int]
 ) -> ShardSpec:
-    """What a Megatron role in ``layout`` holds of its adapters; the ranks of a pipeline stage are one shard."""
+    """The shards of the adapters of a Megatron role in ``layout``; the ranks of a pipeline stage are one shard."""
     flat = adapter_layout(layout)
     stage = flat.size // flat.pipeline
     return ShardSpec(
@@ -44,11 +44,11 @@ def rollout_shards(
     expert_parallel: bool = False,
     learned: Sequence[Sequence[Block]] | None = None,
 ) -> ShardSpec:
-    """What vLLM's replicas want, of ``tensor`` neighbours in ``ranks`` each; the shard is the place in the replica.
+    """The shards of vLLM's replicas, of ``tensor`` neighbours in ``ranks`` each; a shard is a position in the replica.
 
     ``learned`` are the blocks of each, for a model whose family has no table of them (``learned_rollout``).
     """
-    shard_of = {rank: place % tensor for place, rank in enumerate(ranks)}
+    shard_of = {rank: position % tensor for position, rank in enumerate(ranks)}
     if learned is not None:
         return ShardSpec(
             shard_of,

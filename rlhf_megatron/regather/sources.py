@@ -1,4 +1,4 @@
-"""Who serves whom where several ranks hold what others want. Arithmetic only."""
+"""Balances sources where several ranks hold what others want. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def share_demand(
 
 
 def _water_level(loads: Sequence[float], amount: float) -> float:
-    """How high ``amount`` fills vessels that stand at ``loads``, in rising order."""
+    """The level to which ``amount`` fills vessels that stand at ``loads``, in rising order."""
     below = 0.0
     for count, load in enumerate(loads, start=1):
         below += load

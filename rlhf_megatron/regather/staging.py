@@ -1,4 +1,4 @@
-"""What travels when: in few rounds, and what is not contiguous through buffers that are bounded and allocated once."""
+"""Rounds of a transfer: few of them, and what is not contiguous through buffers that are bounded and allocated once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALIGNMENT = 16  # bytes; each piece begins at a multiple, for the widest access
 
 @dataclasses.dataclass(frozen=True)
 class Half:
-    """What one round sends, or receives.
+    """The sends, or the receives, of one round.
 
     Attributes:
         buffers: for each peer a flat buffer.
@@ -55,7 +55,7 @@ class Round:
 
 
 class _Pieces(NamedTuple):
-    """What one round moves between two ranks."""
+    """The pieces that one round moves between two ranks."""
 
     staged: list[Copy]
     direct: list[Copy]
@@ -105,9 +105,9 @@ def _try_rounds(
 
 def _largest(value: int) -> int:
     """The largest of all ranks' values."""
-    found = torch.tensor(value)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def _rounds(
@@ -125,7 +125,7 @@ def _rounds(
         spaces.append(tuple(torch.empty(size, dtype=dtype, device=device) for size in most))
     for number, (sends, receives) in enumerate(turns):
         for_sends, for_receives = spaces[number % IN_FLIGHT]
-        made.append(Round(_place(sends, for_sends), _place(receives, for_receives)))
+        made.append(Round(_lay_out(sends, for_sends), _lay_out(receives, for_receives)))
     return made
 
 
@@ -151,12 +151,12 @@ def _rounds_of_pair(copies: Sequence[Copy], limit: int, least: float) -> list[_P
         (direct if copy.contiguous and copy.elements >= least else through_buffers).append(copy)
     staged = rounds(through_buffers, limit)
     count = max(len(staged), -(-len(direct) // _DIRECT_AT_A_TIME))
-    found = [_Pieces(staged[number] if number < len(staged) else [], []) for number in range(count)]
+    pieces = [_Pieces(staged[number] if number < len(staged) else [], []) for number in range(count)]
     total, before = sum(copy.elements for copy in direct), 0
     for copy in direct:
-        found[before * count // total].direct.append(copy)
+        pieces[before * count // total].direct.append(copy)
         before += copy.elements
-    return found
+    return pieces
 
 
 def _padded(copy: Copy, dtype: torch.dtype) -> int:
@@ -169,8 +169,8 @@ def _size(turn: dict[int, _Pieces], dtype: torch.dtype) -> int:
     return sum(_padded(copy, dtype) for pieces in turn.values() for copy in pieces.staged)
 
 
-def _place(turn: dict[int, _Pieces], space: Tensor) -> Half:
-    """Where each staged piece of one round lies in ``space``: the peers one behind the other."""
+def _lay_out(turn: dict[int, _Pieces], space: Tensor) -> Half:
+    """Lays the staged pieces of one round out in ``space``: the peers one behind the other."""
     half = Half({}, defaultdict(list), {peer: pieces.direct for peer, pieces in turn.items() if pieces.direct})
     position = 0
     for peer, pieces in turn.items():

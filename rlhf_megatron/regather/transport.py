@@ -1,4 +1,4 @@
-"""How bytes cross between ranks. One small interface; ``execute`` decides what is in them."""
+"""Transports of bytes between ranks. One small interface; ``execute`` decides what is in them."""
 
 from __future__ import annotations
 

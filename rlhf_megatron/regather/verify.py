@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.models.hf_files import window
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.plan import Copy, RankPlan
 from rlhf_megatron.regather.transport import Transport
 
@@ -80,18 +80,18 @@ def verify_weights(
         )
 
     sent = {pair[1]: of_origin(copies) for pair, copies in _by_pair(plan.sends).items()}
-    found = {pair[0]: (copies, of_target(copies)) for pair, copies in _by_pair(plan.receives).items()}
-    expected = {source: torch.empty_like(sums) for source, (_, sums) in found.items()}
+    received = {pair[0]: (copies, of_target(copies)) for pair, copies in _by_pair(plan.receives).items()}
+    expected = {source: torch.empty_like(sums) for source, (_, sums) in received.items()}
     as_lists = ({rank: [each] for rank, each in sums.items()} for sums in (sent, expected))
     for pending in transport.start(*as_lists):
         pending.wait()
     if plan.local:
-        found[plan.rank] = (plan.local, of_target(plan.local))
+        received[plan.rank] = (plan.local, of_target(plan.local))
         expected[plan.rank] = of_origin(plan.local)
     differing = {
-        copies[place].tensor
-        for source, (copies, sums) in found.items()
-        for place in (sums != expected[source]).nonzero().flatten().tolist()
+        copies[index].tensor
+        for source, (copies, sums) in received.items()
+        for index in (sums != expected[source]).nonzero().flatten().tolist()
     }
     count = torch.tensor(len(differing))
     dist.all_reduce(count)
@@ -121,6 +121,6 @@ def _checksum(view: Tensor, dtype: torch.dtype) -> Tensor:
     rows = max(1, _CHUNK_ELEMENTS // width)
     for first in range(0, len(view), rows):
         bits = view[first : first + rows].to(dtype).reshape(-1).view(_BITS[dtype.itemsize]).to(torch.int64)
-        places = torch.arange(first * width, first * width + len(bits), device=view.device)
-        total += (bits * (places * _STEP * 2 + 1)).sum()
+        positions = torch.arange(first * width, first * width + len(bits), device=view.device)
+        total += (bits * (positions * _STEP * 2 + 1)).sum()
     return total

@@ -1,4 +1,4 @@
-"""Which parameters of the rollout can be the trainer's own memory, and why the others cannot.
+"""Views: parameters of the rollout that can be the trainer's own memory, and why the others cannot.
 
 Both follow from the plan of a regathering: where all that a parameter of the rollout gets comes from the same place of
 one parameter of this rank, the two are the same matrix, and a view of it needs no copy.
@@ -54,10 +54,10 @@ def _gb(size: int) -> str:
 
 
 def _by_destination(plan: RankPlan) -> dict[str, list[Copy]]:
-    found: dict[str, list[Copy]] = defaultdict(list)
+    by_parameter: dict[str, list[Copy]] = defaultdict(list)
     for copy in (*plan.local, *plan.receives):
-        found[copy.destination_parameter].append(copy)
-    return found
+        by_parameter[copy.destination_parameter].append(copy)
+    return by_parameter
 
 
 def _origin(copies: list[Copy]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What a worker process may answer. It has run a function of others, so the rank believes nothing but the right form.
+"""Answers of a worker process. It has run a function of others, so the rank believes nothing but the right form.
 
 Each job of a batch has a nonce, and only an answer that repeats it, once, is that job's. Anything else that comes from
 a worker is a `BadAnswer`: it has to be ended (pool.py), and what it has not answered is lost with it.
@@ -25,12 +25,12 @@ Message = dict[str, str]
 
 
 class BadAnswer(UserError):
-    """What a worker sent is no answer to what it was asked."""
+    """A worker's message that is no answer to what it was asked."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
+    """The outcome of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
 
     Of a job that answers a turn, `messages` are the next ones of the conversation when it is DONE.
 
@@ -52,7 +52,7 @@ class Batch:
 
     Attributes:
         jobs: what it is sent, each with its nonce.
-        outcomes: by place in `jobs`.
+        outcomes: by index in `jobs`.
         awaited: whether the jobs are awaited together; None until the worker has loaded what does them.
         most_bytes: of one line of its answers.
     """
@@ -63,11 +63,11 @@ class Batch:
         self.outcomes: dict[int, Outcome] = {}
         self.awaited: bool | None = None
         self.most_bytes = MOST_TURN_BYTES if any(job["kind"] == TURN for job in jobs) else MOST_LINE_BYTES
-        self._open = {job["nonce"]: place for place, job in enumerate(self.jobs)}
+        self._open = {job["nonce"]: index for index, job in enumerate(self.jobs)}
 
     @property
     def is_done(self) -> bool:
-        """Whether every job has its outcome."""
+        """True if every job has its outcome."""
         return not self._open
 
     def take(self, line: bytes) -> None:
@@ -82,15 +82,15 @@ class Batch:
         nonce, state = answer.pop("nonce", None), answer.pop("state", None)
         if not isinstance(nonce, str) or nonce not in self._open:
             raise BadAnswer("it answers no job that is open")
-        place = self._open[nonce]
+        index = self._open[nonce]
         if state == STARTED:
-            if self.awaited is not None or place != 0:
+            if self.awaited is not None or index != 0:
                 raise BadAnswer("it started twice")
             self.awaited = _content(answer, "awaited", bool)
             return
         if state not in (FAILED, UNUSABLE) and self.awaited is None:
             raise BadAnswer(f"state {shown(state, 20)!r} before it started")
-        self.outcomes[place] = _outcome(state, answer, self.jobs[place])
+        self.outcomes[index] = _outcome(state, answer, self.jobs[index])
         del self._open[nonce]
 
 

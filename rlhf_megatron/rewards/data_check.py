@@ -23,7 +23,7 @@ from rlhf_megatron.data.chat_template import in_parts
 from rlhf_megatron.data.prompts import CHARACTERS_PER_TOKEN, PART_CHARACTERS, longest_text, prompt_key
 from rlhf_megatron.data.rows import (
     ParquetRows,
-    RowPlace,
+    RowLocation,
     parse_data_source,
     parse_extra_info,
     parse_ground_truth,
@@ -49,7 +49,7 @@ KINDS = TRUTH, EMPTY, NUMBER, OTHER = "truth", "empty", "number", "other"
 
 @dataclass(frozen=True)
 class RewardFinding:
-    """What the reward of one data source says of sampled rows.
+    """The reward of one data source on sampled rows.
 
     Attributes:
         form: what a right response was taken to look like, with {} for the ground truth.
@@ -96,13 +96,13 @@ class Findings:
         faults = [f"{self.bad_rows} rows cannot be read"] if self.bad_rows else []
         if self.too_long is not None and total and self.too_long >= total:
             faults.append("every prompt is too long")
-        for source, found in self.rewards.items():
-            if found.problem:
-                faults.append(f"{source}: {found.problem}")
-            elif not found.rows:
+        for source, finding in self.rewards.items():
+            if finding.problem:
+                faults.append(f"{source}: {finding.problem}")
+            elif not finding.rows:
                 faults.append(f"{source}: no row has a ground truth to try")
-            elif found.told_apart < LEAST_TOLD_APART:
-                share = f"{found.told_apart:.0%} of {found.rows} rows"
+            elif finding.told_apart < LEAST_TOLD_APART:
+                share = f"{finding.told_apart:.0%} of {finding.rows} rows"
                 faults.append(f"{source}: the reward tells the right answer from junk in {share} only")
         return faults
 
@@ -145,7 +145,9 @@ def check_files(
         texts: list[str] = []
         for offset, values in enumerate(rows):
             try:
-                row, key, text = _read(values, source.place(first + offset), first + offset, tokenizer, system_prompt)
+                row, key, text = _read(
+                    values, source.location(first + offset), first + offset, tokenizer, system_prompt
+                )
             except DataError as error:
                 findings.bad_rows += 1
                 if len(findings.problems) < SHOWN_PROBLEMS:
@@ -158,8 +160,8 @@ def check_files(
             # Reservoir sampling: every row of a data source has the same chance, whatever its place.
             if count <= sample:
                 chosen[row.data_source].append(row)
-            elif (place := draw.randrange(count)) < sample:
-                chosen[row.data_source][place] = row
+            elif (slot := draw.randrange(count)) < sample:
+                chosen[row.data_source][slot] = row
         if tokenizer is not None:
             lengths.extend(_lengths(texts, tokenizer, max_prompt_length))
     findings.lengths = _distribution(lengths)
@@ -182,7 +184,7 @@ def _lengths(texts: Sequence[str], tokenizer: Tokenizer, limit: int | None) -> I
 class _Row:
     """One row as the reward sees it."""
 
-    place: RowPlace
+    location: RowLocation
     number: int
     data_source: str
     truth: str
@@ -194,17 +196,17 @@ class _Row:
 
 
 def _read(
-    values: dict[str, Any], place: RowPlace, number: int, tokenizer: Tokenizer | None, system_prompt: str | None
+    values: dict[str, Any], location: RowLocation, number: int, tokenizer: Tokenizer | None, system_prompt: str | None
 ) -> tuple[_Row, int, str]:
     """Return a row, its prompt's key, and the prompt as the model sees it ("" without a tokenizer); raise DataError for
     a fault."""
-    messages = parse_messages(values.get("prompt"), place)
+    messages = parse_messages(values.get("prompt"), location)
     row = _Row(
-        place,
+        location,
         number,
-        parse_data_source(values.get("data_source"), place),
-        parse_ground_truth(values.get("reward_model"), place),
-        parse_extra_info(values.get("extra_info"), place),
+        parse_data_source(values.get("data_source"), location),
+        parse_ground_truth(values.get("reward_model"), location),
+        parse_extra_info(values.get("extra_info"), location),
     )
     key = prompt_key(messages)
     if tokenizer is None:
@@ -212,7 +214,7 @@ def _read(
     try:
         return row, key, tokenizer.render_chat(with_system_prompt(messages, system_prompt))
     except DataError as error:
-        raise place.error("prompt", str(error)) from error
+        raise location.error("prompt", str(error)) from error
 
 
 def _distribution(lengths: array[int]) -> dict[str, int]:
@@ -255,7 +257,7 @@ def _score(scorer: Scorer, rows: Sequence[_Row], responses: Sequence[Sequence[st
         try:
             scores.append(scoring.result())
         except RewardError as error:
-            raise RewardError(f"{row.place.file}, row {row.place.row}: {error}") from error
+            raise RewardError(f"{row.location.file}, row {row.location.row}: {error}") from error
     return scores
 
 
@@ -298,7 +300,7 @@ def tables(findings: Findings) -> list[Table]:
     scores.add_column("source", no_wrap=True)
     for heading in ("rows", *KINDS, "told apart", "late"):
         scores.add_column(heading, justify="right")
-    for source, found in findings.rewards.items():
-        means = [f"{found.means[kind]:.3f}" if kind in found.means else "-" for kind in KINDS]
-        scores.add_row(source, str(found.rows), *means, f"{found.told_apart:.0%}", str(found.timed_out))
+    for source, finding in findings.rewards.items():
+        means = [f"{finding.means[kind]:.3f}" if kind in finding.means else "-" for kind in KINDS]
+        scores.add_row(source, str(finding.rows), *means, f"{finding.told_apart:.0%}", str(finding.timed_out))
     return [rows, scores]

@@ -23,8 +23,8 @@ def extract_answer(text: str) -> Decimal | None:
 
     "#### 1,234", "#### $18.00", "####-3." and "#### 18 dollars" are read; a number in an earlier `####` is not.
     """
-    _, found, tail = text.rpartition(MARKER)
-    return parse_number(tail) if found else None
+    _, separator, tail = text.rpartition(MARKER)
+    return parse_number(tail) if separator else None
 
 
 def parse_number(text: str) -> Decimal | None:

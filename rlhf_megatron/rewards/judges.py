@@ -1,4 +1,4 @@
-"""What gives a sample its score: a rule, a user's function, or a service; each behind the same few calls.
+"""Judges, which give a sample its score: a rule, a user's function, or a service; each behind the same few calls.
 
 Not here: weights, and what a sample costs that could not be scored (score.py).
 """

@@ -1,4 +1,4 @@
-r"""What the text of a mathematical answer says before it is parsed: words, number bases, units, and operations.
+r"""Text of a mathematical answer before it is parsed: words, number bases, units, and operations.
 
 Pure, and fast on any text, so that a rank can call it. `settled` decides what text alone can decide; `readable` is what
 math_form.py may parse, within bounds of size and nesting: the parser takes seconds for fifteen braces.

@@ -27,8 +27,8 @@ def extract_answer(text: str) -> str | None:
     """
     boxed = math.last_boxed(text)
     if boxed is not None:
-        found = _BOXED.fullmatch(math.plain_text(boxed).strip())
-        return found.group(1).upper() if found else None
+        match = _BOXED.fullmatch(math.plain_text(boxed).strip())
+        return match.group(1).upper() if match else None
     stated = _STATED.findall(text)
     if stated:
         return str(stated[-1]).upper()

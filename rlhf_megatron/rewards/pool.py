@@ -83,7 +83,7 @@ class Worker:
         self._loaded: set[str] = set()  # kinds of job; a pool has one function at most
 
     def run(self, jobs: Sequence[Job]) -> tuple[dict[int, Outcome], Outcome | None]:
-        """Do jobs together; return the outcomes by place in `jobs`, and, if the worker is of no more use, why.
+        """Do jobs together; return the outcomes by index in `jobs`, and, if the worker is of no more use, why.
 
         Then the reason is also what became of the jobs without an outcome.
         """
@@ -321,13 +321,13 @@ class WorkerPool:
                 future.set_result(Outcome(DIED, message="the scorer was closed"))
             return
         done, fate = worker.run([job for job, _ in entries])
-        for place, outcome in done.items():
-            entries[place][1].set_result(outcome)
+        for index, outcome in done.items():
+            entries[index][1].set_result(outcome)
         if fate is None:
             self._workers.give_back(worker)
             return
         self._workers.discard(worker)
-        lost = [entry for place, entry in enumerate(entries) if place not in done]
+        lost = [entry for index, entry in enumerate(entries) if index not in done]
         if lost and len(entries) == 1 and (fate.state == TIMED_OUT or not retries):
             entries[0][1].set_result(fate)
             return

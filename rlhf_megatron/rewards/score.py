@@ -45,7 +45,7 @@ HOPELESS_FAILURES = 8
 
 @dataclass(frozen=True)
 class Score:
-    """What one response is worth.
+    """The score of one response.
 
     Attributes:
         value: the reward, the weighted sum of the parts; NaN for a sample that must be left out of the loss.
@@ -88,8 +88,8 @@ class Pending:
         """
         try:
             return [
-                self._scorer.settle(item, [futures[place].result() for futures in self._futures])
-                for place, item in enumerate(self._items)
+                self._scorer.settle(item, [futures[index].result() for futures in self._futures])
+                for index, item in enumerate(self._items)
             ]
         except BaseException:
             for future in itertools.chain(*self._futures):
@@ -232,9 +232,7 @@ class Scorer:
                 f"{self._section.timeout_seconds:g}; raise it, or make the function faster"
             )
         if outcome.state == DIED:
-            return (
-                f"{name}: killed its worker: {outcome.message}; mend it, or have it raise an error or return a number"
-            )
+            return f"{name}: killed its worker: {outcome.message}; fix it, or have it raise an error or return a number"
         return f"{name}: {outcome.message}"
 
 
@@ -251,7 +249,7 @@ def reward_totals(scores: Sequence[Score], part_names: Sequence[str]) -> dict[st
         "timeouts": float(sum(score.timed_out for score in scores)),
         "failures": float(sum(score.failed for score in scores)),
         "masked": float(len(scores) - len(counted)),
-        **{name: sum(score.parts[place] for score in counted) for place, name in enumerate(part_names)},
+        **{name: sum(score.parts[index] for score in counted) for index, name in enumerate(part_names)},
     }
 
 

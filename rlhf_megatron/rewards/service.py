@@ -139,8 +139,8 @@ class ServiceJudge:
             raise _TemporaryError(what + hide_secrets(str(error))) from error
         if not answer.is_success:
             if answer.status in RETRIED_STATUSES or answer.status >= 500:
-                raise _TemporaryError(_told(answer), _seconds(answer.headers.get("Retry-After")))
-            raise RewardError(_told(answer))
+                raise _TemporaryError(_error_text(answer), _seconds(answer.headers.get("Retry-After")))
+            raise RewardError(_error_text(answer))
         if len(answer.body) > LONGEST_ANSWER_BYTES:
             raise RewardError(f"the service answers with more than {LONGEST_ANSWER_BYTES} bytes")
         return answer.body
@@ -162,7 +162,7 @@ def _authentication(section: RewardServiceSection) -> dict[str, str]:
     return {section.header: value}
 
 
-def _told(answer: Answer) -> str:
+def _error_text(answer: Answer) -> str:
     """Return what an error says of itself, without the secrets that some servers repeat."""
     text = " ".join(f"{answer.status} {answer.reason}".split())
     said = " ".join(answer.body.decode(errors="replace").split())

@@ -122,12 +122,12 @@ def watch(worker: int, rank: int, memory_bytes: int) -> int:
 
 def _ended(worker: int) -> int | None:
     """Take leave of all children that have ended; return the worker's status if it is among them."""
-    found = None
+    status = None
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
             if child[0] == worker:  # one that has itself traced stops, for ever, where others end
-                found = int(signal.SIGKILL) if os.WIFSTOPPED(child[1]) else child[1]
-    return found
+                status = int(signal.SIGKILL) if os.WIFSTOPPED(child[1]) else child[1]
+    return status
 
 
 def _excess(memory_bytes: int) -> int:

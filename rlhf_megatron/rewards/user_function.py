@@ -39,7 +39,7 @@ RewardFunction = Callable[[str, str, str, dict[str, Any]], Result | Awaitable[Re
 
 @dataclass(frozen=True)
 class Interface:
-    """What a function is called with by name, what it is called by default, and the key that names it."""
+    """The keyword arguments of a function, its default name, and the recipe key that names it."""
 
     key: str
     default_name: str
@@ -71,8 +71,8 @@ class FunctionFailure(Exception):
 
 def split_specification(specification: str, default_name: str = REWARD.default_name) -> tuple[Path, str]:
     """Return file and function name of "path.py:function" or "path.py"."""
-    path, found, name = specification.rpartition(":")
-    if found and name.isidentifier():
+    path, separator, name = specification.rpartition(":")
+    if separator and name.isidentifier():
         return Path(path), name
     return Path(specification), default_name
 
@@ -182,7 +182,7 @@ def call_turn(specification: str, *conversation: Any) -> list[dict[str, str]]:
 
 
 def _messages(result: Any) -> list[dict[str, str]]:
-    """What a function says as messages of plain text; raises ValueError where it is something else."""
+    """A function's result as messages of plain text; raises ValueError where it is something else."""
     listed = result if isinstance(result, list) else [] if result is None else [result]
     if len(listed) > MOST_MESSAGES:
         raise ValueError
@@ -208,9 +208,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _failure(error: BaseException, specification: str, interface: Interface) -> FunctionFailure:
-    """What is told of a call that raised. Code that a model wrote may call sys.exit(): that is its sample's as well."""
+    """The failure of a call that raised. Code that a model wrote may call sys.exit(): that is its sample's as well."""
     path, name = split_specification(specification, interface.default_name)
-    return FunctionFailure(f"{name} raised {describe(error, path)}; mend it, or have it {interface.instead}")
+    return FunctionFailure(f"{name} raised {describe(error, path)}; fix it, or have it {interface.instead}")
 
 
 def _number(specification: str, result: Any) -> float:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.hf_files import WeightSource, load_blocks, window
 from rlhf_megatron.models.lora import (
     Adaptation,
     NewAdapters,
@@ -30,15 +29,17 @@ from rlhf_megatron.models.lora import (
 )
 from rlhf_megatron.models.low_rank import Adapted, LowRank, Span, attach
 from rlhf_megatron.models.weight_map import Block
+from rlhf_megatron.models.weight_source import WeightSource, load_blocks, window
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
-from rlhf_megatron.topology.layout import Layout, make_groups
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.process_groups import make_groups
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # as wide as a weight, by bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _AdaptedBlock:
     """A rectangle of a parameter that has a part of an adapter in it."""
 
     block: Block
@@ -86,12 +87,21 @@ class Adapters:
         self.groups: Any = make_groups(self.layout, ranks)
         self._position, self.base = position, 0
         self._model_group: dist.ProcessGroup = model_groups.mp
-        self._device = device = next(models[0].parameters()).device
-        self._places: list[_Place] = []
+        self._device = next(models[0].parameters()).device
+        self._adapted_blocks: list[_AdaptedBlock] = []
         self._base: list[Tensor] = []
         self.chunks = [torch.nn.Module() for _ in models]
         self._several = len(models) > 1
-        factors = self._make(device)
+        self._attach(models, blocks, self._make(), model_groups.tp if layout.tensor > 1 else None)
+
+    def _attach(
+        self,
+        models: Sequence[torch.nn.Module],
+        blocks: Sequence[Block],
+        factors: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]],
+        tensor_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Hangs ``factors``, (A, B) by the weight's tensor, on the linear layers that have a block of one."""
         by_parameter: dict[str, list[Block]] = defaultdict(list)
         for block in blocks:
             # Also where no adapted rows of a layer are here: others of the tensor-parallel group wait for this rank.
@@ -100,7 +110,7 @@ class Adapters:
         config: Any = models[0].config
         if config.recompute_granularity == "full" and hasattr(models[0], "embedding"):
             models[0].get_submodule("embedding").register_forward_hook(_ask_for_gradient)
-        sequence_group = model_groups.tp if config.sequence_parallel and layout.tensor > 1 else None
+        sequence_group = tensor_group if config.sequence_parallel else None
         for parameter, of_parameter in by_parameter.items():
             number, path = self._chunk_of(parameter)
             layer = models[number].get_submodule(path.removesuffix(".weight"))
@@ -111,11 +121,11 @@ class Adapters:
                 self.adaptation.scale,
                 cut_by_columns=columns != (0, factors[layer_has[0]][0].shape[1]),
                 sequence_group=sequence_group,
-                norm_epsilon=architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
+                norm_epsilon=self._architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
             )
             attach(layer, low_rank, [factor for tensor in layer_has for factor in factors[tensor]])
             adapted = [block for block in of_parameter if block.tensor in factors]
-            self._places += [_Place(block, *factors[block.tensor]) for block in adapted]
+            self._adapted_blocks += [_AdaptedBlock(block, *factors[block.tensor]) for block in adapted]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -123,7 +133,7 @@ class Adapters:
         return torch.nn.ModuleList(self.chunks) if self._several else self.chunks[0]
 
     def blocks(self) -> list[Block]:
-        """Which of A and B this rank holds."""
+        """The blocks of A and B that this rank holds."""
         return adapter_blocks(self._architecture, self.adaptation, self.layout, self._position)
 
     def read(self, source: WeightSource | None) -> None:
@@ -133,7 +143,7 @@ class Adapters:
 
     def begin(self, weights: Mapping[str, Tensor]) -> None:
         """Takes what ``weights`` hold, which are whole, as those without adapters, and merges these; collective."""
-        windows = [place.window(weights) for place in self._places]
+        windows = [adapted.window(weights) for adapted in self._adapted_blocks]
         if not self._base:
             self._base = self._memory(windows)
         for base, own in zip(self._base, windows, strict=True):
@@ -144,9 +154,9 @@ class Adapters:
     @torch.no_grad()
     def merge(self, weights: Mapping[str, Tensor]) -> None:
         """``weights``, the model's own, become those with the adapters as they are now."""
-        for place, base in zip(self._places, self._base, strict=True):
-            up, down = place.factors()
-            target = place.window(weights)
+        for adapted, base in zip(self._adapted_blocks, self._base, strict=True):
+            up, down = adapted.factors()
+            target = adapted.window(weights)
             whole = base.to(target.device, non_blocking=True).float()
             target.copy_(torch.addmm(whole, up, down, alpha=self.adaptation.scale))
 
@@ -154,8 +164,8 @@ class Adapters:
     def left_out(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside, ``weights`` are those without adapters."""
         with torch.no_grad():
-            for place, base in zip(self._places, self._base, strict=True):
-                place.window(weights).copy_(base, non_blocking=True)
+            for adapted, base in zip(self._adapted_blocks, self._base, strict=True):
+                adapted.window(weights).copy_(base, non_blocking=True)
         try:
             yield
         finally:
@@ -187,7 +197,7 @@ class Adapters:
         number, name = parameter.split(".", 1)
         return int(number), name
 
-    def _make(self, device: torch.device) -> dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    def _make(self) -> dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """A and B of each weight of this stage, in float32: they are their own master weights.
 
         Every rank of the stage has all of them, also of a weight that it has no part of.
@@ -196,7 +206,7 @@ class Adapters:
         for block in self.blocks():
             number, name = self._chunk_of(block.parameter)
             size = [stop for _, stop in block.region]
-            made[block.tensor] = torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
+            made[block.tensor] = torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=self._device))
             self.chunks[number].register_parameter(name, made[block.tensor])
         weights = adapted_shapes(self._architecture, self.adaptation)
         pairs = {tensor: (factor_of(tensor, "A"), factor_of(tensor, "B")) for tensor in weights}
@@ -211,7 +221,7 @@ def _ask_for_gradient(_: torch.nn.Module, __: Any, output: Tensor) -> None:
 
 
 def _adapted(columns: Span, blocks: Sequence[Block]) -> Adapted:
-    """What a layer has of one weight; a layer's own columns are those of all its weights."""
+    """A layer's part of one weight; a layer's own columns are those of all its weights."""
     assert all(block.offset[1] == 0 and block.region[1] == columns for block in blocks)
     spans = ((block.offset[0], block.region[0]) for block in blocks)
     return Adapted(columns, [((at, at + stop - start), (start, stop)) for at, (start, stop) in spans])

@@ -19,7 +19,7 @@ _STEPS_TO_GROW = 50
 
 
 class LossScale:
-    """What the loss of a role is multiplied with; the same on all of its ranks, since gradients' norms are.
+    """The factor of a role's loss; the same on all of its ranks, since gradients' norms are.
 
     Attributes:
         value: a power of two.
@@ -39,7 +39,7 @@ class LossScale:
             chunk.scale_gradients(1.0 / self.value)
 
     def was_too_high(self, grad_norm: float) -> bool:
-        """Whether a gradient that has this norm is to be computed again, with the scale as it is now.
+        """Returns whether a gradient that has this norm is to be computed again, with the scale as it is now.
 
         A gradient that is not finite whatever the scale is so for another reason, and the scale is as before.
         """

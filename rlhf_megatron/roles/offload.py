@@ -15,17 +15,19 @@ from torch import Tensor
 from rlhf_megatron.recipe.roles import OffloadSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.streaming import streamed_states
+from rlhf_megatron.roles.trainer import Trainer
 
 
 class RoleMemory:
-    """What of a role's memory is to leave the device, by kind: parameters, gradients, the optimizer's."""
+    """The part of a role's memory that is to leave the device, by kind: parameters, gradients, the optimizer's."""
 
-    def __init__(self, section: OffloadSection, chunks: Sequence[Any], learning: Sequence[Any], optimizer: Any) -> None:
-        """``chunks`` are those of the model; ``learning``, where there is an ``optimizer``, Megatron's
-        DistributedDataParallel around what learns: the same chunks, or adapters."""
-        self._chunks, self._learning, self._optimizer = chunks, learning, optimizer
-        share = section.streamed_optimizer if optimizer is not None else 0.0
-        self._streamed = streamed_states(optimizer, share)  # which moves by itself, in and after each step
+    def __init__(self, section: OffloadSection, chunks: Sequence[Any], trainer: Trainer | None) -> None:
+        """``chunks`` are those of the model; the ``trainer``'s are the same ones, or those of adapters."""
+        self._chunks = chunks
+        self._learning: Sequence[Any] = trainer.chunks if trainer else ()
+        self._optimizer: Any = trainer.optimizer if trainer else None
+        share = section.streamed_optimizer if trainer else 0.0
+        self._streamed = streamed_states(self._optimizer, share)  # which moves by itself, in and after each step
         asked = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(section, kind)]
         self._kinds = {kind: _Offloaded(keeps=kind != "gradients") for kind in asked}
 
@@ -51,6 +53,11 @@ class RoleMemory:
         if kind in self._kinds:
             self._kinds[kind].fetch()
 
+    def come_to_rest(self) -> None:
+        """Brings back all but streamed master weights, which are on the host between steps."""
+        self.come_back()
+        self.park()
+
     def park(self) -> None:
         """Has streamed master weights on the host, where they are between steps."""
         for streamed in self._streamed:
@@ -62,7 +69,7 @@ class RoleMemory:
             streamed.unpark()
 
     def master_weights(self, main: Tensor) -> Tensor:
-        """What has the content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
+        """The content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
         return next((streamed.at_rest(main) for streamed in self._streamed if streamed.owns(main)), main)
 
     def _tensors(self, kind: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What this rank's optimizer owns of a role: ranges of the full-precision weights and of both moments.
+"""The part of a role's optimizer state that this rank owns: ranges of the full-precision weights and of both moments.
 
 Megatron's distributed optimizer gives each data-parallel rank a range of each parameter, flattened.
 """
@@ -33,20 +33,21 @@ class OwnedRange:
 
 
 def owned_ranges(role: Role) -> Iterator[OwnedRange]:
-    """The ranges that this rank's optimizer owns."""
-    names = {parameter: name for name, parameter in role.learning.named_parameters()}
-    for optimizer in getattr(role.optimizer, "chained_optimizers", [role.optimizer]):
+    """The ranges that this rank's optimizer owns; brings its state back to the device, but for what is streamed."""
+    role.memory.come_to_rest()
+    names = {parameter: name for name, parameter in role.shard.trainable.module.named_parameters()}
+    for optimizer in _optimizers(role):
         inner = optimizer.optimizer
         for parameter, main, group, (start, stop) in _masters(optimizer):
             state = inner.state[main]
             # torch counts the steps of each parameter, Transformer Engine those of a group.
             counters = state if isinstance(inner, torch.optim.Adam) else group
-            weights = role.master_weights(main)
+            weights = role.memory.master_weights(main)
             yield OwnedRange(names[parameter], tuple(parameter.shape), start, stop, weights, state, counters)
 
 
 def nonfinite_state(role: Role, optimizer: bool) -> str:
-    """What of a role's weights is not finite, and on which ranks; with ``optimizer`` also of its master weights and
+    """Describes which weights of a role are not finite, and on which ranks; with ``optimizer`` also master weights and
     moments, which come to the device for that.
 
     Empty where all is. The same on the role's ranks, which it is collective over.
@@ -61,13 +62,19 @@ def nonfinite_state(role: Role, optimizer: bool) -> str:
 
 def is_distributed(role: Role) -> bool:
     """Return whether data-parallel ranks share the optimizer's state; otherwise each has all of it."""
-    chained = getattr(role.optimizer, "chained_optimizers", [role.optimizer])
-    return all(isinstance(optimizer, DistributedOptimizer) for optimizer in chained)
+    return all(isinstance(optimizer, DistributedOptimizer) for optimizer in _optimizers(role))
 
 
 def moments_of(owned: OwnedRange) -> dict[str, Tensor]:
     """Return both moments of a range by their names in the optimizer; none before the first step."""
     return {kind: owned.state[kind] for kind in MOMENTS if kind in owned.state}
+
+
+def _optimizers(role: Role) -> list[Any]:
+    """The optimizers that make up Megatron's."""
+    assert role.trainer is not None, f"{role.name} does not learn"
+    optimizer = role.trainer.optimizer
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Any, Tensor, dict[str, Any], tuple[int, int]]]:

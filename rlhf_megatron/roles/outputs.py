@@ -1,7 +1,7 @@
-"""What is read of a model: of a language head logprobs and entropy, of a scalar head values or scores.
+"""Outputs of a model: of a language head logprobs and entropy, of a scalar head values or scores.
 
 Each is called at the end of a micro-batch on the last pipeline stage, with the decoder's output and the head, and gives
-tensors of the m places that this rank reads (``MicroBatch.outputs``); ``joined`` makes them those of all n, which
+tensors of the m positions that this rank reads (``MicroBatch.outputs``); ``joined`` makes them those of all n, which
 context-parallel ranks read together.
 """
 
@@ -40,11 +40,11 @@ class Output(Protocol):
 
     @property
     def count(self) -> int:
-        """How many tensors it gives."""
+        """The number of tensors that it gives."""
 
     @property
     def per_row(self) -> bool:
-        """Whether it is read at the last token of each row instead of at each sampled token."""
+        """True if it is read at the last token of each row instead of at each sampled token."""
 
     def __call__(self, hidden: Tensor, head: Any, weight: Tensor | None, micro: MicroBatch) -> tuple[Tensor, ...]:
         """The decoder's output [t, 1, hidden] -> tensors [m] float32, differentiable, equal on all tensor ranks.
@@ -112,7 +112,7 @@ def joined(parts: tuple[Tensor, ...], micro: MicroBatch, context_group: dist.Pro
     """
     if context_group.size() == 1:
         return parts
-    whole: Tensor = _Joined.apply(torch.stack(parts), micro.kept, len(micro.places), context_group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Joined.apply(torch.stack(parts), micro.kept, len(micro.batch_indices), context_group)  # type: ignore[no-untyped-call]
     return whole.unbind()
 
 

@@ -63,18 +63,17 @@ class Passes:
         multiple = self._layout.pipeline if chunks > 1 else 1
         lengths = batch.lengths.tolist()
         plan = plan_micro_batches(lengths, budget, self._layout.data, rows_together, multiple, self._attention_cost)
-        mine = plan[self._groups.dp.rank()]
-        length = self._common_length(batch, mine) if chunks > 1 else self._alignment
+        own = plan[self._groups.dp.rank()]
+        length = self._common_length(batch, own) if chunks > 1 else self._alignment
         schedule = get_forward_backward_func(pp_size=self._layout.pipeline, vp_size=chunks if chunks > 1 else None)
-        iterators = [
-            (self._micro_batch(batch, rows, fields, output.per_row, length) for rows in mine) for _ in range(chunks)
-        ]
+        prepare = functools.partial(self._micro_batch, batch, fields=fields, per_row=output.per_row, alignment=length)
+        iterators = [map(prepare, own) for _ in range(chunks)]
         with deterministic_kernels(self._config.deterministic_mode):
             schedule(
                 forward_step_func=functools.partial(self._forward_step, output=output, loss_of=loss_of),
                 data_iterator=iterators if chunks > 1 else iterators[0],
                 model=self._chunks,
-                num_microbatches=len(mine),
+                num_microbatches=len(own),
                 seq_length=length,  # of one chunk a hint only: shapes travel with the activations
                 micro_batch_size=1,
                 forward_only=forward_only,

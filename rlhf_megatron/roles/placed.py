@@ -1,4 +1,4 @@
-"""A role on some of the ranks, as all ranks of the world see it: the data go to it, and what it finds comes back."""
+"""A role on some of the ranks, as all ranks of the world see it: the batch goes to it, and its outputs come back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import choose_implementation
-from rlhf_megatron.models.hf_files import WeightSource
 from rlhf_megatron.models.lora import Adaptation, adapter_layout
+from rlhf_megatron.models.weight_map import Implementation
+from rlhf_megatron.models.weight_source import WeightSource
 from rlhf_megatron.recipe import RoleSection
 from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.regather.shard_specs import adapter_shards, trainer_shards
@@ -21,10 +22,11 @@ from rlhf_megatron.roles.outputs import Objective, TokenOutputs
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.topology.exchange import from_rank, refused_by_all, sum_over_ranks
-from rlhf_megatron.topology.layout import Layout, make_groups
+from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.process_groups import make_groups
 from rlhf_megatron.topology.team import Team, whole_world
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 class AdaptersNotFinite(NotFiniteError):
@@ -33,13 +35,47 @@ class AdaptersNotFinite(NotFiniteError):
     is_transient = False
 
 
+class PlacedWeights:
+    """The weights of a role, and its adapters', as one end of a transfer: of all its ranks, and live on this one."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layout: Layout,
+        ranks: Sequence[int],
+        implementation: Implementation,
+        local: Role | None,
+    ) -> None:
+        """``local``: the role on this rank, if it is one of ``ranks``."""
+        self._architecture, self._layout, self._ranks = architecture, layout, ranks
+        self._implementation, self._local = implementation, local
+
+    def shard_spec(self) -> ShardSpec:
+        """The rectangles that each of the role's ranks holds."""
+        return trainer_shards(self._architecture, self._layout, self._ranks, self._implementation)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """This rank's live parameters; none where the role is not."""
+        return self._local.parameters() if self._local else {}
+
+    def adapter_shard_spec(self, adaptation: Adaptation) -> ShardSpec:
+        """The rectangles of A and B that each of the role's ranks holds."""
+        return adapter_shards(self._architecture, adaptation, self._layout, self._ranks)
+
+    def adapter_parameters(self) -> Mapping[str, Tensor]:
+        """This rank's live A and B; none where the role is not."""
+        adapters = self._local.shard.adapters if self._local else None
+        return {name: each.data for name, each in adapters.module.named_parameters()} if adapters else {}
+
+
 class PlacedRole:
-    """A ``Role`` on its own ranks. Every rank of the world makes it, and calls every method, with the same batch; those
-    that are said to be the team's matter, every rank of that.
+    """A ``Role`` on its own ranks. Every rank of the world makes it, and calls every method, with the same batch; of
+    those that are said to be the team's, the team's ranks suffice.
 
     Attributes:
         local: the role on this rank, or None where it is not.
-        team: who hears what it finds, and calls it; ranks outside need not.
+        weights: its weights, for a transfer.
+        team: the ranks that get its outputs, and call it; ranks outside need not.
         learns: whether it has an optimizer.
     """
 
@@ -58,8 +94,8 @@ class PlacedRole:
         self.team = team or whole_world()
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
         self.learns = settings.get("optimizer") is not None
-        self.implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
         self._has_adapters = section.adapters is not None
+        implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
             self.local = Role(name, architecture, layout, self.ranks, section, dtype=dtype, **settings)
@@ -67,20 +103,21 @@ class PlacedRole:
             make_groups(layout, self.ranks)
             if self._has_adapters:  # whose role makes groups for them
                 make_groups(adapter_layout(layout), self.ranks)
+        self.weights = PlacedWeights(architecture, layout, self.ranks, implementation, self.local)
 
-    def everywhere(self, found: Found | None) -> Found:
-        """What the role's first rank has ``found``, on every rank of the world."""
-        return self._told(found, whole_world())
+    def broadcast(self, value: Value | None) -> Value:
+        """Returns the ``value`` of the role's first rank on every rank of the world."""
+        return self._broadcast(value, whole_world())
 
-    def in_team(self, found: Found | None) -> Found:
-        """What the role's first rank has ``found``, on every rank of its team."""
-        return self._told(found, self.team)
+    def broadcast_in_team(self, value: Value | None) -> Value:
+        """Returns the ``value`` of the role's first rank on every rank of its team."""
+        return self._broadcast(value, self.team)
 
-    def _told(self, found: Found | None, team: Team) -> Found:
-        if len(self.ranks) < len(team.ranks):
-            found = from_rank(found, self.ranks[0], team.group)
-        assert found is not None
-        return found
+    def _broadcast(self, value: Value | None, team: Team) -> Value:
+        if len(self.ranks) < len(team.ranks):  # else each has it already
+            value = from_rank(value, self.ranks[0], team.group)
+        assert value is not None
+        return value
 
     def load(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
         """As ``Role.load``, on the role's ranks; collective over the world.
@@ -89,9 +126,9 @@ class PlacedRole:
         """
         with refused_by_all():
             if self.local:
-                self.local.read(source, adapters)
+                self.local.read_weights(source, adapters)
         if self.local:
-            self.local.begin()
+            self.local.apply_weights()
         problem = self.not_finite(optimizer=False) if self._has_adapters else ""
         if problem:
             raise AdaptersNotFinite(
@@ -101,41 +138,24 @@ class PlacedRole:
 
     def not_finite(self, optimizer: bool) -> str:
         """``nonfinite_state`` of the role, on every rank of the world; collective over it."""
-        return self.everywhere(nonfinite_state(self.local, optimizer) if self.local else None)
+        return self.broadcast(nonfinite_state(self.local, optimizer) if self.local else None)
 
     def offload(self) -> None:
         """As ``Role.offload``."""
         if self.local:
             self.local.offload()
 
-    def parameters(self) -> Mapping[str, Tensor]:
-        """This rank's live parameters; none where the role is not."""
-        return self.local.parameters() if self.local else {}
-
-    def side(self) -> ShardSpec:
-        """What each of the role's ranks holds, for a regathering."""
-        return trainer_shards(self.architecture, self.layout, self.ranks, self.implementation)
-
-    def adapter_shards(self, adaptation: Adaptation) -> ShardSpec:
-        """What each of the role's ranks holds of its adapters."""
-        return adapter_shards(self.architecture, adaptation, self.layout, self.ranks)
-
-    def adapter_parameters(self) -> Mapping[str, Tensor]:
-        """This rank's live A and B; none where the role is not."""
-        adapters = self.local.adapters if self.local else None
-        return {name: each.data for name, each in adapters.module.named_parameters()} if adapters else {}
-
     def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
         """As ``Role.logprobs``, on every rank of the team."""
-        return self.in_team(self.local.logprobs(batch) if self.local else None)
+        return self.broadcast_in_team(self.local.logprobs(batch) if self.local else None)
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """As ``Role.values``, on every rank of the team."""
-        return self.in_team(self.local.values(batch) if self.local else None)
+        return self.broadcast_in_team(self.local.values(batch) if self.local else None)
 
     def scores(self, batch: RolloutBatch) -> Tensor:
         """As ``Role.scores``, on every rank of the team."""
-        return self.in_team(self.local.scores(batch) if self.local else None)
+        return self.broadcast_in_team(self.local.scores(batch) if self.local else None)
 
     def update(
         self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Objective, **how: Any
@@ -144,22 +164,21 @@ class PlacedRole:
         return self.local.update(batch, fields, objective, **how) if self.local else {}
 
     def take_gradient_sync_ms(self) -> float:
-        """The mean of ``Role.take_gradient_sync_ms`` over the role's ranks, on every rank of the world."""
-        own = self.local.take_gradient_sync_ms() if self.local else 0.0
+        """The mean of ``Trainer.take_gradient_sync_ms`` over the role's ranks, on every rank of the world."""
+        trainer = self.local.trainer if self.local else None
+        own = trainer.take_gradient_sync_ms() if trainer else 0.0
         return sum_over_ranks([own])[0] / len(self.ranks)
 
     def take_bad_gradients(self) -> str:
-        """``Role.bad_gradients`` since the last call, on every rank of the world."""
-        found = self.local.bad_gradients if self.local else ""
-        if self.local:
-            self.local.bad_gradients = ""
-        return self.everywhere(found)
+        """``Trainer.take_bad_gradients`` on every rank of the world; "" of a role that does not learn."""
+        trainer = self.local.trainer if self.local else None
+        return self.broadcast(trainer.take_bad_gradients() if trainer else "")
 
 
-def side_by_side(calls: Mapping[str, tuple[PlacedRole, Callable[[Role], Any]]]) -> dict[str, Any]:
-    """What each call finds on its role, on every rank of the roles' team, under the call's name; collective over it.
+def compute_concurrently(calls: Mapping[str, tuple[PlacedRole, Callable[[Role], Any]]]) -> dict[str, Any]:
+    """The output of each call of a role, on every rank of the roles' team, by the call's name; collective over it.
 
     Roles without a rank in common compute at the same time: nothing is exchanged before all are done.
     """
-    found = {name: call(role.local) if role.local else None for name, (role, call) in calls.items()}
-    return {name: role.in_team(found[name]) for name, (role, _) in calls.items()}
+    outputs = {name: call(role.local) if role.local else None for name, (role, call) in calls.items()}
+    return {name: role.broadcast_in_team(outputs[name]) for name, (role, _) in calls.items()}

@@ -61,7 +61,7 @@ class StreamedState:
         optimizer._copy_main_params_to_model_params = lambda: None  # done with each piece
 
     def owns(self, main: Tensor) -> bool:
-        """Whether these master weights are streamed."""
+        """Returns whether these master weights are streamed."""
         return id(main) in self._owned
 
     def at_rest(self, main: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class StreamedState:
             self._copy_to_model()
 
     def _state(self, main: Tensor) -> dict[str, Tensor]:
-        """What of a parameter's state is streamed, where it is now."""
+        """The tensors of a parameter's state that are streamed, where they are now."""
         moments = {
             key: value
             for key, value in self._inner.state.get(main, {}).items()

@@ -72,7 +72,7 @@ class Completion:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ended by itself."""
+        """True if it ended by itself."""
         return self.finish_reason != "abort"
 
     @property

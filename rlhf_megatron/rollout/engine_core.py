@@ -42,7 +42,7 @@ class EngineCore(Protocol):
     block_size: int
     """Tokens of a cache block; the last one of a sequence is not full."""
     enable_prefix_caching: bool
-    """Whether the responses to one prompt share its cache blocks."""
+    """True if the responses to one prompt share its cache blocks."""
 
     def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
         """Queue a request; it runs from one of the next steps on."""

@@ -21,7 +21,7 @@ class ReplicaRanks:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank decides for its replica."""
+        """True if this rank decides for its replica."""
         return self.group is None or self.group.rank() == 0
 
     def broadcast(self, tensor: Tensor) -> None:

@@ -138,7 +138,7 @@ class GenerationScheduler:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether the engine does nothing until an answer comes."""
+        """Returns whether the engine does nothing until an answer comes."""
         return bool(self._turns) and (self._turns.is_blocked or not self._in_flight)
 
     def _is_over(self) -> bool:
@@ -147,7 +147,7 @@ class GenerationScheduler:
 
     @property
     def _may_stop_early(self) -> bool:
-        """Whether the generation ends with enough groups, so that finished ones are to be counted."""
+        """Returns whether the generation ends with enough groups, so that finished ones are to be counted."""
         return self._queue.wanted is not None
 
     @property

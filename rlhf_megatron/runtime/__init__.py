@@ -1,1 +1,1 @@
-"""What keeps a run alive: checkpoints on disk. What goes into them is the matter of the roles and the loops."""
+"""Runtime services that keep a run alive: watchdog, signals, recovery, health and faults."""

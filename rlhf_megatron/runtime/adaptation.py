@@ -1,4 +1,4 @@
-"""What a restart does otherwise than the attempt before: smaller budgets after a lack of memory, data passed over.
+"""Adaptations of a restart to the attempt before: smaller budgets after a lack of memory, data passed over.
 
 Pure functions of the recipe and the lines of recovery.jsonl since a person has started the run, who thereby gets the
 recipe as it stands. A budget changes results by rounding only.
@@ -36,7 +36,7 @@ class Adaptation:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, is a lack of memory on a GPU or the host."""
+    """Returns whether an error, or what led to it, is a lack of memory on a GPU or the host."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True

@@ -92,7 +92,7 @@ class Claim:
             raise
 
     def _take_over(self, seconds_of_silence: float) -> bool:
-        """Whether the folder is this process's now, since its holder is gone; raises FolderInUse if that lives."""
+        """Takes the folder over if its holder is gone, and returns whether it did; raises FolderInUse if that lives."""
         seen = now = self._read()
         holder = _holder(seen)
         alive = lives(holder) if holder else None
@@ -150,6 +150,6 @@ class Claim:
 
 
 def _holder(content: bytes | None) -> str:
-    """Whose claim it is; empty where nothing says it, as when the file is just being written."""
+    """The holder of a claim; empty where nothing says it, as when the file is just being written."""
     words = (content or b"").partition(b"\n")[0].decode("utf-8", errors="replace")
     return words if re.fullmatch(r"\S{1,300} [0-9]{1,20} [0-9]{1,20}", words) else ""

@@ -1,4 +1,4 @@
-"""How the clocks of ranks stand to each other. Ranks of one host share a clock; hosts are compared by messages."""
+"""Offsets between the clocks of ranks. Ranks of one host share a clock; hosts are compared by messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXCHANGES = 20
 
 
 def host_identity() -> str:
-    """What the processes of one running system have in common, also where containers have names of their own."""
+    """An identity that the processes of one running system share, also where containers have names of their own."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
@@ -26,9 +26,9 @@ def measure_clocks(host: str, clock: Callable[[], float] = time.perf_counter) ->
     ``clock`` is one that all processes of a ``host`` share, as time.perf_counter is on Linux.
     """
     rank = dist.get_rank()
-    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(found, (host, socket.gethostname()))
-    hosts = [host for host, _ in found]
+    identities: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(identities, (host, socket.gethostname()))
+    hosts = [host for host, _ in identities]
     first_of_host = {host: hosts.index(host) for host in hosts}
     for first in first_of_host.values():
         if first and rank == 0:
@@ -38,7 +38,7 @@ def measure_clocks(host: str, clock: Callable[[], float] = time.perf_counter) ->
     mine = measured if rank and first_of_host[hosts[rank]] == rank else (0.0, 0.0)
     of_ranks = [mine] * len(hosts)
     dist.all_gather_object(of_ranks, mine)
-    return [Clock(name, *of_ranks[first_of_host[host]]) for host, name in found]
+    return [Clock(name, *of_ranks[first_of_host[host]]) for host, name in identities]
 
 
 def clock_ahead(exchanges: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What commands share: arguments, how a rank does its part, and how they tell what was not right. Imports no torch."""
+"""The common part of commands: arguments, a rank's run, and error lines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def command(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
 
 
 def _stdout_is_lost() -> bool:
-    """Whether nobody reads standard output any more; then it goes nowhere from now on, so that Python can end."""
+    """Returns whether nobody reads standard output any more; from then on it goes nowhere, so that Python can end."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(happened & select.POLLERR for _, happened in poll.poll(0)):
@@ -147,7 +147,7 @@ def on_this_rank(action: Callable[[], int]) -> int:
 
 
 def was_refused() -> bool:
-    """Whether an attempt of the same torchrun has refused its input; this one then ends at once, without a word."""
+    """Returns whether an attempt of the same torchrun has refused its input; this one then ends without a word."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     from rlhf_megatron.topology.world import refusal_before

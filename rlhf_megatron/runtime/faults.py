@@ -43,12 +43,12 @@ class Fault:
     last: int
 
     def is_due(self, phase: str, step: int) -> bool:
-        """Whether it happens as ``phase`` of ``step`` begins."""
+        """Returns whether it happens as ``phase`` of ``step`` begins."""
         return phase == self.phase and self.first <= step <= self.last
 
 
 def fault_of(environment: Mapping[str, str]) -> Fault | None:
-    """What the environment asks of this rank in this attempt; raises UserError where it cannot be read."""
+    """The fault that the environment asks of this rank in this attempt; raises UserError where it cannot be read."""
     wanted = environment.get(VARIABLE, "").split(",")
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt >= len(wanted) or not wanted[attempt]:
@@ -70,7 +70,7 @@ class _Armed:
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
-        self.is_read, self.spoils_gradients, self.spoils_weights = False, False, False
+        self.is_read, self.corrupts_gradients, self.corrupts_weights = False, False, False
         self.undo: Callable[[], None] | None = None
 
 
@@ -82,7 +82,7 @@ def at(phase: str, step: int) -> None:
     if not _armed.is_read:
         _armed.fault, _armed.is_read = fault_of(os.environ), True
     fault = _armed.fault
-    _armed.spoils_gradients = _armed.spoils_weights = False
+    _armed.corrupts_gradients = _armed.corrupts_weights = False
     if fault is None:
         return
     if _armed.undo and step > fault.last:
@@ -105,9 +105,9 @@ def _happen(kind: str, words: str) -> None:
         case "out_of_memory":
             raise torch.OutOfMemoryError(words)
         case "nan":
-            _armed.spoils_gradients = True
+            _armed.corrupts_gradients = True
         case "overflow":
-            _armed.spoils_weights = True
+            _armed.corrupts_weights = True
         case "disk_full" if _armed.undo is None:
             _armed.undo = _limit_files(LARGEST_FILE_BYTES)
         case "clock":  # what a correction of the system's clock looks like; time.monotonic() goes on
@@ -134,14 +134,14 @@ def _disconnect(is_meant: Callable[[int], bool]) -> None:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def spoil(parameters: Iterable[torch.nn.Parameter]) -> None:
+def corrupt_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Makes an element of Megatron's gradient buffers nan before the backward pass, where that is due in this phase."""
-    if _armed.spoils_gradients:
+    if _armed.corrupts_gradients:
         gradient: torch.Tensor = getattr(next(iter(parameters)), "main_grad")  # noqa: B009  (Megatron's own attribute)
         gradient.view(-1)[0] = float("nan")
 
 
-def spoil_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
+def corrupt_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Makes an element of the weights infinite after the optimizer's step, where that is due in this phase."""
-    if _armed.spoils_weights:
+    if _armed.corrupts_weights:
         next(iter(parameters)).data.view(-1)[0] = float("inf")

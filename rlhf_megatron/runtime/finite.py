@@ -21,7 +21,7 @@ _SHOWN = 3
 
 
 class NotFiniteError(UserError):
-    """Weights that are not finite: nothing can be learnt, saved or exported with them."""
+    """Weights that are not finite: nothing can be learned, saved or exported with them."""
 
     is_transient = True  # an attempt that goes on from before may not come to them again
 
@@ -41,18 +41,18 @@ def are_finite(tensors: Iterable[Tensor]) -> list[bool]:
 
     One wait for each device, whatever the number of tensors.
     """
-    found: list[bool] = []
+    results: list[bool] = []
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for index, tensor in enumerate(tensors):
-        found.append(True)
+        results.append(True)
         if tensor.numel():
             extremes = torch.stack(torch.aminmax(tensor.detach())).double()
             by_device.setdefault(tensor.device, []).append((index, extremes))
     for of_device in by_device.values():
         finite = torch.stack([extremes for _, extremes in of_device]).isfinite().all(dim=1).tolist()
         for (index, _), is_finite in zip(of_device, finite, strict=True):
-            found[index] = is_finite
-    return found
+            results[index] = is_finite
+    return results
 
 
 def nonfinite(named_tensors: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
@@ -85,12 +85,12 @@ def describe_nonfinite(bad: list[BadTensor], group: dist.ProcessGroup | None = N
     own = (dist.get_rank(), bad[: -_SHOWN - 1 : -1], len(bad))
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
-    places: dict[str, list[tuple[int, BadTensor]]] = {}
+    reports: dict[str, list[tuple[int, BadTensor]]] = {}
     for rank, shown, _ in gathered:
         for tensor in shown:
-            places.setdefault(tensor.name, []).append((rank, tensor))
+            reports.setdefault(tensor.name, []).append((rank, tensor))
     parts = []
-    for name, where in list(places.items())[:_SHOWN]:
+    for name, where in list(reports.items())[:_SHOWN]:
         worst = max((tensor for _, tensor in where), key=lambda tensor: tensor.nan + tensor.infinite)
         kinds = [f"{count} {kind}" for count, kind in ((worst.nan, "nan"), (worst.infinite, "inf")) if count]
         ranks = named_ranks(rank for rank, _ in where)

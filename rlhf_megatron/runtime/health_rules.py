@@ -38,14 +38,14 @@ class HealthStop(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class WatchState:
-    """What one rule remembers of one metric: the last values, and for how many steps its condition has held."""
+    """The memory of one rule for one metric: the last values, and for how many steps its condition has held."""
 
     values: tuple[float, ...] = ()
     streak: int = 0
 
 
 def holds(rule: HealthRuleSection, values: Sequence[float]) -> bool:
-    """Whether a rule's condition holds for the last of ``values``: finite, oldest first, at most ``window`` of them.
+    """Returns whether a rule's condition holds for the last of ``values``: finite, oldest first, at most ``window``.
 
     The standard deviation is the population's. The slope is that of a least-squares line over the window; each half
     must rise at half the rate at least, so that a single jump does not count as growth.
@@ -118,14 +118,14 @@ class RuleWatch:
 
     def findings(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """The rules that speak after a step; of equal metrics under several rules each speaks for itself."""
-        found = []
+        findings = []
         for index, rule in enumerate(self._rules):
             for metric in (name for name in metrics if fnmatchcase(name, rule.metric)):
                 key, value = (index, metric), float(metrics[metric])
                 self._states[key], speaks = observe(rule, self._states.get(key, WatchState()), value)
                 if speaks:
-                    found.append(Finding(rule, self._rank, step, metric, value))
-        return found
+                    findings.append(Finding(rule, self._rank, step, metric, value))
+        return findings
 
     def unseen(self) -> list[str]:
         """Metrics of rules that have not come in any step so far."""
@@ -151,11 +151,11 @@ class Health:
         Raises HealthStop on all ranks where a rule says stop, after its alert has left or half a minute has passed.
         """
         own = metrics if self._rank == 0 else {name: metrics[name] for name in metrics if name.startswith(OWN_METRICS)}
-        found = _from_all_ranks(self._watch.findings(step, own))
+        findings = _from_all_ranks(self._watch.findings(step, own))
         self._miss_metrics(any(name.startswith("eval/") for name in metrics))
-        for finding in found:
+        for finding in findings:
             self._act(finding)
-        ends = [finding for finding in found if finding.rule.action == "stop"]
+        ends = [finding for finding in findings if finding.rule.action == "stop"]
         if ends:
             self.close()
             raise HealthStop(f"health.rules stopped the run: {ends[0].text()}")
@@ -198,21 +198,21 @@ class Health:
                 self._tell(f"warning: health.rules: no metric {metric} in {when}; see docs/monitoring.md")
 
 
-def _from_all_ranks(found: list[Finding]) -> list[Finding]:
+def _from_all_ranks(findings: list[Finding]) -> list[Finding]:
     """The findings of all ranks, on each of them; no more than one number is exchanged where there are none."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return found
-    most = torch.tensor([len(found)])
+        return findings
+    most = torch.tensor([len(findings)])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if not most:
         return []
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, found)
+    dist.all_gather_object(gathered, findings)
     return [finding for of_rank in gathered for finding in of_rank]
 
 
 def memory_metrics() -> dict[str, float]:
-    """What this rank holds now, in GB of 2^30 bytes: ``memory/host_gb``, the process's resident memory, and on a GPU
+    """Memory of this rank now, in GB of 2^30 bytes: ``memory/host_gb``, the process's resident memory, and on a GPU
     ``memory/gpu_gb``, all that is taken of the device (other libraries' and other processes' memory included)."""
     metrics = {"memory/host_gb": psutil.Process().memory_info().rss / GB}
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What tells a process from all others, of other machines and of other times, and whether it is still there (Linux)."""
+"""Identities of processes, across machines and reboots, and whether a process is still there (Linux)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def identity(process: int) -> str:
 
 
 def lives(name: str) -> bool | None:
-    """Whether the process of an ``identity`` is still there; None where it is one of another machine."""
+    """Returns whether the process of an ``identity`` is still there; None where it is one of another machine."""
     machine, process, _ = name.split()
     if machine != this_machine():
         return None

@@ -1,4 +1,4 @@
-"""How ranks are written for people: a thousand of them in one short phrase."""
+"""Formats lists of ranks for people: a thousand of them in one short phrase."""
 
 from __future__ import annotations
 

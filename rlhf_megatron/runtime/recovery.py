@@ -37,7 +37,7 @@ _Budget = Annotated[str, Field(pattern=r"^\w+\.\w+$")]
 
 
 class _Line(BaseModel):
-    """What the next attempt reads of a line; there is more for people."""
+    """The fields of a line that the next attempt reads; there are more for people."""
 
     model_config = ConfigDict(strict=True)
 
@@ -101,7 +101,7 @@ class RepeatedFault(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What has started an attempt."""
+    """The origin of an attempt."""
 
     torchrun: str  # the ``identity`` of rank 0's: it starts the ranks again after a fault
     job: str | None = None  # Slurm's
@@ -114,7 +114,7 @@ class Origin:
         return cls(torchrun, environment.get("SLURM_JOB_ID"), int(environment.get("SLURM_RESTART_COUNT") or 0))
 
     def continues(self, beginning: Mapping[str, Any]) -> bool:
-        """Whether no person has started the run since a ``beginning`` of it, but the same torchrun, or a requeue.
+        """Returns whether the same torchrun, or a requeue, has started the run since a ``beginning``, and no person.
 
         A job alone says nothing: an interactive one may have many starts by hand.
         """
@@ -148,7 +148,7 @@ class RecoveryLog:
         return self._given_origin or Origin.of(os.environ)
 
     def lines(self) -> list[dict[str, Any]]:
-        """What has been written so far; lines that are damaged, as one that a crash has cut, are left out.
+        """The lines so far, without damaged ones, such as one that a crash has cut.
 
         Of one that is larger than any run's nothing is read; ``begin`` moves it out of the way.
         Raises UserError where the file cannot be read at all.
@@ -165,7 +165,7 @@ class RecoveryLog:
         return self._of_this_launch(self.lines())
 
     def launch(self) -> str:
-        """What all attempts have in common that follow from one start by a person; call it after ``begin``."""
+        """The name that all attempts share that follow from one start by a person; call it after ``begin``."""
         beginning = _last_beginning(self.lines())
         return str(beginning["launch"]) if beginning else self._origin.torchrun
 
@@ -180,7 +180,7 @@ class RecoveryLog:
         return next((line for line in stops if line.get("torchrun") == self._origin.torchrun), None)
 
     def starts(self) -> int:
-        """How often the run has been started, by whomever."""
+        """The number of times the run has been started, by whomever."""
         return sum(line["what"] in _BEGINNINGS for line in self.lines())
 
     def append(self, what: What, step: int | None, why: str, **more: Any) -> None:
@@ -233,7 +233,7 @@ class RecoveryLog:
                 self.append("give_up", step, f"{repeats} attempts in a row ended after step {step}; the last: {fault}")
                 return (
                     f"{self.path}: {repeats} attempts in a row ended after step {step} ({shown(fault, 1000)}); "
-                    "mend the cause and start the run again, or raise retry.max_repeats"
+                    "fix the cause and start the run again, or raise retry.max_repeats"
                 )
         what: What = "restart" if own else "start"
         why = fault or (f"the attempt before had ended with: {lines[-1]['what']}" if lines else "the first attempt")
@@ -273,12 +273,12 @@ def _last_beginning(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | N
 
 
 def since_last_beginning(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What the latest attempt in ``lines`` has written after its first line."""
+    """The lines that the latest attempt in ``lines`` has written after its first."""
     return list(itertools.takewhile(lambda line: line["what"] not in _BEGINNINGS, reversed(lines)))[::-1]
 
 
 def _restarts_after(step: int, lines: list[dict[str, Any]]) -> int:
-    """How many restarts at the end of ``lines`` followed a fault after the same step, with nothing changed."""
+    """Counts the restarts at the end of ``lines`` that followed a fault after the same step, with nothing changed."""
     count = 0
     for line in reversed(lines):
         if line["what"] == "restart" and line["step"] == step and "reduced" not in line:
@@ -305,7 +305,7 @@ def _size(path: Path) -> int:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the last line of a file lacks its end."""
+    """Returns whether the last line of a file lacks its end."""
     if not _size(path):
         return False
     with opened(path, UserError) as file:

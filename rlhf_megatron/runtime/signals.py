@@ -107,7 +107,7 @@ def _unlisten() -> None:
 
 
 def neighbour_has_ended(ranks: int) -> bool:
-    """Whether one of this node's ``ranks`` is gone: torchrun's SIGTERM then means that the others end, not save."""
+    """Returns whether one of this node's ``ranks`` is gone: torchrun's SIGTERM then means to end, not to save."""
     alive = set()
     for process in psutil.Process(os.getppid()).children():
         try:
@@ -119,7 +119,7 @@ def neighbour_has_ended(ranks: int) -> bool:
 
 
 def job_end(environment: Mapping[str, str]) -> float | None:
-    """When the job will be ended, in seconds since 1970, or None where nothing says it.
+    """The end of the job, in seconds since 1970, or None where nothing says it.
 
     Raises UserError where RLHF_MEGATRON_DEADLINE or SLURM_JOB_END_TIME is no number.
     """

@@ -31,7 +31,7 @@ class SkippedSteps:
 
     @property
     def are_going_on(self) -> bool:
-        """Whether the last step was skipped. What would be saved then is no state to roll back to."""
+        """True if the last step was skipped. What would be saved then is no state to roll back to."""
         return self._first is not None
 
     def after(self, step: int, metrics: Mapping[str, float], position: Callable[[], dict[str, Any]]) -> None:

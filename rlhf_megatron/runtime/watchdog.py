@@ -128,13 +128,13 @@ class _Watch:
 
     def _note(self) -> None:
         """One line in recovery.jsonl and one on stderr: which ranks were where."""
-        places: dict[str, list[int]] = defaultdict(list)
+        by_stage: dict[str, list[int]] = defaultdict(list)
         for rank in range(self._world):
             path = self._link / f"rank-{rank}.txt"
-            places[path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else "silent"].append(rank)
+            by_stage[path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else "silent"].append(rank)
         where = "; ".join(
-            f"{named_ranks(ranks)} {'said nothing' if place == 'silent' else f'in {place}'}"
-            for place, ranks in places.items()
+            f"{named_ranks(ranks)} {'said nothing' if stage == 'silent' else f'in {stage}'}"
+            for stage, ranks in by_stage.items()
         )
         folder = self._logs / self._link.readlink()
         why = f"no progress for {self._dog.seconds_without_progress():.0f} s: {where}"

@@ -1,1 +1,1 @@
-"""Who runs where: layouts (degrees -> process groups), placement, and the mending that Megatron-core needs for both."""
+"""Layouts (degrees -> process groups), teams of ranks, and collectives."""

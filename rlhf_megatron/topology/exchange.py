@@ -68,8 +68,8 @@ def max_over_ranks(values: Sequence[float]) -> list[float]:
 def _over_ranks(values: Sequence[float], operation: Any, group: _Group) -> list[float]:
     reduced = torch.tensor(list(values), dtype=torch.float64)
     dist.all_reduce(reduced, operation, group)
-    found: list[float] = reduced.tolist()
-    return found
+    result: list[float] = reduced.tolist()
+    return result
 
 
 def gather_bytes(data: bytes) -> list[bytes]:

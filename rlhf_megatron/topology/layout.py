@@ -1,7 +1,7 @@
-"""Layouts: the degrees of parallelism of one role, the coordinates of its ranks, and the process groups they form.
+"""Layouts: the degrees of parallelism of one role, the coordinates of its ranks, and the groups that they form.
 
-Everything down to ``make_groups`` is arithmetic that needs neither torch nor a cluster, so a layout for any world size
-can be made and checked anywhere. What a shard holds is the matter of ``models.weight_map``.
+Pure arithmetic, without torch or a cluster, so a layout for any world size can be made and checked anywhere. Process
+groups are made from it in ``process_groups``; the contents of a shard are in ``models.weight_map``.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.errors import RecipeError
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands in its role's layout; each counts from 0."""
+    """The coordinates of one rank in its role's layout; each counts from 0."""
 
     tensor: int
     context: int
@@ -29,7 +25,7 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertCoordinates:
-    """Where one rank stands in the grid of a mixture of experts, which cuts a pipeline stage in its own way."""
+    """The coordinates of one rank in the grid of a mixture of experts, which cuts a pipeline stage in its own way."""
 
     tensor: int
     expert: int
@@ -37,15 +33,15 @@ class ExpertCoordinates:
     pipeline: int
 
 
-_AXES = ("tensor", "context", "data", "pipeline")
+AXES = ("tensor", "context", "data", "pipeline")
 
 
-def _alike(places: Sequence[Coordinates | ExpertCoordinates], axes: Collection[str]) -> Iterable[list[int]]:
-    """The positions of ``places`` that differ only in the coordinates named by ``axes``, together, in rising order."""
-    fixed = [field.name for field in dataclasses.fields(places[0]) if field.name not in axes]
+def _alike(coordinates: Sequence[Coordinates | ExpertCoordinates], axes: Collection[str]) -> Iterable[list[int]]:
+    """The positions of ``coordinates`` that differ only along ``axes``, together, in rising order."""
+    fixed = [field.name for field in dataclasses.fields(coordinates[0]) if field.name not in axes]
     groups: dict[tuple[int, ...], list[int]] = {}
-    for position, place in enumerate(places):
-        groups.setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(position)
+    for position, each in enumerate(coordinates):
+        groups.setdefault(tuple(getattr(each, axis) for axis in fixed), []).append(position)
     return groups.values()
 
 
@@ -64,7 +60,7 @@ class Layout:
     expert_tensor: int | None = None  # default: tensor
 
     def __post_init__(self) -> None:
-        for name in (*_AXES, "virtual_pipeline"):
+        for name in (*AXES, "virtual_pipeline"):
             if getattr(self, name) < 1:
                 raise RecipeError(f"layout: {name} is {getattr(self, name)}; every degree must be at least 1")
         stage, shared = self.tensor * self.context * self.data, self.expert * self.expert_parts
@@ -149,72 +145,3 @@ class Layout:
         starts = list(itertools.accumulate(in_turn, initial=0))
         chunks = [range(start, start + count) for start, count in zip(starts, in_turn, strict=False)]
         return [chunks[stage :: self.pipeline] for stage in range(self.pipeline)]
-
-
-def make_groups(layout: Layout, ranks: Sequence[int]) -> ProcessGroupCollection | None:
-    """The process groups of one role whose positions are the global ``ranks``, in that order.
-
-    Collective over the whole world: every rank calls it for every role, in the same order. Ranks outside the role get
-    None. Equal sets of ranks share one communicator. Every field that megatron-core 0.19 reads is set, since it takes a
-    missing one for a group of size 1; ``pp_gradients`` is our own.
-    """
-    import torch.distributed as dist
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    if len(ranks) != layout.size:
-        raise RecipeError(f"layout: {layout} needs {layout.size} ranks and was given {len(ranks)}")
-    me = dist.get_rank()
-    made: dict[tuple[int, ...], Any] = {}
-
-    def group_of(lists: Iterator[list[int]] | list[list[int]]) -> Any:
-        mine = None
-        for positions in lists:
-            members = tuple(ranks[p] for p in positions)
-            if members not in made:
-                made[members] = dist.new_group(list(members))
-            if me in members:
-                mine = made[members]
-        return mine
-
-    tensor = group_of(layout.groups_along("tensor"))
-    data_context = group_of(layout.groups_along("context", "data"))
-    pipeline_lists = list(layout.groups_along("pipeline"))
-    model = group_of(layout.groups_along("tensor", "pipeline"))
-    everyone = group_of(layout.groups_along(*_AXES))
-    expert_data = group_of(layout.expert_groups_along("data"))
-    expert_model = group_of(layout.expert_groups_along("tensor", "expert", "pipeline"))
-    fields = {
-        "tp": tensor,
-        "pp": group_of(pipeline_lists),
-        "cp": group_of(layout.groups_along("context")),
-        "dp": group_of(layout.groups_along("data")),
-        "dp_cp": data_context,
-        "tp_cp": group_of(layout.groups_along("tensor", "context")),
-        "mp": model,
-        "tp_dp_cp": group_of(layout.groups_along("tensor", "context", "data")),
-        "embd": group_of([sorted({members[0], members[-1]}) for members in pipeline_lists]),
-        "pos_embd": group_of([[members[0]] for members in pipeline_lists]),
-        "ep": group_of(layout.expert_groups_along("expert")),
-        "expt_tp": group_of(layout.expert_groups_along("tensor")),
-        "expt_dp": expert_data,
-        "tp_ep": group_of(layout.expert_groups_along("tensor", "expert")),
-        "tp_ep_pp": expert_model,
-        "tp_ep_pp_with_egtp_remat": expert_model,
-        "expt_dp_gtp_remat": expert_data,
-        "dp_cp_gtp_remat": data_context,
-        "intra_dp_cp": data_context,
-        "intra_expt_dp": expert_data,
-        "intra_dist_opt": everyone,
-        "inter_dist_opt": None,
-        "gtp_remat": None,
-        "expt_gtp_remat": None,
-        "hcp": None,
-        "dp_cp_ag": None,
-        "expt_dp_ag": None,
-    }
-    collection: Any = ProcessGroupCollection(**fields)
-    # With virtual stages on two ranks, gradients have groups of their own (see ``pipeline``), of the same ranks.
-    made.clear()
-    ring_of_two = layout.virtual_pipeline > 1 and layout.pipeline == 2
-    collection.pp_gradients = group_of(pipeline_lists) if ring_of_two else collection.pp
-    return collection if me in ranks else None

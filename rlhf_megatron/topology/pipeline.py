@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other, where Megatron's own way does not serve."""
+"""Point-to-point communication of pipeline stages, where Megatron's own does not serve."""
 
 from __future__ import annotations
 

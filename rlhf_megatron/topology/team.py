@@ -22,7 +22,7 @@ class Team:
 
     @property
     def here(self) -> bool:
-        """Whether this rank belongs to it."""
+        """True if this rank belongs to it."""
         return self.group is None or dist.get_rank() in self.ranks
 
     @property

@@ -21,7 +21,7 @@ _REFUSAL = "refusal"
 
 
 def waiting_minutes(hang_seconds: float) -> float:
-    """How long a rank may wait for others. Where a hang is noticed, that comes first: it tells more."""
+    """The minutes that a rank may wait for others. Where a hang is noticed, that comes first: it tells more."""
     return max(30.0, hang_seconds / 60 + 5)
 
 
@@ -46,7 +46,7 @@ def join_world(timeout_minutes: float = 30.0) -> None:
 
 
 def _store_of_this_attempt(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Where the ranks of this attempt find each other, as arguments of init_process_group; empty: torch's own choice.
+    """The rendezvous of this attempt's ranks, as arguments of init_process_group; empty: torch's own choice.
 
     Ranks that torchrun has started again need another part of its store, which still has the addresses of the dead. On
     several nodes the agents do not agree on the number of the attempt (github.com/pytorch/pytorch/issues/135712);
@@ -68,7 +68,7 @@ def _store_of_this_attempt(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def agents_keep_a_store() -> bool:
-    """Whether torchrun's agents serve a store beside their ranks, which outlives an attempt."""
+    """Returns whether torchrun's agents serve a store beside their ranks, which outlives an attempt."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -83,7 +83,7 @@ def store_of_ranks(timeout: datetime.timedelta) -> dist.Store:
 
 
 def first_to_say(text: str) -> bool:
-    """Whether no other process of the run has asked this about ``text``: one speaks where all ranks fail alike.
+    """Returns whether no other process of the run has asked this about ``text``: one speaks where all ranks fail alike.
 
     It asks the store that torchrun keeps beside its ranks, so no rank waits for another and the world need not be
     joined. Where there is no such store, every process is taken for the first.

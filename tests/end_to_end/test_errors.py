@@ -226,7 +226,7 @@ def test_a_reward_function_that_raises_is_told_with_its_sample_and_line(train: C
     # The answers to a longer prompt are asked for first.
     assert train(1, "rl.yaml", "reward.function=rewards.py:raises").only_error() == (
         "error: sample of row 2 (data_source some/sums): reward.function rewards.py:raises: raises raised ValueError: "
-        "no unit in the answer (rewards.py line 5); mend it, or have it return a number for such a sample"
+        "no unit in the answer (rewards.py line 5); fix it, or have it return a number for such a sample"
     )
 
 

@@ -64,7 +64,7 @@ def _compare(
         "before": before,
         "after": after,
         "gpu_freed": freed,
-        "pieces": sum(len(streamed._pieces) for streamed in leaves._memory._streamed),
+        "pieces": sum(len(streamed._pieces) for streamed in leaves.memory._streamed),
         "equal": sorted(equal),
         "all": sorted(expected),
     }
@@ -137,7 +137,7 @@ def learn_placed(
             if roles[name]["learns"]
         }
         for name in metrics:
-            found[name]["steps"].append(made[name].everywhere(metrics[name]))
+            found[name]["steps"].append(made[name].broadcast(metrics[name]))
     for name, role in made.items():
         is_language = roles[name]["head"] == "language"
         output = role.logprobs(batch).logprobs if is_language else role.scores(batch)
@@ -155,11 +155,11 @@ _OBJECTIVES = {"language": negative_log_likelihood, "scalar": _squared_error}
 
 def _everything(role: Role) -> dict[str, Tensor]:
     """Parameters, and what a checkpoint has of the optimizer."""
-    return {**role.parameters(), **(role_tensors(role, {})[0] if role.optimizer else {})}
+    return {**role.parameters(), **(role_tensors(role, {})[0] if role.trainer else {})}
 
 
 def _bytes_on_device(role: Role) -> dict[str, int]:
     """Bytes of the distinct storages of each kind of memory."""
-    memory: Any = role._memory
+    memory: Any = role.memory
     storages = {kind: {t.untyped_storage()._cdata: t for t in memory._tensors(kind)} for kind in KINDS}
     return {kind: sum(t.untyped_storage().nbytes() for t in of_kind.values()) for kind, of_kind in storages.items()}

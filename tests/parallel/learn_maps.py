@@ -73,7 +73,7 @@ def differences(
     from vllm.model_executor.model_loader.utils import initialize_model
 
     from rlhf_megatron.compat.vllm.load_tracing import as_rank
-    from rlhf_megatron.models.hf_files import window
+    from rlhf_megatron.models.weight_source import window
 
     config = EngineArgs(
         model=str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy"

@@ -23,7 +23,8 @@ from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_t
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
-from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
+from rlhf_megatron.models.hf_export import Companions  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.models.lora import Adaptation, PeftAdapter  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.regather.shard_specs import adapter_shards  # noqa: E402
@@ -67,18 +68,18 @@ def learn(
     role = make_role(layout)
     load(role)
     if loss_scale is not None:
-        assert role.loss_scale is not None
-        role.loss_scale.load([loss_scale, 0])
+        assert role.trainer is not None and role.trainer.loss_scale is not None
+        role.trainer.loss_scale.load([loss_scale, 0])
     prompts, responses = rows
     batch = batch_from_rows(prompts, responses)
     outputs = role.logprobs(batch)
-    base = role.base_logprobs(batch).logprobs[batch.response_mask].tolist() if role.adapters else None
+    base = role.base_logprobs(batch).logprobs[batch.response_mask].tolist() if role.shard.adapters else None
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     updates = [role.update(batch, {"weights": weights}, negative_log_likelihood)]
     refused = ""
     if then is not None:
         before, role = role, make_role(then)
-        if role.adapters:
+        if role.shard.adapters:
             load(role)  # a checkpoint has no weights without adapters
         refused = _hand_over(before, role, Path(f"{model}, checkpoint"))
     updates += [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(1, steps)]
@@ -87,16 +88,16 @@ def learn(
             Path(exported),
             Companions(Path(model)),
             architecture,
-            role.side(),
+            role.shard_spec(),
             role.parameters(),
             torch.float32,
             role.device,
         )
-        if role.adapters:
-            adaptation = role.adapters.adaptation
-            held = {name: parameter.data for name, parameter in role.learning.named_parameters()}
-            side = adapter_shards(architecture, adaptation, role.layout, role.ranks)
-            export_adapters(Path(exported) / "adapter", model, architecture, adaptation, side, held, role.device)
+        if role.shard.adapters:
+            adaptation = role.shard.adapters.adaptation
+            held = {name: parameter.data for name, parameter in role.shard.trainable.module.named_parameters()}
+            sources = adapter_shards(architecture, adaptation, role.layout, role.ranks)
+            export_adapters(Path(exported) / "adapter", model, architecture, adaptation, sources, held, role.device)
     return {
         "base_logprobs": base,
         "logprobs": outputs.logprobs[batch.response_mask].tolist(),
@@ -116,10 +117,10 @@ def _hand_over(before: Role, after: Role, folder: Path) -> str:
     """
     tensors, pieces = role_tensors(before, {})
     about = {"pieces": {before.name: pieces}}
-    write_tensors(folder, f"rank-{before.position}.safetensors", tensors, about)
+    write_tensors(folder, f"rank-{before.shard.position}.safetensors", tensors, about)
     state = json.loads(json.dumps(role_state(before)))
     dist.barrier()
-    for parameter in after.learning.parameters():
+    for parameter in after.shard.trainable.module.parameters():
         parameter.data.zero_()
     with contextlib.ExitStack() as stack:
         paths = [partial_folder(folder) / f"rank-{position}.safetensors" for position in range(before.layout.size)]

@@ -19,7 +19,8 @@ from rlhf_megatron.compat.vllm import internals  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
-from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
+from rlhf_megatron.models.hf_export import Companions  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
 from rlhf_megatron.regather.peer_memory import map_peers  # noqa: E402
@@ -67,7 +68,7 @@ def learn_and_answer(
     for parameter in engine.parameters().values():
         parameter.fill_(torch.nan)  # what a regathering leaves out is seen
     wanted = rollout_shards(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
-    plan = plan_regather(role.side(), wanted, rank)
+    plan = plan_regather(role.shard_spec(), wanted, rank)
     weights_dtype = next(iter(engine.parameters().values())).dtype
     peers = map_peers(plan, role.parameters()) if peer_memory else None
     regather = Regather(
@@ -88,8 +89,8 @@ def learn_and_answer(
         sampled = engine.generate(requests, Sampling(1.0, 1.0, -1, 12, [1]))
         own = role.logprobs(batch_from_rows(prompts, [completion.token_ids for completion in sampled]))
         export_weights(
-            Path(exported) / f"update-{number}", Companions(Path(model)), architecture, role.side(), role.parameters(),
-            getattr(torch, dtype), role.device,
+            Path(exported) / f"update-{number}", Companions(Path(model)), architecture, role.shard_spec(),
+            role.parameters(), getattr(torch, dtype), role.device,
         )  # fmt: skip
         differing = differ_from_loading(engine, Path(exported) / f"update-{number}")
         results.append(
@@ -142,7 +143,7 @@ def follow_files(
             role.load(files)
         for parameter in engine.parameters().values():
             parameter.fill_(torch.nan)  # what a regathering leaves out is seen
-        plan = plan_regather(role.side(), wanted, rank)
+        plan = plan_regather(role.shard_spec(), wanted, rank)
         Regather(plan, torch.float32, role.device, staging_bytes=65536).run(role.parameters(), engine.parameters())
         engine.weights_updated(number + 1)  # which looks whether a parameter has moved
         found[name] = differ_from_loading(engine, Path(model))

@@ -60,7 +60,7 @@ def compare(
         role.load(files)
     section = RolloutSection(max_response_length=16, layout=rollout_layout, **(rollout or {}))
     wanted = rollout_shards(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
-    plan = plan_regather(role.side(), wanted, rank)
+    plan = plan_regather(role.shard_spec(), wanted, rank)
     offered = {name: role.parameters()[source] for name, source in shareable(plan).items()}
     ways = [offered, None] if beside_copies else [offered]
     engines = [VllmEngine(model, section, dtype, 32, seed=1, shared=shared) for shared in ways]

@@ -25,8 +25,9 @@ def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[s
 
     prepare_environment()
     from rlhf_megatron.models.architecture import read_architecture
-    from rlhf_megatron.models.hf_files import CheckpointFiles, load_blocks
+    from rlhf_megatron.models.hf_files import CheckpointFiles
     from rlhf_megatron.models.weight_map import rollout_blocks
+    from rlhf_megatron.models.weight_source import load_blocks
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.rollout.engine import Request, Sampling
     from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine

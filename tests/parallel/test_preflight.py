@@ -22,7 +22,7 @@ from hugging_face import make_model
 from parallel.ranks import run_ranks, write_result
 from rlhf_megatron.preflight import machine
 from rlhf_megatron.preflight import preflight as of_loops
-from rlhf_megatron.preflight.answers import answers_of_torchrun
+from rlhf_megatron.preflight.rank_answers import answers_of_torchrun
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.recipe.health import HealthRuleSection, HealthSection
 from rlhf_megatron.runtime.clocks import measure_clocks

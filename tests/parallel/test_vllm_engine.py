@@ -21,8 +21,9 @@ def answers(model: str, tensor: int) -> dict[str, Any]:
 
     prepare_environment()
     from rlhf_megatron.models.architecture import read_architecture
-    from rlhf_megatron.models.hf_files import CheckpointFiles, load_blocks
+    from rlhf_megatron.models.hf_files import CheckpointFiles
     from rlhf_megatron.models.weight_map import rollout_blocks
+    from rlhf_megatron.models.weight_source import load_blocks
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.recipe.rollout import RolloutLayoutSection
     from rlhf_megatron.rollout.engine import Request, Sampling

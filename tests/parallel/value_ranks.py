@@ -21,7 +21,8 @@ from rlhf_megatron.data.tokenizer import load_tokenizer  # noqa: E402
 from rlhf_megatron.loops.reward_modeling import bradley_terry  # noqa: E402
 from rlhf_megatron.models.architecture import Head, read_architecture  # noqa: E402
 from rlhf_megatron.models.heads import ScalarHead  # noqa: E402
-from rlhf_megatron.models.hf_files import CheckpointFiles, Companions  # noqa: E402
+from rlhf_megatron.models.hf_export import Companions  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.roles.outputs import SCORES  # noqa: E402
 from rlhf_megatron.roles.reward_model import RewardModel  # noqa: E402
@@ -145,4 +146,4 @@ def export(role: Role, folder: Path, companions: str) -> None:
     """Writes the role as a Hugging Face folder."""
     parameters = role.parameters()
     files = Companions(Path(companions))
-    export_weights(folder, files, role.architecture, role.side(), parameters, torch.float32, role.device)
+    export_weights(folder, files, role.architecture, role.shard_spec(), parameters, torch.float32, role.device)

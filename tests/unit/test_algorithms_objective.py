@@ -291,7 +291,7 @@ class Learner:
         self.logprobs[batch.tokens] -= torch.autograd.grad(loss, leaf)[0]
         return {name: float(total / count) for name, (total, count) in metrics.items()} | {"loss": float(loss)}
 
-    def in_team(self, value: Any) -> Any:
+    def broadcast_in_team(self, value: Any) -> Any:
         return value
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.checkpoint import storage as checkpoint
 from rlhf_megatron.checkpoint.manager import sound_checkpoints
-from rlhf_megatron.checkpoint.storage import MetricValue, best_of, forget_best, found, publish, write_tensors
+from rlhf_megatron.checkpoint.storage import MetricValue, best_of, forget_best, list_checkpoints, publish, write_tensors
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 
@@ -35,7 +35,7 @@ def save(
 
 
 def names(folder: Path) -> list[str]:
-    return [path.name for path in found(folder)]
+    return [path.name for path in list_checkpoints(folder)]
 
 
 def test_the_best_is_kept_until_a_better_one_comes(tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ def test_every_output_is_read_once_and_is_the_same_token(rows: list[int], per_ro
         assert torch.equal(micro.tokens[micro.outputs], whole.tokens[whole.outputs][micro.kept])
         assert torch.equal(micro.positions[micro.outputs], whole.positions[whole.outputs][micro.kept])
         assert torch.equal(micro.targets, whole.targets[micro.kept])
-        assert torch.equal(micro.places, whole.places) and torch.equal(micro.fields["place"], whole.places)
+        assert torch.equal(micro.batch_indices, whole.batch_indices) and torch.equal(
+            micro.fields["place"], whole.batch_indices
+        )
 
 
 def test_padded_rows_read_what_rows_without_padding_read() -> None:
@@ -49,4 +51,4 @@ def test_padded_rows_read_what_rows_without_padding_read() -> None:
     for name in ("tokens", "positions"):
         of_plain, of_padded = getattr(plain, name), getattr(padded, name)
         assert torch.equal(of_plain[plain.outputs], of_padded[padded.outputs])
-    assert torch.equal(plain.targets, padded.targets) and torch.equal(plain.places, padded.places)
+    assert torch.equal(plain.targets, padded.targets) and torch.equal(plain.batch_indices, padded.batch_indices)

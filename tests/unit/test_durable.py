@@ -11,7 +11,7 @@ import torch
 
 from hugging_face import make_model
 from rlhf_megatron.durable import tidy, whole_file, whole_folder, write_text
-from rlhf_megatron.models.hf_files import Companions, write_checkpoint
+from rlhf_megatron.models.hf_export import Companions, write_checkpoint
 from rlhf_megatron.models.lora import Adaptation, write_peft
 
 

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from hugging_face import make_model
 from rlhf_megatron.models.architecture import ModelError, read_architecture
-from rlhf_megatron.models.hf_files import CheckpointFiles, Companions, load_blocks, write_checkpoint
+from rlhf_megatron.models.hf_export import Companions, write_checkpoint
+from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.lora import PEFT_WEIGHTS, Adaptation, PeftAdapter, factor_shapes, peft_config
 from rlhf_megatron.models.weight_map import whole_blocks
+from rlhf_megatron.models.weight_source import load_blocks
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.runtime.finite import BadTensor, NotFiniteError, are_finite, nonfinite, only_finite
 

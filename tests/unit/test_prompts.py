@@ -77,7 +77,7 @@ def test_verl_files_are_read_through_all_files_and_row_groups(
     assert found == dataset.read(range(23))
     assert dataset.read([7, 22, 3, 7]) == [found[7], found[22], found[3], found[7]]
     assert list(dataset.read_heads(6)) == [*found[:6], *found[10:16]]
-    assert (dataset.rows.place(11).file, dataset.rows.place(11).row) == (str(files[1]), 1)
+    assert (dataset.rows.location(11).file, dataset.rows.location(11).row) == (str(files[1]), 1)
     assert dataset.data_sources() == ["openai/gsm8k"]
 
 

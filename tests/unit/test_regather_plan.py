@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
-from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block, tensor_shapes, whole_blocks
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe.load import load_recipe
 from rlhf_megatron.regather.peer_memory import spread_over_sources

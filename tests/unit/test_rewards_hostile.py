@@ -237,7 +237,7 @@ def test_what_comes_after_an_answer_is_not_the_next_ones(
 
 @pytest.mark.parametrize(
     ("body", "told"),
-    [("raise KeyboardInterrupt", r"compute_score raised KeyboardInterrupt: *\(reward\.py line \d+\); mend it"),
+    [("raise KeyboardInterrupt", r"compute_score raised KeyboardInterrupt: *\(reward\.py line \d+\); fix it"),
      ("spew(b'noise\\n')\nreturn 1.0", r"the worker process sent what is no answer \(.*not valid JSON"),
      ("time.sleep(0.5)\ngrown = b'x' * 10**9\ntime.sleep(60)", "used more memory than memory_limit_gb allows"),
      ("for _ in range(600): os.posix_spawn('/bin/sleep', ['sleep', '600'], {})\ntime.sleep(60)",

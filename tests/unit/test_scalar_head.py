@@ -85,7 +85,7 @@ def test_rows_are_read_at_their_last_token_that_is_no_padding() -> None:
     micro = make_micro_batch(batch, [1, 2, 0], fields, per_row=True, pad_token_id=0, alignment=4)
     assert micro.cu_seqlens.tolist() == [0, 4, 6, 10, 12]
     assert micro.outputs.tolist() == [1, 5, 9] and micro.targets.tolist() == [9, 0, 8]
-    assert micro.places.tolist() == [1, 2, 0]
+    assert micro.batch_indices.tolist() == [1, 2, 0]
     assert micro.fields["weights"].tolist() == pytest.approx([0.2, 0.3, 0.1])
     assert make_micro_batch(batch, [1], fields, per_row=True).outputs.tolist() == [3]
     nothing = make_micro_batch(batch, [], fields, per_row=True)

@@ -45,7 +45,7 @@ ALLOWED_READS = {
     "rlhf_megatron/checkpoint/saved_role.py": "its own dataclass, written a line before",
     "rlhf_megatron/checkpoint/manifest.py": "its own manifest, written a line before",
     "rlhf_megatron/preflight/agreement.py": "the package's own source",
-    "rlhf_megatron/preflight/answers.py": "answers of other ranks",
+    "rlhf_megatron/preflight/rank_answers.py": "answers of other ranks",
     "rlhf_megatron/preflight/machine.py": "/sys",
     "rlhf_megatron/runtime/processes.py": "/proc",
     "rlhf_megatron/runtime/watchdog.py": "one line that a rank has just written",

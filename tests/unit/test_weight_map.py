@@ -10,8 +10,8 @@ import torch
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import Experts, Head, ModelError, parse_architecture
-from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import SCORE, Implementation, megatron_blocks, rollout_blocks, tensor_shapes
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.topology.layout import Layout
 from shards import architecture, checkpoint, filled
 

@@ -1,4 +1,4 @@
-"""What every rank does with all tokens of a step beside the engines, by one thread of a CPU.
+"""Times what every rank does with all tokens of a step beside the engines, by one thread of a CPU.
 
     python tools/bench/bookkeeping.py [--rows 8192] [--gpus 64] [--repeats 3] [--output FILE.json]
 
@@ -57,8 +57,8 @@ def random_batch(rows: int) -> RolloutBatch:
     """Groups of responses with lognormal lengths, out of order, as replicas finish them."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([min(LENGTHS.of_row(row), LONGEST) for row in range(rows)]) + PROMPT
-    place = torch.arange(int(lengths.sum())) - on_tokens(boundaries(lengths)[:-1], lengths)
-    mask = place >= PROMPT
+    position = torch.arange(int(lengths.sum())) - on_tokens(boundaries(lengths)[:-1], lengths)
+    mask = position >= PROMPT
     row_id = torch.randperm(rows, generator=generator)
     return RolloutBatch(
         tokens=torch.randint(150_000, (len(mask),), generator=generator),

@@ -1,4 +1,4 @@
-"""How long training waits for a checkpoint, and how much slower it is while one is written in the background.
+"""Measures how long training waits for a checkpoint, and its slowdown while one is written in the background.
 
     python launch/torchrun.py --nproc-per-node 1 tools/bench/checkpoint.py MODEL_FOLDER [--output FILE.json]
 

@@ -1,4 +1,4 @@
-"""How long training waits for its prompts, and how much memory they take, over data larger than a run keeps in memory.
+"""Measures the wait of training for its prompts, and their memory, over data larger than a run keeps in memory.
 
     python tools/bench/data.py [--rows 10000000] [--output docs/results/data.json]
 
@@ -88,15 +88,15 @@ def measure(folder: Path, steps: int, prompts: int, pause: float) -> dict[str, f
     """Open the files and go through so many steps; times, and memory of this process in MB."""
     started = time.perf_counter()
     tokenizer = load_tokenizer(folder / "tokenizer")
-    found = {"tokenizer_seconds": time.perf_counter() - started, "resident_mb_before": resident_mb()}
+    result = {"tokenizer_seconds": time.perf_counter() - started, "resident_mb_before": resident_mb()}
     section = DataSection(train_files=sorted(map(str, folder.glob("*.parquet"))), max_prompt_length=128)
 
     started = time.perf_counter()
     stream = open_data(section, tokenizer, seed=1).train
-    found["open_seconds"] = time.perf_counter() - started
+    result["open_seconds"] = time.perf_counter() - started
     assert sorted(stream.data_sources()) == SOURCES  # as the reward's check asks for
     drawn = len({prompt.row for prompt in stream.next(prompts)})
-    found |= {"start_seconds": time.perf_counter() - started, "resident_mb_start": resident_mb()}
+    result |= {"start_seconds": time.perf_counter() - started, "resident_mb_start": resident_mb()}
 
     state = stream.state()
     border = first_border(section, tokenizer, steps * prompts)
@@ -108,7 +108,7 @@ def measure(folder: Path, steps: int, prompts: int, pause: float) -> dict[str, f
         begun = time.perf_counter()
         drawn += len({prompt.row for prompt in stream.next(prompts)})
         waits.append((time.perf_counter() - begun) * 1000.0)
-    found |= {
+    result |= {
         "resident_mb_end": resident_mb(),
         "resident_mb_highest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "steps": steps,
@@ -124,12 +124,12 @@ def measure(folder: Path, steps: int, prompts: int, pause: float) -> dict[str, f
     started = time.perf_counter()
     stream.load(state)
     assert stream.next(prompts) == expected
-    found["resume_seconds"] = time.perf_counter() - started
-    return {name: round(value, 3) for name, value in found.items()} | {"distinct_prompts": drawn}
+    result["resume_seconds"] = time.perf_counter() - started
+    return {name: round(value, 3) for name, value in result.items()} | {"distinct_prompts": drawn}
 
 
 def first_border(section: DataSection, tokenizer: Tokenizer, rows: int) -> int:
-    """Where to start so that a new window of the shuffle is read amid so many rows; 0 where all is one window."""
+    """The row to start at so that a new window of the shuffle is read amid so many rows; 0 where all is one window."""
     blocks = PromptDataset(section.train_files, tokenizer, section).rows.blocks
     starts = WindowOrder(blocks, section.shuffle_window_mb, seed=1).window_starts(0)
     return max(0, starts[1] - rows // 2) if len(starts) > 2 else 0

@@ -51,5 +51,5 @@ def _pass_on(stream: IO[str], errors: list[str]) -> None:
     for line in stream:
         sys.stderr.write(line)
         sys.stderr.flush()
-        if found := _ERROR.match(line):
-            errors.append(found[1])
+        if match := _ERROR.match(line):
+            errors.append(match[1])

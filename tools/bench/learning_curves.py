@@ -82,8 +82,8 @@ def main() -> int:
     return int(any(statuses))
 
 
-def train(name: str, seed: str, place: int, options: argparse.Namespace) -> int:
-    """One run, the one at ``place`` in the list; its metrics are copied into the output folder however it ended."""
+def train(name: str, seed: str, index: int, options: argparse.Namespace) -> int:
+    """One run, the one at ``index`` in the list; its metrics are copied into the output folder however it ended."""
     algorithm, run = ALGORITHMS[name], f"curve_{name}_{seed}"
     folder = options.output
     recipe = folder / f"{run}.yaml"
@@ -99,7 +99,7 @@ def train(name: str, seed: str, place: int, options: argparse.Namespace) -> int:
     ]  # fmt: skip
     variables = dict(os.environ)
     if options.devices:
-        variables["CUDA_VISIBLE_DEVICES"] = str(place % options.devices)
+        variables["CUDA_VISIBLE_DEVICES"] = str(index % options.devices)
     with (folder / f"{run}.log").open("wb") as log:
         try:
             status = subprocess.run(command, stdout=log, stderr=log, env=variables, timeout=options.timeout).returncode

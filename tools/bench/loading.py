@@ -1,12 +1,12 @@
-"""How much host memory a rank needs to load its shard of a Hugging Face checkpoint, and how long that takes.
+"""Measures host memory and time that a rank needs to load its shard of a Hugging Face checkpoint.
 
     python tools/bench/loading.py recipes/models/qwen2.5-7b [--tensor 4] [--folder /scratch] [--output FILE.json]
 
 MODEL needs only a config.json: a checkpoint of that shape with random bfloat16 weights is written first, in shards of
 4 GB as Hugging Face does, and deleted at the end. A process of its own then takes memory for the parameters of one rank
-and fills them as a role does (``models/hf_files.py``), while a thread looks at the process's anonymous memory; pages of
-the files themselves belong to the system's cache. The floor of the time is a plain read of as many bytes, in the same
-run; both find the files in that cache if it is large enough.
+and fills them as a role does (``models/weight_source.py``), while a thread looks at the process's anonymous memory;
+pages of the files themselves belong to the system's cache. The floor of the time is a plain read of as many bytes, in
+the same run; both find the files in that cache if it is large enough.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from rich.console import Console
 from rich.progress import track
 
 from rlhf_megatron.models.architecture import Architecture, read_architecture
-from rlhf_megatron.models.hf_files import CheckpointFiles, Companions, RandomWeights, load_blocks, write_checkpoint
+from rlhf_megatron.models.hf_export import Companions, write_checkpoint
+from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.weight_map import megatron_blocks, whole_blocks
+from rlhf_megatron.models.weight_source import RandomWeights, load_blocks
 from rlhf_megatron.regather.plan import elements
 from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
@@ -62,18 +64,18 @@ def write_random(architecture: Architecture, companions: Path, folder: Path) -> 
     """Writes a checkpoint of random weights."""
     weights, blocks = RandomWeights(architecture, 1, torch.device("cpu")), whole_blocks(architecture)
     drawn = ((block.tensor, weights.read(block.tensor, block.region).bfloat16()) for block in blocks)
-    told = track(drawn, "random checkpoint", len(blocks), console=Console(stderr=True))
-    write_checkpoint(folder, Companions(companions), told, torch.bfloat16)
+    tracked = track(drawn, "random checkpoint", len(blocks), console=Console(stderr=True))
+    write_checkpoint(folder, Companions(companions), tracked, torch.bfloat16)
 
 
 def in_own_process(checkpoint: Path, layout: Layout) -> dict[str, Any]:
-    """What ``load`` finds, in a fresh process that has nothing of this one's memory."""
+    """Runs ``load`` in a fresh process that has nothing of this one's memory."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=load, args=(checkpoint, layout, sender))
     process.start()
-    found: dict[str, Any] = receiver.recv()
+    result: dict[str, Any] = receiver.recv()
     process.join()
-    return found
+    return result
 
 
 def load(checkpoint: Path, layout: Layout, sender: Connection) -> None:

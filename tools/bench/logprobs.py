@@ -96,15 +96,15 @@ def one(way: Callable[..., Any], hidden: Tensor, weight: Tensor, targets: Tensor
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         began = time.perf_counter()
-        found = way(hidden, weight, targets)
-        if learns and found is not None:
-            (found[0].mean() + 0.01 * found[1].mean()).backward()
+        outputs = way(hidden, weight, targets)
+        if learns and outputs is not None:
+            (outputs[0].mean() + 0.01 * outputs[1].mean()).backward()
         if cuda:
             torch.cuda.synchronize()
             extra = torch.cuda.max_memory_allocated() - before
         if repeat >= WARM_UPS:
             seconds.append(time.perf_counter() - began)
-        del found
+        del outputs
     kept = sum(leaf.grad.nbytes for leaf in (hidden, weight) if leaf.grad is not None)
     low, high = min(seconds), max(seconds)
     return {"median_s": statistics.median(seconds), "min_s": low, "max_s": high, "extra_bytes": extra - kept}
@@ -114,10 +114,10 @@ def show(results: list[dict[str, Any]]) -> None:
     """A table on stdout."""
     table = Table("tokens", "way", "pass", "ms", "extra GB")
     for row in results:
-        told = ("out of memory", "-")
+        cells = ("out of memory", "-")
         if "median_s" in row:
-            told = (f"{row['median_s'] * 1e3:.1f}", f"{row['extra_bytes'] / 1e9:.2f}")
-        table.add_row(f"{row['tokens']:,}", row["way"], "both" if row["backward"] else "forward", *told)
+            cells = (f"{row['median_s'] * 1e3:.1f}", f"{row['extra_bytes'] / 1e9:.2f}")
+        table.add_row(f"{row['tokens']:,}", row["way"], "both" if row["backward"] else "forward", *cells)
     Console().print(table)
 
 

@@ -63,8 +63,8 @@ def main() -> int:
             arguments = [str(options.model), f"--one={name}", f"--output={output}", f"--rows={options.rows}"]
             arguments += [f"--length={options.length}", f"--tokens-per-gpu={options.tokens_per_gpu}"]
             failed = run_on_ranks(1, Path(__file__), arguments, SECONDS_FOR_ONE)
-            found = {"failed": failed} if failed else json.loads(output.read_text(encoding="utf-8"))["found"]
-            rows.append({"switch": name} | found)
+            result = {"failed": failed} if failed else json.loads(output.read_text(encoding="utf-8"))["found"]
+            rows.append({"switch": name} | result)
             if options.output:
                 settings = {"model": options.model.name, "tokens_per_gpu": options.tokens_per_gpu}
                 write_report(options.output, settings | {"rows": rows})
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """What one switch does, and what is reckoned."""
+    """Measures what one switch does, beside the estimate."""
     section = SWITCHES[options.one]
     return {"found": measured(options, section) | reckoned(options, section)}
 

@@ -146,7 +146,7 @@ def write_weights(config: Path, folder: Path) -> None:
 
 
 def trl_settings(recipe: RLRecipe, model: str, overrides: Sequence[str], on_gpu: bool) -> dict[str, Any]:
-    """What ``peer_trl.py`` reads so that TRL does the work of the recipe. ``overrides``: KEY=JSON."""
+    """Settings for ``peer_trl.py`` with which TRL does the work of the recipe. ``overrides``: KEY=JSON."""
     rollout, optimizer, batch = recipe.rollout, recipe.actor.optimizer, recipe.batch
     rows = batch.prompts_per_step * batch.responses_per_prompt
     prompt, response = recipe.data.max_prompt_length, rollout.max_response_length
@@ -245,24 +245,24 @@ def described(recipe: RLRecipe, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(rounds: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], tokens: int, warm_up: int) -> dict[str, Any]:
-    """What a row says, from the seconds and tokens of each side's rounds; ``failed`` where one has other tokens."""
-    found: dict[str, Any] = {"tokens_per_step": tokens, "sides": {}}
+    """The figures of a row, from seconds and tokens of each side's rounds; ``failed`` where one has other tokens."""
+    result: dict[str, Any] = {"tokens_per_step": tokens, "sides": {}}
     for side, of_rounds in rounds.items():
         other = {count for one in of_rounds for count in one["tokens"]} - {tokens}
         if other:
             return {"failed": f"{side}: steps of {', '.join(f'{count:g}' for count in sorted(other))} tokens"}
         counted = [list(one["seconds"][warm_up:]) for one in of_rounds]
         seconds = [each for one in counted for each in one]
-        found["sides"][side] = {
+        result["sides"][side] = {
             "step_seconds": spread(seconds),
             "tokens_per_second": tokens / statistics.median(seconds),
             "mean_tokens_per_second": tokens * len(seconds) / sum(seconds),
             "cpu_seconds": spread([each for one in of_rounds for each in one["cpu_seconds"][warm_up:]]),
             "seconds_of_rounds": counted,
         }
-    speed = {side: of_side["tokens_per_second"] for side, of_side in found["sides"].items()}
-    found["ratio"] = {side: speed["ours"] / speed[side] for side in speed if side != "ours"}
-    return found
+    speed = {side: of_side["tokens_per_second"] for side, of_side in result["sides"].items()}
+    result["ratio"] = {side: speed["ours"] / speed[side] for side in speed if side != "ours"}
+    return result
 
 
 def write(output: Path, row: Mapping[str, Any]) -> None:
@@ -273,7 +273,7 @@ def write(output: Path, row: Mapping[str, Any]) -> None:
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What did not keep to its target, in words: twice the tokens per second of either way of TRL; the toy has none."""
+    """Missed targets, in words: twice the tokens per second of either way of TRL; the toy has none."""
 
     def texts(row: Mapping[str, Any]) -> Iterator[str]:
         for side, ratio in row["ratio"].items():

@@ -1,4 +1,4 @@
-"""What ``peer.py`` starts for ours: the training loop by a recipe, with a clock around each of its steps.
+"""Our side of ``peer.py``: the training loop by a recipe, with a clock around each of its steps.
 
 python launch/torchrun.py --nproc-per-node 1 tools/bench/peer_ours.py RECIPE OUTPUT.json
 

@@ -1,4 +1,4 @@
-"""What ``peer.py`` starts for TRL: GRPOTrainer by a file of settings, with a clock around each of its steps.
+"""TRL's side of ``peer.py``: GRPOTrainer by a file of settings, with a clock around each of its steps.
 
     python tools/bench/peer_trl.py SETTINGS.json OUTPUT.json
 
@@ -7,7 +7,7 @@ The settings: ``arguments`` for GRPOConfig, the ``model`` folder, the ``prompts`
 GRPOConfig has no name for. The output: the seconds of each step, also those of the CPU, and the tokens
 that TRL counted in it.
 
-On GPUs TRL runs as it comes. Without one, ``adapt_to_cpus`` mends vLLM as the project mends its own engine, and
+On GPUs TRL runs as it comes. Without one, ``adapt_to_cpus`` patches vLLM as the project patches its own engine, and
 ``pass_to_engine`` tells it the model's type, the size of its cache and to compile nothing: ours runs with the same.
 """
 
@@ -89,7 +89,7 @@ def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_: Any) -> list
 
 
 def adapt_to_cpus() -> None:
-    """What vLLM needs without a GPU, on both sides alike: the environment, and weights that can be written in place."""
+    """Sets up vLLM without a GPU, on both sides alike: the environment, and weights that can be written in place."""
     prepare_environment()
     from rlhf_megatron.compat.vllm import cpu
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of a role share: a role and rows made at random, from a config.json alone; and their report."""
+"""The common part of the benchmarks of a role: a random role and rows, from a config.json alone; their report."""
 
 from __future__ import annotations
 

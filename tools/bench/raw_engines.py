@@ -45,7 +45,7 @@ def generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], lengths: S
 
 
 def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
-    """What this rank of the role computes of a batch; the packing is the role's own."""
+    """The micro-batches of this rank of the role; the packing is the role's own."""
     layout, passes, lengths = role.layout, role._passes, batch.lengths.tolist()
     budget = role.section.tokens_per_gpu * layout.context
     plan = plan_micro_batches(lengths, budget, layout.data, attention=passes._attention_cost)
@@ -60,7 +60,8 @@ def forward(role: Role, micros: Sequence[MicroBatch]) -> None:
 
 def forward_and_backward(role: Role, micros: Sequence[MicroBatch]) -> None:
     """The gradients of all micro-batches."""
-    role._learning[0].zero_grad_buffer()
+    assert role.trainer is not None
+    role.trainer.chunks[0].zero_grad_buffer()
     _pass(role, micros, forward_only=False)
 
 
@@ -86,7 +87,7 @@ def _through_pipeline(role: Role, micros: Sequence[MicroBatch], forward_only: bo
     get_forward_backward_func(pp_size=role.layout.pipeline, vp_size=None)(
         forward_step_func=step,
         data_iterator=iter(micros),
-        model=role._chunks,
+        model=role._passes._chunks,
         num_microbatches=len(micros),
         seq_length=1,  # a hint only: shapes travel with the activations
         micro_batch_size=1,
@@ -97,14 +98,16 @@ def _through_pipeline(role: Role, micros: Sequence[MicroBatch], forward_only: bo
 
 
 def _output(role: Role, micro: MicroBatch) -> torch.Tensor:
-    """What this rank's part of the model makes of a micro-batch: logits, or at an earlier stage hidden states."""
+    """The output of this rank's part of the model: logits, or at an earlier stage hidden states."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens,
         max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest,
     )  # fmt: skip
-    output: torch.Tensor = role._chunks[0](micro.tokens[None], micro.positions[None], None, packed_seq_params=packed)
+    output: torch.Tensor = role._passes._chunks[0](
+        micro.tokens[None], micro.positions[None], None, packed_seq_params=packed
+    )
     return output
 
 
@@ -119,19 +122,19 @@ def _loss(role: Role, logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 
 def seconds_of(action: Callable[[int | None], Any], repeats: int) -> list[float]:
-    """How long each of ``repeats`` calls takes the slowest rank; collective.
+    """Times each of ``repeats`` calls on the slowest rank; collective.
 
     ``action``: told how many pieces of its work to do: a few to warm up, which does not count, then all (None).
     """
-    found = []
+    seconds = []
     for pieces in (WARM_UP_PIECES, *[None] * repeats):
         _synchronize()
         dist.barrier()
         began = time.perf_counter()
         action(pieces)
         _synchronize()
-        found.append(max_over_ranks([time.perf_counter() - began])[0])
-    return found[1:]
+        seconds.append(max_over_ranks([time.perf_counter() - began])[0])
+    return seconds[1:]
 
 
 def _synchronize() -> None:

@@ -1,4 +1,4 @@
-"""How long a regathering takes, beside what the links and the memory allow and beside gathering whole tensors.
+"""Times a regathering, beside what the links and the memory allow and beside gathering whole tensors.
 
     python tools/bench/regather.py [--gpus 1 2 4] [--output docs/results/regather.json] [--plot FILE.png]
 
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What did not keep to its target, in words."""
+    """Missed targets, in words."""
 
     def texts(row: Mapping[str, Any]) -> Iterator[str]:
         if row["equal"] and row["bytes_received"]:
@@ -82,8 +82,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     kinds = {"floor": "#94a3b8", "regather": "#ec4899", "whole_tensors": "#2563eb"}
     for number, (kind, colour) in enumerate(kinds.items()):
         seconds = [row[f"{kind}_seconds"] * 1000 for row in rows]
-        places = [place + 0.27 * (number - 1) for place in range(len(rows))]
-        axes.barh(places, seconds, height=0.25, color=colour, label=kind.replace("_", " "))
+        positions = [index + 0.27 * (number - 1) for index in range(len(rows))]
+        axes.barh(positions, seconds, height=0.25, color=colour, label=kind.replace("_", " "))
     names = [f"{row['model']}, {row['gpus']} GPU{'s' * (row['gpus'] > 1)}:  {row['layouts']}" for row in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()

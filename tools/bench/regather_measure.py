@@ -1,4 +1,4 @@
-"""What the ranks of ``regather.py`` run: one model, all its pairs of layouts. Started by it, under torchrun."""
+"""The ranks of ``regather.py``: one model, all its pairs of layouts. Started by it, under torchrun."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from whole_tensors import WholeTensors
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.kernels.rectangle_copy import copy_rectangles_reference
 from rlhf_megatron.models.architecture import Architecture, ModelError, parse_architecture
-from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import map_peers
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing needs to cross a link."""
+        """True if nothing needs to cross a link."""
         return (self.layout.tensor, self.layout.pipeline) == (self.tensor, 1)
 
 
@@ -181,14 +181,14 @@ def measure_regather(
     before = _allocated(device)
     peers = map_peers(plan, held)
     regather = Regather(plan, DTYPE, device, peers=peers)
-    places = [tensor.data_ptr() for tensor in targets.values()]
+    addresses = [tensor.data_ptr() for tensor in targets.values()]
     seconds = timed(lambda: regather.run(held, targets), device, REPEATS)
     extra = _highest(device) - before
     began = time.perf_counter()
     regather.run(held, targets)
     asked = time.perf_counter() - began  # what Python and the driver take; beyond the rest, a GPU waits for them
     regather.verify(held, targets)
-    assert places == [tensor.data_ptr() for tensor in targets.values()]
+    assert addresses == [tensor.data_ptr() for tensor in targets.values()]
     origins = [window(held[c.source_parameter], c.source_offset, c.region) for c in plan.local]
     ends = [window(targets[c.destination_parameter], c.destination_offset, c.region) for c in plan.local]
     by_torch = timed(lambda: copy_rectangles_reference(ends, origins), device, REPEATS)
@@ -235,15 +235,15 @@ def digest(tensor: Tensor) -> int:
 def timed(action: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median of ``repeats`` calls after one that does not count, each as long as the slowest rank's; seconds."""
     action()
-    found = []
+    seconds = []
     for _ in range(repeats):
         _synchronize(device)
         dist.barrier()
         started = time.perf_counter()
         action()
         _synchronize(device)
-        found.append(_largest(time.perf_counter() - started))
-    return statistics.median(found)
+        seconds.append(_largest(time.perf_counter() - started))
+    return statistics.median(seconds)
 
 
 def link_bandwidth(device: torch.device) -> float:
@@ -271,9 +271,9 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def _largest(value: float) -> float:
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from rlhf_megatron.monitor.environment_report import hardware, package_versions
 
-_PLACES = ("--output", "--work", "--folder")
+_PATH_OPTIONS = ("--output", "--work", "--folder")
 
 
 def write_report(path: Path, result: Mapping[str, Any]) -> None:
@@ -25,7 +25,7 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
     script = Path(sys.argv[0])
     record = {
         "name": path.stem,
-        "command": " ".join([f"tools/bench/{script.name}", *_without_places(sys.argv[1:])]),
+        "command": " ".join([f"tools/bench/{script.name}", *_without_paths(sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": hardware_name(),
         "versions": package_versions(),
@@ -35,13 +35,13 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def _without_places(arguments: Sequence[str]) -> list[str]:
+def _without_paths(arguments: Sequence[str]) -> list[str]:
     """Arguments but for where results go: that is nothing to repeat."""
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument not in _PLACES:
+        if not skip and argument not in _PATH_OPTIONS:
             kept.append(argument)
-        skip = argument in _PLACES
+        skip = argument in _PATH_OPTIONS
     return kept
 
 
@@ -66,7 +66,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def missed_by(
     rows: Sequence[Mapping[str, Any]], name_of: Callable[[Any], str], texts_of: Callable[[Any], Iterable[str]]
 ) -> list[str]:
-    """What did not keep to its target, in words: each row's name and its text, or why there are no figures of it."""
+    """Missed targets, in words: each row's name and its text, or why there are no figures of it."""
     return [
         f"{name_of(row)}: {text}" for row in rows for text in ([row["failed"]] if "failed" in row else texts_of(row))
     ]

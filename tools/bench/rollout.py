@@ -163,7 +163,7 @@ class Load:
         return [Group(Prompt(number, "", self._tokens(number), "", {})) for number in numbers]
 
     def requests(self, groups: Sequence[Group]) -> list[Request]:
-        """What is still to be generated for ``groups``, each response to its own length."""
+        """The requests that are still to be generated for ``groups``, each response to its own length."""
         from rlhf_megatron.generation.prompt_groups import requests_for
 
         requests = requests_for(groups, self.responses, self._longest, lambda row: row)

@@ -63,8 +63,8 @@ def measure(model: str, tokens: int) -> dict[str, Any]:
     exact = [rotate_reference(part[: 2 * SEQUENCE].double(), cu_seqlens[:3], angles) for part in (query, key)]
     forward, backward, differences = {}, {}, {}
     for name, way in ways.items():
-        forward[name], backward[name], found = times(way, [query, key])
-        pairs = zip(found, exact, strict=True)
+        forward[name], backward[name], outputs = times(way, [query, key])
+        pairs = zip(outputs, exact, strict=True)
         differences[name] = max((ours[: len(right)] - right).abs().max().item() for ours, right in pairs)
     numbers = torch.empty(query.numel() + key.numel(), dtype=query.dtype, device="cuda")
     copy = torch.empty_like(numbers)
@@ -87,17 +87,17 @@ def times(
 ) -> tuple[dict[str, float], dict[str, float], list[Tensor]]:
     """Milliseconds there and back, and what came out."""
     leaves = [part.detach().requires_grad_() for part in parts]
-    found = [way(leaf) for leaf in leaves]
-    upstream = [torch.randn_like(each) for each in found]
+    outputs = [way(leaf) for leaf in leaves]
+    upstream = [torch.randn_like(each) for each in outputs]
 
     def there() -> None:
         for part in parts:
             way(part)
 
     def back() -> None:
-        torch.autograd.grad(found, leaves, upstream, retain_graph=True)
+        torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
 
-    return milliseconds(there, WARM_UPS, REPEATS), milliseconds(back, WARM_UPS, REPEATS), found
+    return milliseconds(there, WARM_UPS, REPEATS), milliseconds(back, WARM_UPS, REPEATS), outputs
 
 
 def show(results: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What it is worth that rollout weights are views of the actor's: memory, regathering, and generated tokens per second.
+"""Measures rollout weights that are views of the actor's: memory, regathering, and generated tokens per second.
 
     python tools/bench/shared_weights.py recipes/models/qwen2.5-7b [--gpus 2] [--output FOLDER]
 
@@ -60,16 +60,16 @@ def main() -> int:
         if run_on_ranks(options.gpus, Path(__file__), [*sys.argv[1:], f"--way={way}"]):
             return 1
     shared, copied = (json.loads((options.output / f"{way}.json").read_text(encoding="utf-8")) for way in WAYS)
-    found = compared(shared, copied)
-    (options.output / "comparison.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
+    comparison = compared(shared, copied)
+    (options.output / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(comparison, indent=1))
     draw({way: result["to_first_token"] for way, result in zip(WAYS, (shared, copied), strict=True)}, options.output)
-    is_slow = torch.cuda.is_available() and found["speed_of_shared"] < LEAST_SPEED
-    return int(not found["same_tokens"] or is_slow)
+    is_slow = torch.cuda.is_available() and comparison["speed_of_shared"] < LEAST_SPEED
+    return int(not comparison["same_tokens"] or is_slow)
 
 
 def compared(shared: dict[str, Any], copied: dict[str, Any]) -> dict[str, Any]:
-    """What the views save and cost; seconds and bytes of both, views first."""
+    """Compares views with copies: seconds and bytes of both, views first."""
     return {
         "speed_of_shared": shared["tokens_per_second"] / copied["tokens_per_second"],
         "saved_gb": copied["engine_gb"] - shared["engine_gb"],
@@ -92,11 +92,11 @@ def draw(parts_of: Mapping[str, Mapping[str, float]], folder: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 2.2))
     colours = dict(zip(TO_FIRST_TOKEN, ("#94a3b8", "#ec4899", "#64748b", "#2563eb"), strict=True))
-    for place, parts in enumerate(parts_of.values()):
+    for position, parts in enumerate(parts_of.values()):
         left = 0.0
         for part, seconds in parts.items():
-            label = part if place == 0 else None
-            axes.barh(place, seconds * 1000, left=left, height=0.6, color=colours[part], label=label)
+            label = part if position == 0 else None
+            axes.barh(position, seconds * 1000, left=left, height=0.6, color=colours[part], label=label)
             left += seconds * 1000
     axes.set_yticks(range(len(parts_of)), list(parts_of))
     axes.invert_yaxis()
@@ -138,7 +138,7 @@ def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache
             parameter.fill_(1.0)
         elif "embedding" in name or "output_layer" in name:
             parameter.mul_(10.0)
-    plan = plan_regather(role.side(), rollout_shards(role.architecture, tensor, range(tensor)), dist.get_rank())
+    plan = plan_regather(role.shard_spec(), rollout_shards(role.architecture, tensor, range(tensor)), dist.get_rank())
     views = {name: role.parameters()[source] for name, source in shareable(plan).items()}
     section = RolloutSection.model_validate(
         {"max_response_length": length, "max_num_seqs": rows, "kv_cache_gb": kv_cache_gb, "layout": {"tensor": tensor}}
@@ -199,7 +199,7 @@ def first_token(engine: VllmEngine, vocabulary: int) -> dict[str, float]:
     """Seconds until one prompt of 16 tokens has its first token."""
     from rlhf_megatron.rollout.engine import Request, Sampling
 
-    request = Request(0, [place % (vocabulary - 2) + 2 for place in range(16)], seed=1)
+    request = Request(0, [position % (vocabulary - 2) + 2 for position in range(16)], seed=1)
     return {"first token": timed(lambda: engine.generate([request], Sampling(1.0, 1.0, -1, 1, ())))[0]}
 
 
@@ -208,7 +208,7 @@ def tokens_digest(engine: VllmEngine, vocabulary: int, rows: int, length: int) -
     from rlhf_megatron.rollout.engine import Request, Sampling
 
     requests = [
-        Request(row, [(row * 7 + place * 13) % (vocabulary - 2) + 2 for place in range(length)], seed=row + 1)
+        Request(row, [(row * 7 + position * 13) % (vocabulary - 2) + 2 for position in range(length)], seed=row + 1)
         for row in range(rows)
     ]
     completions = engine.generate(requests, Sampling(1.0, 1.0, -1, length, ()))

@@ -133,7 +133,7 @@ def write_prompts(recipe: RLRecipe, model: Path, path: Path) -> None:
 def summary(
     metrics: Sequence[Mapping[str, float]], raw: Mapping[str, Sequence[float]], forward: bool
 ) -> dict[str, Any]:
-    """What a row says, from a run's records and the seconds of the raw engines.
+    """The figures of a row, from a run's records and the seconds of the raw engines.
 
     ``forward``: whether a step has a forward pass of its own, for logprobs from before its updates.
     """
@@ -144,7 +144,7 @@ def summary(
     needed = [part for part in raw if part != "forward" or forward]
     raw_sum = sum(statistics.median(raw[part]) for part in needed)
     start = {name.removeprefix("start/"): value for name, value in metrics[0].items() if name.startswith("start/")}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "step_seconds": spread(seconds),
         "phase_seconds": {phase: spread([of_step[f"time/{phase}"] for of_step in counted]) for phase in phases},
         "tokens_per_gpu_per_second": spread([of_step["perf/tokens_per_gpu_per_sec"] for of_step in counted]),
@@ -161,8 +161,8 @@ def summary(
     }
     for name in ("mfu_training", "gpu_utilization", "gpu_power_watts"):
         if all(f"perf/{name}" in of_step for of_step in counted):
-            found[name] = spread([of_step[f"perf/{name}"] for of_step in counted])
-    return found
+            result[name] = spread([of_step[f"perf/{name}"] for of_step in counted])
+    return result
 
 
 def write(output: Path, row: Mapping[str, Any]) -> None:
@@ -172,14 +172,14 @@ def write(output: Path, row: Mapping[str, Any]) -> None:
 
 
 def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What did not keep to its target, in words; the toy has none but to run.
+    """Missed targets, in words; the toy has none but to run.
 
     ``all_rows``: those of one GPU among them are what more GPUs are held against.
     """
     alone = {row["model"]: speed(row) for row in all_rows if row["gpus"] == 1 and "failed" not in row}
 
     def texts(row: Mapping[str, Any]) -> Iterator[str]:
-        model, found = row["model"], speed(row)
+        model, tokens_per_second = row["model"], speed(row)
         if model == "toy":
             return
         if row["efficiency"] < 0.85:
@@ -190,10 +190,10 @@ def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, An
             yield f"{row['start_own_seconds']:.1f} s of our own before the first step, above 10 s"
         if "mfu_training" in row and row["mfu_training"]["median"] < 0.45:
             yield f"{row['mfu_training']['median']:.0%} MFU of the update, below 45%"
-        if row["gpus"] == 1 and found < TOKENS_PER_SECOND.get(model, 0.0):
-            yield f"{found:,.0f} tokens/s, below {TOKENS_PER_SECOND[model]:,.0f}"
-        if row["gpus"] > 1 and found < 0.92 * alone.get(model, 0.0):
-            yield f"{found / alone[model]:.0%} of the speed of one GPU for each, below 92%"
+        if row["gpus"] == 1 and tokens_per_second < TOKENS_PER_SECOND.get(model, 0.0):
+            yield f"{tokens_per_second:,.0f} tokens/s, below {TOKENS_PER_SECOND[model]:,.0f}"
+        if row["gpus"] > 1 and tokens_per_second < 0.92 * alone.get(model, 0.0):
+            yield f"{tokens_per_second / alone[model]:.0%} of the speed of one GPU for each, below 92%"
 
     return missed_by(rows, model_and_gpus, texts)
 
@@ -213,7 +213,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     rows = [row for row in record["rows"] if "failed" not in row]
     height = 1.6 + 0.8 * max(1, len(rows))  # inches
     figure, axes = pyplot.subplots(figsize=(9, height))
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         step = row["step_seconds"]["median"]
         phases = {phase: times["median"] for phase, times in row["phase_seconds"].items() if phase in COLOURS}
         phases["other"] = max(0.0, step - sum(phases.values()))
@@ -221,10 +221,10 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         for offset, parts in ((-0.2, phases), (0.2, raw)):
             left = 0.0
             for part, seconds in parts.items():
-                axes.barh(place + offset, seconds / step, left=left, height=0.36, color=COLOURS[part])
+                axes.barh(position + offset, seconds / step, left=left, height=0.36, color=COLOURS[part])
                 left += seconds / step
-        axes.text(1.01, place - 0.2, f"{step:.3g} s", va="center", fontsize=8)
-        axes.text(left + 0.01, place + 0.2, f"raw engines: {row['efficiency']:.0%}", va="center", fontsize=8)
+        axes.text(1.01, position - 0.2, f"{step:.3g} s", va="center", fontsize=8)
+        axes.text(left + 0.01, position + 0.2, f"raw engines: {row['efficiency']:.0%}", va="center", fontsize=8)
     names = [f"{row['model']}, {row['gpus']} GPU{'s' * (row['gpus'] > 1)}" for row in rows]
     if "no GPU" in record["hardware"]:
         names = [f"{row['model']}, {row['gpus']} CPU rank{'s' * (row['gpus'] > 1)}" for row in rows]

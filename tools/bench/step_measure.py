@@ -1,4 +1,4 @@
-"""What the ranks of ``step.py`` run: the training loop by a recipe, then the engines by themselves on the same tokens.
+"""The ranks of ``step.py``: the training loop by a recipe, then the engines by themselves on the same tokens.
 
 python launch/torchrun.py --nproc-per-node N tools/bench/step_measure.py RECIPE REPEATS OUTPUT.json
 """
@@ -64,7 +64,7 @@ def raw_seconds(run: TrainingRun[RLRecipe], worker: RolloutWorker, repeats: int)
         batch_from_rows(prompts, answers, row_id=rows) if leads else batch_from_rows([], [])
     )
     role.parameters()  # back on the GPU, if they have left it
-    role._memory.come_back("gradients")
+    role.memory.come_back("gradients")
     micros = raw_engines.micro_batches(role, batch)
     seconds["forward"] = raw_engines.seconds_of(lambda pieces: raw_engines.forward(role, micros[:pieces]), repeats)
     seconds["forward and backward"] = raw_engines.seconds_of(

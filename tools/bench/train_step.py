@@ -75,7 +75,8 @@ def by_role(role: Role, batch: RolloutBatch, fields: dict[str, torch.Tensor]) ->
     """Forward and backward as in ``Role.update``."""
 
     def forward_and_backward() -> None:
-        role._learning[0].zero_grad_buffer()
+        assert role.trainer is not None
+        role.trainer.chunks[0].zero_grad_buffer()
         role._passes.run(
             batch, fields, role.section.tokens_per_gpu, role._output,
             lambda parts, micro: -(parts[0] * micro.fields["weights"]).sum(), forward_only=False,

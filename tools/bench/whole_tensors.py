@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.hf_files import window
 from rlhf_megatron.models.weight_map import Block, tensor_shapes
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.topology.layout import Layout
 

@@ -96,7 +96,7 @@ class Launch:
                 log.flush()
 
     def is_running(self) -> bool:
-        """Whether torchrun has not ended."""
+        """Returns whether torchrun has not ended."""
         return self.process.poll() is None
 
     def wait_for(self, what: str, step: int | None = None) -> None:
@@ -126,7 +126,7 @@ class Launch:
 
 
 class Disturbance:
-    """What is done to a launch from outside; each method returns when it is over."""
+    """Disturbances of a launch from outside; each method returns when it is over."""
 
     def __init__(self, launch: Launch, service: RewardService) -> None:
         self._launch, self._service = launch, service

@@ -48,7 +48,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What became of a case; ``problems`` is empty where all was as expected."""
+    """The result of a case; ``problems`` is empty where all was as expected."""
 
     name: str
     fault: str
@@ -82,9 +82,9 @@ def metrics_of(run: Path) -> dict[int, dict[str, float | None]]:
 def judge(case: Case, folder: Path, faults: list[float], seconds: float, problems: list[str]) -> Result:
     """Compares what a run has left with what the case expects and with the reference."""
     run, lines = folder / "runs" / case.name, decisions(folder / "runs" / case.name)
-    told = tuple(line["what"] for line in lines if line["what"] not in ("resume", "fault"))
-    if told != tuple(case.decisions):
-        problems.append(f"recovery.jsonl says {', '.join(told)} instead of {', '.join(case.decisions)}")
+    made = tuple(line["what"] for line in lines if line["what"] not in ("resume", "fault"))
+    if made != tuple(case.decisions):
+        problems.append(f"recovery.jsonl says {', '.join(made)} instead of {', '.join(case.decisions)}")
     if case.said not in (run / "launch.log").read_text(encoding="utf-8"):
         problems.append(f"nothing was said of {case.said!r}")
     equal = equality(run, folder / "runs" / RECIPE["name"])
@@ -99,28 +99,28 @@ def judge(case: Case, folder: Path, faults: list[float], seconds: float, problem
 
 
 def equality(run: Path, reference: Path) -> str:
-    """How far metrics and exported weights are those of the reference: bits, rounding, or until which step."""
-    found, expected = metrics_of(run), metrics_of(reference)
+    """Compares metrics and exported weights with the reference: equal bits, rounding, or until which step."""
+    actual, expected = metrics_of(run), metrics_of(reference)
     exports = [path / "export" / f"step-{STEPS}" / "model.safetensors" for path in (run, reference)]
-    if found.keys() != expected.keys() or not all(path.exists() for path in exports):
+    if actual.keys() != expected.keys() or not all(path.exists() for path in exports):
         return "not whole"
-    if found == expected and exports[0].read_bytes() == exports[1].read_bytes():
+    if actual == expected and exports[0].read_bytes() == exports[1].read_bytes():
         return "bits"
     weights, wanted = (load_file(path) for path in exports)
     largest = max(float(abs(weights[name] - wanted[name]).max()) for name in wanted)
-    if all(are_close(found[step], expected[step]) for step in expected) and largest < ABSOLUTE:
+    if all(are_close(actual[step], expected[step]) for step in expected) and largest < ABSOLUTE:
         return "rounding"
-    return f"until step {min((step for step in expected if found[step] != expected[step]), default=STEPS + 1) - 1}"
+    return f"until step {min((step for step in expected if actual[step] != expected[step]), default=STEPS + 1) - 1}"
 
 
-def are_close(found: dict[str, float | None], expected: dict[str, float | None]) -> bool:
-    """Whether two records have the same numbers up to rounding."""
-    return found.keys() == expected.keys() and all(
+def are_close(actual: dict[str, float | None], expected: dict[str, float | None]) -> bool:
+    """Returns whether two records have the same numbers up to rounding."""
+    return actual.keys() == expected.keys() and all(
         value == wanted
         or (
             value is not None and wanted is not None and math.isclose(value, wanted, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
         )
-        for value, wanted in ((found[name], expected[name]) for name in expected)
+        for value, wanted in ((actual[name], expected[name]) for name in expected)
     )
 
 
@@ -139,7 +139,7 @@ def steps_repeated(lines: list[dict[str, Any]]) -> int:
 
 
 def accounts(run: Path, passed_over: tuple[int, int] | None) -> list[str]:
-    """What is wrong with the run's rows: each one drawn is trained on once, waits for the next step, or is dropped.
+    """Problems of the run's rows: each one drawn is trained on once, waits for the next step, or is dropped.
 
     Looks at the last time that each step was done, since these steps made the weights.
     """
@@ -170,7 +170,7 @@ def accounts(run: Path, passed_over: tuple[int, int] | None) -> list[str]:
 
 
 def gone_on(lines: list[dict[str, Any]], fault: float) -> float | None:
-    """When an attempt went on after a fault, in seconds since 1970; None where none had to."""
+    """The time at which an attempt resumed after a fault, in seconds since 1970; None where none had to."""
     later = [line | {"at": moment} for line in lines if (moment := seconds_of(line["time"])) > fault]
     while later and later[0]["what"] not in ("start", "restart"):
         later.pop(0)
@@ -184,7 +184,7 @@ def seconds_of(text: str) -> float:
 
 
 def story(lines: list[dict[str, Any]]) -> str:
-    """What recovery.jsonl says, in a few words."""
+    """A summary of recovery.jsonl, in a few words."""
     words = {
         "start": "starts after step {step}", "restart": "restarts after step {step}", "resume": "from step {step}",
         "fault": "fault in {phase}", "hang": "hang noticed", "stop": "stops after step {step}", "done": "done",

@@ -68,7 +68,7 @@ class Command:
 
     @property
     def is_of_megatron(self) -> bool:
-        """Whether verl would train with Megatron, and else with FSDP."""
+        """True if verl would train with Megatron, and else with FSDP."""
         return self.given.get(f"{ACTOR}.strategy") == "megatron" or any(".megatron." in key for key in self.given)
 
     def take(self, key: str, default: Any = None) -> Any:
@@ -87,8 +87,8 @@ class Command:
 
     def first(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of several keys that is given and not null."""
-        found = [_of_kind(key, value, default) for key in keys if (value := self.take(key)) is not None]
-        return found[0] if found else default
+        values = [_of_kind(key, value, default) for key in keys if (value := self.take(key)) is not None]
+        return values[0] if values else default
 
     def number(self, key: str, default: float | None = None) -> Any:
         """The number of a key; raises RecipeError for what is none, or not finite."""

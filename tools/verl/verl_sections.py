@@ -1,4 +1,4 @@
-"""What the keys of verl mean in a recipe, section by section, and verl's defaults for those that are not given.
+"""Translation of verl's keys into a recipe, section by section, with verl's defaults for those that are not given.
 
 As of verl 0.6: verl/trainer/config/ppo_trainer.yaml and ppo_megatron_trainer.yaml. Not here: reading a command
 (verl_command.py), and what a recipe may hold (rlhf_megatron/recipe/).
@@ -85,10 +85,10 @@ class Tree(dict[str, Any]):
         if isinstance(value, str) and value.startswith("~/"):
             value = str(Path(value).expanduser())
         *parents, last = path.split(".")
-        place: dict[str, Any] = self
+        section: dict[str, Any] = self
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            section = section.setdefault(parent, {})
+        section[last] = value
 
 
 def translate(command: Command, rows: int | None) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def _name_of(command: Command) -> str:
 def put_data(command: Command, tree: Tree) -> None:
     """Files, and what becomes of prompts that are too long."""
     for key, ours, default in (("train", "train", "train"), ("val", "validation", "test")):
-        place = f"data.{key}_files"
-        files = command.take(place, [] if place in command.given else [f"~/data/rlhf/gsm8k/{default}.parquet"])
+        files_key = f"data.{key}_files"
+        files = command.take(files_key, [] if files_key in command.given else [f"~/data/rlhf/gsm8k/{default}.parquet"])
         listed = files if isinstance(files, list) else [files]
         if not all(isinstance(file, str) for file in listed if file):
             raise RecipeError(f"data.{key}_files={files}: must be names of files")
@@ -383,7 +383,7 @@ def put_role(command: Command, tree: Tree, role: str, longest: int, default: int
     for part, key, of_fsdp in (
         ("parameters", "param", "param"), ("gradients", "grad", "param"), ("optimizer", "optimizer", "optimizer")
     ):  # fmt: skip
-        fsdp = [f"{place}.fsdp_config.{of_fsdp}_offload" for place in (role, f"{role}.model")]
+        fsdp = [f"{prefix}.fsdp_config.{of_fsdp}_offload" for prefix in (role, f"{role}.model")]
         tree.put(f"{ours}.offload.{part}", command.first(f"{role}.megatron.{key}_offload", *fsdp))
     if role in (ACTOR, "critic"):
         put_recomputation(command, tree, role)
@@ -457,9 +457,9 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
 
 def put_rewards(command: Command, tree: Tree) -> None:
     """The reward function, or the model that takes its place."""
-    places = ("custom_reward_function", "reward.custom_reward_function")
-    path = command.first(*(f"{place}.path" for place in places), default="")
-    name = command.first(*(f"{place}.name" for place in places), default="compute_score")
+    keys = ("custom_reward_function", "reward.custom_reward_function")
+    path = command.first(*(f"{key}.path" for key in keys), default="")
+    name = command.first(*(f"{key}.name" for key in keys), default="compute_score")
     if "reward_model" in tree:
         tree.put("reward.rule", "none")  # in verl a reward model's scores are the whole reward
     elif path:

@@ -24,8 +24,8 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> tuple[float, float | Non
     theta = number(path, "rope_theta", given if "rope_theta" in given else config, 10000.0)
     kind = given.get("rope_type", given.get("type", "default"))
     if given.get("type", kind) != kind:
-        told = f"{field}.rope_type is {brief(kind)} and type is {brief(given['type'])}"
-        raise ModelError(f"{shown(path)}: {told}, which are one field; remove one")
+        difference = f"{field}.rope_type is {brief(kind)} and type is {brief(given['type'])}"
+        raise ModelError(f"{shown(path)}: {difference}, which are one field; remove one")
     if kind not in ("default", "llama3"):
         raise unsupported(path, f"{field}.rope_type", kind, "default, llama3")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
@@ -52,8 +52,8 @@ def check_layer_types(path: Path, config: Mapping[str, Any], layers: int) -> Non
     if types is None:
         return
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        told = sorted(set(map(str, types))) if isinstance(types, list) else types
-        raise unsupported(path, "layer_types", told, "full_attention in every layer")
+        described = sorted(set(map(str, types))) if isinstance(types, list) else types
+        raise unsupported(path, "layer_types", described, "full_attention in every layer")
     if len(types) != layers:
         raise ModelError(f"{shown(path)}: layer_types has {len(types)} layers, and num_hidden_layers is {layers}")
 

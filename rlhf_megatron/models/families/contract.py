@@ -1,4 +1,4 @@
-"""What a file of a model family fills, and all that the rest of the library asks of one (docs/new_model.md)."""
+"""The interface of a model family: all that the rest of the library asks of one (docs/new_model.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Family(Protocol):
 
     @property
     def classes(self) -> str:
-        """What the names of transformers' classes begin with, such as "Qwen2Moe"."""
+        """The prefix of the names of transformers' classes, such as "Qwen2Moe"."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class Family(Protocol):
 
     @property
     def has_rollout_table(self) -> bool:
-        """Whether ``rollout_blocks`` is written down; otherwise the blocks are learned from vLLM's own loader."""
+        """True if ``rollout_blocks`` is written down; otherwise the blocks are learned from vLLM's own loader."""
         ...
 
     def rollout_blocks(
@@ -78,7 +78,7 @@ class Family(Protocol):
         ...
 
     def rollout_problem(self, architecture: Architecture) -> str | None:
-        """Why vLLM would compute another model from the same config.json; None: it computes this one."""
+        """The reason why vLLM would compute another model from the same config.json; None: it computes this one."""
         ...
 
     def derived_parameters(self, architecture: Architecture) -> Sequence[str]:

@@ -158,23 +158,23 @@ class Decoder:
     ) -> list[Block]:
         """See Family."""
         a, shapes = architecture, self.tensor_shapes(architecture)
-        place = layout.coordinates(position)
+        coordinates = layout.coordinates(position)
         kinds = a.layer_kinds
         slots: list[Slot] = []
-        if place.pipeline == 0:
+        if coordinates.pipeline == 0:
             first = chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
             slots.append(Slot("model.embed_tokens.weight", "vocabulary", first))
-        for prefix, index in held_layers(a, layout, place.pipeline):
+        for prefix, index in held_layers(a, layout, coordinates.pipeline):
             names = _megatron_names(prefix, kinds[index], implementation)
             slots.extend(_layer_slots(a, kinds[index], f"model.layers.{index}.", names))
             if a.experts and kinds[index].feed_forward == "experts":
                 slots.extend(mixture.shared_slots(a.experts, f"model.layers.{index}.", prefix))
-        if place.pipeline == layout.pipeline - 1:
+        if coordinates.pipeline == layout.pipeline - 1:
             slots.extend(_head_slots(a, layout))
         blocks = [
             block
             for slot in slots
-            for block in slot_blocks(a, shapes, slot, layout.tensor, place.tensor, repeats=False)
+            for block in slot_blocks(a, shapes, slot, layout.tensor, coordinates.tensor, repeats=False)
         ]
         return [*blocks, *mixture.megatron_experts(a, layout, position, implementation)]
 

@@ -86,18 +86,20 @@ def megatron_experts(a: Architecture, layout: Layout, position: int, implementat
     """Yield the experts of the rank at ``position``; each is a parameter of its own."""
     if a.experts is None:
         return
-    place, held = layout.expert_coordinates(position), a.experts.count // layout.expert
+    coordinates, held = layout.expert_coordinates(position), a.experts.count // layout.expert
     name, kinds = _MEGATRON_NAMES[implementation], a.layer_kinds
-    for prefix, index in held_layers(a, layout, place.pipeline):
+    for prefix, index in held_layers(a, layout, coordinates.pipeline):
         if kinds[index].feed_forward != "experts":
             continue
         for number in range(held):
             gate_up, down = (
                 prefix + name.format(expert=number, linear=linear) for linear in ("linear_fc1", "linear_fc2")
             )
-            expert = place.expert * held + number
+            expert = coordinates.expert * held + number
             layer = f"model.layers.{index}."
-            yield from _expert_blocks(a, layer, expert, layout.expert_parts, place.tensor, (gate_up, 0), (down, 0))
+            yield from _expert_blocks(
+                a, layer, expert, layout.expert_parts, coordinates.tensor, (gate_up, 0), (down, 0)
+            )
 
 
 def rollout_experts(

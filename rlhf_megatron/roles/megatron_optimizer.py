@@ -1,4 +1,4 @@
-"""What makes the parameters of a model, or its adapters, learn: Megatron's gradient buffers and its optimizer."""
+"""Megatron's gradient buffers and optimizer around the parameters that learn: a model's, or its adapters'."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection
 
 
-def make_learning(
+def make_optimizer(
     section: OptimizerSection,
     config: TransformerConfig,
     chunks: Sequence[torch.nn.Module],
@@ -27,7 +27,7 @@ def make_learning(
     gradient_sync: Stopwatch,
     adapters: bool,
 ) -> tuple[list[Any], Any]:
-    """(DistributedDataParallel around each of ``chunks``, the optimizer of their parameters), over ``groups``.
+    """Returns (DistributedDataParallel around each of ``chunks``, the optimizer of their parameters), over ``groups``.
 
     ``config`` is the model's, whose schedule then sums gradients and times that by ``gradient_sync``. ``dtype`` is the
     chunks' own. ``adapters``: they are not the model, but what hangs on its layers.
@@ -35,13 +35,27 @@ def make_learning(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed, check_for_nan_in_grad=False
     )
-    learning: list[Any] = [DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks]
-    sums: Callable[..., None] = functools.partial(_sum_gradients_of_adapters, learning)
+    wrapped: list[Any] = [DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks]
+    sums: Callable[..., None] = functools.partial(_sum_gradients_of_adapters, wrapped)
     if not adapters:
         sums = finalize_model_grads
-        for chunk in learning:
+        for chunk in wrapped:
             sum_gradients_in_products(chunk)
-    settings = OptimizerConfig(
+    settings = _settings(section, dtype)
+    with as_world(groups.intra_dist_opt):
+        optimizer = get_megatron_optimizer(
+            settings,
+            wrapped,
+            config_overrides=get_standard_config_overrides(settings),  # no weight decay on norms and biases
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
+    config.finalize_model_grads_func = functools.partial(_sum_gradients, gradient_sync, sums)
+    return wrapped, optimizer
+
+
+def _settings(section: OptimizerSection, dtype: str) -> OptimizerConfig:
+    return OptimizerConfig(
         optimizer="adam",
         lr=section.learning_rate,
         min_lr=section.min_learning_rate,
@@ -57,16 +71,6 @@ def make_learning(
         loss_scale=1.0 if dtype == "float16" else None,
         use_distributed_optimizer=section.distributed,
     )
-    with as_world(groups.intra_dist_opt):
-        optimizer = get_megatron_optimizer(
-            settings,
-            learning,
-            config_overrides=get_standard_config_overrides(settings),  # no weight decay on norms and biases
-            use_gloo_process_groups=False,
-            pg_collection=groups,
-        )
-    config.finalize_model_grads_func = functools.partial(_sum_gradients, gradient_sync, sums)
-    return learning, optimizer
 
 
 def _sum_gradients(
@@ -78,6 +82,6 @@ def _sum_gradients(
 
 
 def _sum_gradients_of_adapters(adapters: Sequence[Any], *_: Any, **__: Any) -> None:
-    """Every rank of a pipeline stage has a part of the gradient of each A and B, and nothing is tied."""
+    """Sums over a pipeline stage, each rank of which has a part of the gradient of each A and B; nothing is tied."""
     for chunk in adapters:
         chunk.finish_grad_sync()

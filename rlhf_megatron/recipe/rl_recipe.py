@@ -26,7 +26,7 @@ class RolloutRecipe(Recipe):
 
     @property
     def rollout_repeats(self) -> bool:
-        """Whether what the engines compute together is to be the same in every run."""
+        """True if the batches of the engines are to be the same in every run."""
         return self.rollout.scheduling == "static"
 
 
@@ -88,12 +88,12 @@ class RLRecipe(RolloutRecipe):
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether what kl_coef compares with is the actor without its adapters, for which there is no role."""
+        """True if kl_coef compares with the actor without its adapters, for which there is no role."""
         return self.actor.lora is not None and self.reference is None and self.algorithm.kl_coef != 0.0
 
     @property
     def old_logprobs(self) -> Literal["update", "recompute", "rollout"]:
-        """Where old logprobs come from; "update": they are those of the forward pass of the step's only update.
+        """Source of the old logprobs; "update": they are those of the forward pass of the step's only update.
 
         That is so where nothing before that update asks for them: no KL in the reward, no selection of tokens.
         """
@@ -107,7 +107,7 @@ class RLRecipe(RolloutRecipe):
 
     @property
     def rollout_is_ahead(self) -> bool:
-        """Whether GPUs of their own generate for a step while others learn from the one before."""
+        """True if GPUs of their own generate for a step while others learn from the one before."""
         return self.rollout.steps_ahead > 0
 
     @property
@@ -135,7 +135,7 @@ class RLRecipe(RolloutRecipe):
 
     @property
     def why_weights_are_copied(self) -> str | None:
-        """What in the recipe keeps the rollout from having weights in the actor's memory; None where nothing does."""
+        """The setting that keeps the rollout from having weights in the actor's memory; None where nothing does."""
         if self.rollout.share_weights == "never":
             return "rollout.share_weights is never"
         if self.actor.offload.parameters:

@@ -1,5 +1,7 @@
-"""What ranks tell each other in a preflight: through torchrun's key-value store, which answers even where the network
-between the ranks is broken. Nothing waits longer than it is told to, so a rank that hangs is named and not joined.
+"""Answers that ranks give each other in a preflight, through torchrun's key-value store.
+
+The store answers even where the network between the ranks is broken. Nothing waits longer than it is told to, so a rank
+that hangs is named and not joined.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from rlhf_megatron.topology.world import agents_keep_a_store, store_of_ranks
 _CONNECT_SECONDS = 30.0
 
 
-class Answers:
+class RankAnswers:
     """One rank's side of the conversation. Values are JSON."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
@@ -56,7 +58,7 @@ class Answers:
         return json.loads(self._store.get(key))
 
 
-def answers_of_torchrun(attempt: str | None = None) -> Answers:
+def answers_of_torchrun(attempt: str | None = None) -> RankAnswers:
     """The ranks that torchrun started; needs no process group. Raises UserError where torchrun did not start this.
 
     ``attempt``: a word that all ranks have and no earlier attempt had, whose answers may still be there. Without it
@@ -76,4 +78,4 @@ def answers_of_torchrun(attempt: str | None = None) -> Answers:
     else:
         store = store_of_ranks(timeout)
     prefix = f"preflight/{attempt or os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Answers(dist.PrefixStore(prefix, store), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return RankAnswers(dist.PrefixStore(prefix, store), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
