@@ -18,7 +18,7 @@ def test_the_kernel_compiles_for_a_gpu_with_wide_accesses() -> None:
     pytest.importorskip("triton", reason="the compiler is Triton's")
     from rlhf_megatron.kernels.triton_token_logprob import COLUMNS, WARPS, _token_logprob
 
-    types = {"logits": "*fp32", "tokens": "*i64", "found": "*fp32", "stride": "i32"}
+    types = {"logits": "*fp32", "tokens": "*i64", "logprobs": "*fp32", "stride": "i32"}
     values = {"VOCABULARY": 151_936, "COLUMNS": COLUMNS}
     assert "ld.global.v4.b32" in assembly_for_hopper(_token_logprob, types, values, ["logits", "stride"], WARPS)
 
