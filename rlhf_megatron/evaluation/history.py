@@ -26,7 +26,7 @@ class History:
         return {"first": ordered[0], "last": ordered[-1]} if ordered else {}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return what a checkpoint keeps."""
         return {"values": {str(step): value for step, value in self._values.items()}}
 
     def load(self, state: dict[str, Any]) -> None:

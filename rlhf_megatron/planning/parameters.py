@@ -131,7 +131,7 @@ def _adapted_layers(architecture: Architecture, modules: tuple[str, ...]) -> Seq
 
 @functools.cache
 def _layer_kinds(architecture: Architecture) -> Sequence[int]:
-    """For each decoder layer the first one whose tensors have the same names and shapes."""
+    """Return for each decoder layer the first one whose tensors have the same names and shapes."""
     tensors: dict[int, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for tensor, shape in tensor_shapes(architecture).items():
         layer = layer_of(tensor)

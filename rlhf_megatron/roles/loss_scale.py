@@ -56,7 +56,7 @@ class LossScale:
         return True
 
     def state(self) -> list[float]:
-        """For a checkpoint, as JSON."""
+        """Return what a checkpoint keeps, as JSON."""
         return [self.value, self._steps]
 
     def load(self, state: Sequence[float]) -> None:

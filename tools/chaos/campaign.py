@@ -149,21 +149,21 @@ class Disturbance:
         os.truncate(file, file.stat().st_size - 8)
 
     def stop_service_briefly(self) -> None:
-        """For less time than the tries take."""
+        """Stop the service for less time than the tries take."""
         self._begin(3)
         self._service.stop()
         time.sleep(1.5)
         self._service.start()
 
     def stop_service_until_fault(self) -> None:
-        """Until the run has noted it."""
+        """Stop the service until the run has noted the fault."""
         self._begin(3)
         self._service.stop()
         self._launch.wait_for("fault")
         self._service.start()
 
     def freeze_service(self) -> None:
-        """For longer than a request may take: it accepts connections and does not answer."""
+        """Freeze the service for longer than a request may take: it accepts connections and does not answer."""
         self._begin(3)
         self._service.process.send_signal(signal.SIGSTOP)
         time.sleep(4.0)
