@@ -153,7 +153,7 @@ class _Shares:
         self._cache: dict[tuple[_Holders, Shard], dict[int, list[tuple[int, float]]]] = {}
 
     def of(self, holders: _Holders, shard: Shard) -> dict[int, list[tuple[int, float]]]:
-        """Return for each rank of the destinations' ``shard``: its sources, and up to which fraction it takes from each."""
+        """Return, for each rank of the destinations' ``shard``, its sources and up to which fraction each serves it."""
         key = (holders, shard)
         if key not in self._cache:
             ranks = sorted(rank for holder in holders for rank in self.sources.ranks[holder])

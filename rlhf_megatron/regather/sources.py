@@ -12,7 +12,7 @@ _SLIVER = 1e-6  # of one rank's demand: a share below it is an error of rounding
 def share_demand(
     holders: Sequence[int], demanders: Sequence[int], ranks_per_node: int
 ) -> dict[int, list[tuple[int, float]]]:
-    """Return for each of ``demanders`` that is no holder: (source, up to which fraction of its demand), the last one 1.0.
+    """Return, for each of ``demanders`` that is no holder, (source, up to which fraction of its demand); the last 1.0.
 
     All demanders want the same amount of what all ``holders`` have. Those with holders on their node are served by
     these alone, in equal parts. The rest is spread over all holders so that what they send becomes as even as it can,

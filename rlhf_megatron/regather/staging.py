@@ -130,7 +130,7 @@ def _rounds(
 
 
 def _by_round(copies: Sequence[Copy], end: str, limit: int, least: float) -> list[dict[int, _Pieces]]:
-    """Return for each round the pieces that go to, or come from, each peer; contiguous ones of ``least`` elements directly."""
+    """Return each round's pieces to or from each peer; contiguous ones of ``least`` elements go directly."""
     of_peer: dict[int, list[Copy]] = defaultdict(list)
     for copy in copies:
         of_peer[getattr(copy, end)].append(copy)

@@ -109,7 +109,7 @@ class Origin:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Origin:
-        """Return this process's origin; wrappers, such as those that bind to cores, may stand between torchrun and it."""
+        """Return this process's origin; wrappers, as those that bind to cores, may stand between torchrun and it."""
         torchrun = identity(_torchrun_of(environment.get("TORCHELASTIC_RUN_ID")))
         return cls(torchrun, environment.get("SLURM_JOB_ID"), int(environment.get("SLURM_RESTART_COUNT") or 0))
 

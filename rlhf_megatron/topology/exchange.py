@@ -92,7 +92,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def from_rank(value: _T, rank: int = 0, group: _Group = None) -> _T:
-    """Broadcast that rank's value to every rank, by way of pickle; what others pass does not matter. ``rank`` is the world's."""
+    """Broadcast ``rank``'s value, a rank of the world, to every rank by way of pickle; what others pass is ignored."""
     box = [value]
     dist.broadcast_object_list(box, src=rank, group=group)
     return box[0]
