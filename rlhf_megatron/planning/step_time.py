@@ -145,7 +145,7 @@ def stage_work(layers: Sequence[int], head: float) -> list[float]:
 
 
 def _head_in_layers(model: Architecture, whole: Sequence[float], outputs: float, twice: bool) -> float:
-    """Return the head's work in layers for ``outputs`` of the tokens of these rows; ``twice``: an update makes the logits once more."""
+    """Return the head's work in layers, for ``outputs`` of these rows' tokens; ``twice``: an update repeats it."""
     body = forward_flops(model, whole, 0)
     return (4 / 3 if twice else 1) * (forward_flops(model, whole, outputs) - body) / (body / model.layers)
 
