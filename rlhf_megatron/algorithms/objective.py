@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,31 @@ def objective_fields(
     if settings.policy_loss in SELECTIONS:
         fields["selected"] = SELECTIONS[settings.policy_loss](minibatch, settings)
     return fields
+
+
+def rows_to_learn(batch: RolloutBatch, settings: AlgorithmSection) -> list[int]:
+    """Return the rows that have a gradient: those with an advantage other than 0, or all where another term needs them.
+
+    Each policy loss but that of ``kl_cov`` is a product with the advantage, so without a KL to a reference and an
+    entropy bonus a row whose advantages are all 0 adds exactly 0. One row is kept in any case: the optimizer's step
+    (moments, decay) is part of the result. ``objective_fields`` must have seen all rows.
+    """
+    needed = settings.zero_advantage_rows == "keep" or settings.policy_loss == "kl_cov" or settings.entropy_coef
+    if needed or batch.reference_logprobs is not None or batch.advantages is None or not batch.rows:
+        return list(range(batch.rows))
+    tokens = (batch.advantages != 0) & batch.response_mask
+    rows: list[int] = batch.row_of_token[tokens].unique().tolist()
+    return rows or [int(batch.lengths.argmin())]
+
+
+def of_rows(fields: dict[str, Tensor], batch: RolloutBatch, rows: Sequence[int]) -> dict[str, Tensor]:
+    """Return the ``fields`` [T] of the tokens of ``rows``, which rise, as of ``batch.select(rows)``."""
+    if len(rows) == batch.rows:
+        return fields
+    kept = torch.zeros(batch.rows, dtype=torch.bool)
+    kept[list(rows)] = True
+    tokens = kept[batch.row_of_token]
+    return {name: values[tokens] for name, values in fields.items()}
 
 
 def policy_objective(

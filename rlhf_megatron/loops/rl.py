@@ -19,7 +19,13 @@ from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.algorithms.correction import with_correction
 from rlhf_megatron.algorithms.diagnostics import explained_variance, mismatch_metrics
 from rlhf_megatron.algorithms.kl import KLController, with_kl_penalties
-from rlhf_megatron.algorithms.objective import objective_fields, policy_objective, value_objective
+from rlhf_megatron.algorithms.objective import (
+    objective_fields,
+    of_rows,
+    policy_objective,
+    rows_to_learn,
+    value_objective,
+)
 from rlhf_megatron.checkpoint.manager import Part, TeamOwnedState
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.evaluation.held_out import headline_mean, held_out_metrics
@@ -87,7 +93,7 @@ def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> L
         metrics |= sync_teams(context, train_metrics)
         with context.phase("regather"):
             weight_sync.refresh()
-        recorder.end_step(step, metrics, tokens, batch)
+        recorder.end_step(step, metrics, tokens, batch.select(rows_to_learn(batch, recipe.algorithm)))
 
         if evaluation_is_due(recipe, step):
             with context.phase("evaluate"):
@@ -184,18 +190,22 @@ def update_actor(
     metrics: dict[str, float] = {}
     if not own:
         batch, metrics = with_correction(batch, settings.rollout_correction)
-    outputs = torch.empty(2, len(batch.tokens)) if own else None
+    learned = batch.select(rows_to_learn(batch, settings)) if own else batch
+    outputs = torch.empty(2, len(learned.tokens)) if own else None
 
     def take_step(minibatch: RolloutBatch) -> dict[str, float]:
-        fields = objective_fields(minibatch, settings, constant)
-        return actor.update(minibatch, fields, objective, outputs=outputs)
+        fields, rows = objective_fields(minibatch, settings, constant), rows_to_learn(minibatch, settings)
+        fields = of_rows(fields, minibatch, rows)
+        return actor.update(minibatch.select(rows), fields, objective, outputs=outputs) | {
+            "learned_fraction": len(rows) / minibatch.rows
+        }
 
     actor_metrics, outputs = actor.broadcast_in_team((in_minibatches(context, batch, take_step), outputs))
     metrics |= {f"train/{name}": value for name, value in actor_metrics.items()}
     if outputs is not None:
         old = TokenOutputs(*outputs)
-        metrics |= agreement(batch, old)
-        metrics |= with_correction(batch.with_fields(old_logprobs=old.logprobs), settings.rollout_correction)[1]
+        metrics |= agreement(learned, old)
+        metrics |= with_correction(learned.with_fields(old_logprobs=old.logprobs), settings.rollout_correction)[1]
     if "train/kl" in metrics:
         metrics["train/kl_coef"] = controller.coefficient
         controller.observe(metrics["train/kl"], batch.rows)

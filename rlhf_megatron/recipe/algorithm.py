@@ -222,6 +222,8 @@ class AlgorithmSection(Section):
     """Schedule of kl_coef."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    zero_advantage_rows: Literal["skip", "keep"] = "skip"
+    """skip: no forward and backward pass over rows without a gradient, where no KL or entropy term needs them."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     """Old policy: the actor before the step's updates (recompute), or the rollout. auto: the actor, from the update's
     own forward pass if the step has one update."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,18 +18,21 @@ from rlhf_megatron.errors import CheckpointError
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
+from rlhf_megatron.algorithms.kl import KLController  # noqa: E402
 from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weights  # noqa: E402
 from rlhf_megatron.checkpoint.role_state import restore_role, role_state, role_tensors  # noqa: E402
 from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
+from rlhf_megatron.loops.rl import update_actor, with_advantages  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.models.lora import Adaptation, PeftAdapter  # noqa: E402
-from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection  # noqa: E402
+from rlhf_megatron.recipe import ActorSection, OptimizerSection, RLRecipe, RoleSection, make_recipe  # noqa: E402
 from rlhf_megatron.regather.shard_specs import adapter_shards  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402
+from rlhf_megatron.roles.placed import PlacedRole  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
@@ -147,7 +151,7 @@ def run_cases(cases: dict[str, dict[str, Any]], go_on: bool = False) -> dict[str
     With ``go_on``, a case that fails on all ranks alike has the traceback as its result.
     """
     streaming.PIECE_BYTES = 2**16
-    functions = {"learn": learn, "learn_past_a_nan": learn_past_a_nan}
+    functions = {"learn": learn, "learn_past_a_nan": learn_past_a_nan, "learn_from_groups": learn_from_groups}
     results: dict[str, dict[str, Any]] = {}
     for name, case in cases.items():
         try:
@@ -157,6 +161,52 @@ def run_cases(cases: dict[str, dict[str, Any]], go_on: bool = False) -> dict[str
                 raise
             results[name] = {"failed": traceback.format_exc()}
     return results
+
+
+def learn_from_groups(
+    model: str, rows: list[Any], rewards: list[list[float]], optimizer: dict[str, Any], **algorithm: Any
+) -> dict[str, Any]:
+    """Steps of GRPO's update on given responses in groups of three, with ``rewards`` [rows] for each step."""
+    world = dist.get_world_size()
+    recipe = make_recipe(
+        {
+            "name": "x",
+            "loop": "rl",
+            "steps": len(rewards),
+            "model": {"path": model, "dtype": "float32"},
+            "data": {"train_files": ["a"], "max_prompt_length": 9},
+            "batch": {"prompts_per_step": len(rows[0]) // 3, "responses_per_prompt": 3, "minibatch_prompts": 2},
+            "actor": {"tokens_per_gpu": 60, "optimizer": optimizer},
+            "rollout": {"max_response_length": 14},
+            "algorithm": algorithm,
+        },
+        "here",
+    )
+    assert isinstance(recipe, RLRecipe)
+    actor = PlacedRole(
+        "actor",
+        read_architecture(model),
+        Layout(data=world),
+        range(world),
+        recipe.actor,
+        "float32",
+        seed=1,
+        optimizer=recipe.actor.optimizer,
+        training_steps=99,
+    )
+    with CheckpointFiles(model, actor.architecture) as files:
+        actor.load(files)
+    context: Any = SimpleNamespace(recipe=recipe, span=lambda _: contextlib.nullcontext())
+    controller, metrics = KLController(recipe.algorithm), []
+    for of_step in rewards:
+        batch = batch_from_rows(*rows, group_id=[row // 3 for row in range(len(rows[0]))], rewards=of_step)
+        batch = batch.with_fields(rollout_logprobs=actor.logprobs(batch).logprobs)
+        if recipe.old_logprobs == "recompute":
+            batch = batch.with_fields(old_logprobs=batch.rollout_logprobs)
+        batch = with_advantages(batch, recipe.algorithm, controller)
+        metrics.append(update_actor(context, actor, batch, controller))
+    values = torch.cat([parameter.flatten() for parameter in actor.weights.parameters().values()])
+    return {"parameters": values.tolist(), "metrics": metrics}
 
 
 def learn_past_a_nan(model: str, rows: list[Any], dtype: str) -> dict[str, Any]:

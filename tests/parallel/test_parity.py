@@ -86,6 +86,19 @@ TRANSFORMERS = {
         "qwen3_moe", False, {"data": 4, "expert": 2}, then={"tensor": 2, "data": 2, "expert": 2}
     ),
 }
+# Updates whose rows without an advantage are left out, and rewards of four groups of three in each of three steps: in
+# the first minibatch of the second step, and in all of the third, no group teaches anything.
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "rows left out": {"loss_aggregation": "token_mean"},
+    "rows left out of GSPO": {"policy_loss": "gspo", "loss_aggregation": "sequence_mean_token_mean"},
+}
+# Six steps, and other micro-batches with and without these rows: rounding is larger than in one step.
+LEFT_OUT_OPTIMIZER = OPTIMIZER | {"epsilon": 1e-5}
+REWARDS = [
+    [1.0, 0.0, 0.0, *(1.0, 1.0, 1.0), *(0.0, 0.0, 0.0), *(0.0, 1.0, 1.0)],
+    [1.0, 1.0, 1.0, *(0.0, 0.0, 0.0), *(0.0, 1.0, 0.0), *(1.0, 1.0, 1.0)],
+    [0.0] * 12,
+]
 # Name: (layout, tokens of a micro-batch, dtype), all of one model and the same rows.
 CUTS: dict[str, tuple[dict[str, int], int, str]] = {
     "whole": ({}, 10_000, "float32"),
@@ -157,6 +170,18 @@ def results(home: Path) -> dict[str, list[dict[str, Any]]]:
     for dtype in ("float32", "bfloat16", "float16"):
         arguments = {"model": str(folder), "rows": rows, "dtype": dtype}
         cases[2][f"NaN in {dtype}"] = {"function": "learn_past_a_nan", "arguments": arguments}
+    rows = list(random_rows(12, VOCABULARY))
+    for name, algorithm in LEFT_OUT.items():
+        for which in ("skip", "keep"):
+            arguments = {
+                "model": str(folder),
+                "rows": rows,
+                "rewards": REWARDS,
+                "optimizer": LEFT_OUT_OPTIMIZER,
+                "zero_advantage_rows": which,
+            }
+            of_case = {"function": "learn_from_groups", "arguments": arguments | algorithm}
+            cases[2][f"{name}, {which}"] = of_case
     found: dict[str, list[dict[str, Any]]] = {}
     for ranks, of_size in cases.items():
         by_rank = run_ranks(run_cases, ranks, {"cases": of_size}, timeout=600)
@@ -245,3 +270,14 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(
         assert not result["poisoned_moved"]
         assert result["ordinary"]["skipped"] == 0.0
         assert result["ordinary_moved"] and result["ordinary_finite"]
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_rows_without_an_advantage_change_nothing(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+    skipped, kept = results[f"{name}, skip"], results[f"{name}, keep"]
+    for rank in range(2):
+        parameters, expected = (torch.tensor(result[rank]["parameters"]) for result in (skipped, kept))
+        assert (parameters - expected).abs().max() < 1e-6
+    learned = [metrics["train/learned_fraction"] for metrics in skipped[0]["metrics"]]
+    assert learned == pytest.approx([1 / 2, (1 / 6 + 1 / 2) / 2, 1 / 6])
+    assert all(metrics["train/learned_fraction"] == 1.0 for metrics in kept[0]["metrics"])

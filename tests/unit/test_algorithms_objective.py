@@ -19,7 +19,7 @@ from torch import Tensor
 from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.algorithms.correction import with_correction
 from rlhf_megatron.algorithms.kl import KLController
-from rlhf_megatron.algorithms.objective import objective_fields, policy_objective
+from rlhf_megatron.algorithms.objective import objective_fields, of_rows, policy_objective, rows_to_learn
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES
 from rlhf_megatron.data.packing import make_micro_batch, plan_micro_batches
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
@@ -381,3 +381,33 @@ def test_every_policy_loss_raises_what_was_rewarded(name: str) -> None:
     if name == "kl_cov":  # its penalty has no gradient at ratio 1
         assert metrics["train/clip_fraction"] > 0
     assert (changes[[0, 3, 4]] > 0).all() and (changes[[1, 2, 5]] < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows"),
+    [
+        ({}, [3, 4, 5]),
+        ({"policy_loss": "clip_cov"}, [3, 4, 5]),
+        ({"policy_loss": "kl_cov"}, [0, 1, 2, 3, 4, 5]),
+        ({"entropy_coef": 0.01}, [0, 1, 2, 3, 4, 5]),
+        ({"zero_advantage_rows": "keep"}, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_rows_without_a_gradient_are_left_out_where_no_term_needs_them(
+    algorithm: dict[str, Any], rows: list[int]
+) -> None:
+    settings = AlgorithmSection(**algorithm)
+    batch = batch_from_rows(
+        [[0]] * 6,
+        [[0] * n for n in (3, 1, 2, 1, 2, 3)],
+        group_id=[0, 0, 0, 1, 1, 1],
+        rewards=[1.0] * 3 + [1.0, 0.0, 0.0],
+    )
+    batch = with_advantages(batch, settings, KLController(settings))
+    assert rows_to_learn(batch, settings) == rows
+    chosen = of_rows({"tokens": batch.tokens, "row": batch.row_of_token}, batch, rows)
+    assert chosen["row"].unique().tolist() == rows and torch.equal(chosen["tokens"], batch.select(rows).tokens)
+    compared = batch.with_fields(reference_logprobs=torch.zeros(len(batch.tokens)))
+    assert rows_to_learn(compared, settings) == list(range(6))
+    agreeing = batch.select([0, 1, 2])
+    assert rows_to_learn(agreeing, settings) == ([1] if rows == [3, 4, 5] else [0, 1, 2])

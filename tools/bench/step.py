@@ -58,13 +58,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/results/step.json"), help="default: %(default)s")
     parser.add_argument("--plot", action="store_true", help="draw the rows beside the output")
     parser.add_argument("--work", type=Path, default=Path("runs/bench_step"), help="for runs; default: %(default)s")
+    parser.add_argument(
+        "--informative", type=float, metavar="SHARE", help="share of the groups with an advantage; default: all"
+    )
     options = parser.parse_args()
     prepare_environment()
     wanted = options.gpus or [shape["gpus"] for shape in shapes if shape["gpus"] <= (here or 2)]
     rows = []
     for shape in shapes:
         if shape["model"] in options.models and shape["gpus"] in wanted:
-            rows.append(measured(shape, options.work, options.steps, options.repeats))
+            rows.append(measured(shape, options.work, options.steps, options.repeats, options.informative))
             print(json.dumps(rows[-1]), flush=True)
             write(options.output, rows[-1])
     status = exit_status(misses(rows, rows_of(options.output)))
@@ -73,11 +76,15 @@ def main() -> int:
     return status
 
 
-def measured(shape: Mapping[str, Any], work: Path, steps: int, repeats: int) -> dict[str, Any]:
-    """The row of one shape, from a run of its own."""
+def measured(
+    shape: Mapping[str, Any], work: Path, steps: int, repeats: int, informative: float | None = None
+) -> dict[str, Any]:
+    """The row of one shape, from a run of its own; ``informative``: the share of the groups with an advantage."""
     folder = folder_with_model(work / f"{shape['model']}-{shape['gpus']}")
-    recipe = prepare(shape, folder, steps)
+    recipe = prepare(shape, folder, steps, informative)
     row = {"model": shape["model"], "gpus": shape["gpus"], "recipe": shape["recipe"]}
+    if informative is not None:
+        row |= {"model": f"{shape['model']}, {informative:.0%} informative", "informative": informative}
     arguments = ["recipe.yaml", str(repeats), "raw.json"]
     failed = run_on_ranks(shape["gpus"], HERE / "step_measure.py", arguments, SECONDS_FOR_ONE_SHAPE, folder)
     if failed:
@@ -96,7 +103,7 @@ def folder_with_model(folder: Path) -> Path:
     return folder
 
 
-def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> RLRecipe:
+def prepare(shape: Mapping[str, Any], folder: Path, steps: int, informative: float | None = None) -> RLRecipe:
     """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe."""
     if "config" in shape:
         config = json.loads((HERE.parent.parent / shape["config"] / "config.json").read_text(encoding="utf-8"))
@@ -108,24 +115,30 @@ def prepare(shape: Mapping[str, Any], folder: Path, steps: int) -> RLRecipe:
         "steps": steps,
         "monitor": {"timeline": {"steps": [0, steps]}},
     }
+    if informative is not None:
+        function = f"{HERE / 'step_reward.py'}:compute_score"
+        values["reward"] = {"rule": "data_source", "length_high": None, "function": function}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     recipe = load_rl(folder / "recipe.yaml")
-    write_prompts(recipe, folder / "model", folder / "prompts.parquet")
+    write_prompts(recipe, folder / "model", folder / "prompts.parquet", 1.0 if informative is None else informative)
     return recipe
 
 
-def write_prompts(recipe: RLRecipe, model: Path, path: Path) -> None:
-    """Prompts for all steps and one more, each of exactly the recipe's longest length: random digits, a token each."""
+def write_prompts(recipe: RLRecipe, model: Path, path: Path, informative: float = 1.0) -> None:
+    """Prompts for all steps and one more, each of exactly the recipe's longest length: random digits, a token each.
+
+    Of every step's prompts the share ``informative``, spread evenly, is not of data source "uniform".
+    """
     tokenizer, draw = load_tokenizer(model), random.Random(recipe.seed)
     around = len(tokenizer.encode_chat([{"role": "user", "content": "0"}])) - 1
     digits = recipe.data.max_prompt_length - around
     rows = [
         {
-            "data_source": "random",
+            "data_source": "random" if int((row + 1) * informative) > int(row * informative) else "uniform",
             "prompt": [{"role": "user", "content": "".join(draw.choices("0123456789", k=digits))}],
             "reward_model": {"style": "rule", "ground_truth": ""},
         }
-        for _ in range(recipe.batch.prompts_per_step * (recipe.steps + 1))
+        for row in range(recipe.batch.prompts_per_step * (recipe.steps + 1))
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
