@@ -26,23 +26,43 @@ def positions(cu_seqlens: Tensor, tokens: int, parts: int = 1, part: int = 0) ->
     return torch.where(within < half, front, front + (2 * parts - 2 - 2 * part) * half)
 
 
-def rotate_reference(values: Tensor, cu_seqlens: Tensor, angles: Tensor, parts: int = 1, part: int = 0) -> Tensor:
-    """values [tokens, heads, d], angles [longest, d / 2] -> each pair (i, i + d / 2) of a head turned by its angle.
+def rotate_reference(
+    values: Tensor,
+    cu_seqlens: Tensor,
+    angles: Tensor,
+    parts: int = 1,
+    part: int = 0,
+    factor: float = 1.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """values [tokens, heads, d], angles [longest, n / 2] -> the first n numbers of each head turned, times ``factor``.
 
-    Rounded once, from float32 or from float64 of ``values``.
+    Each pair (i, i + n / 2), or with ``interleaved`` (2i, 2i + 1), is turned by its angle; the rest of a head is as it
+    was. Rounded once, from float32 or from float64 of ``values``.
     """
     exact = torch.promote_types(values.dtype, torch.float32)
     turned = angles[positions(cu_seqlens, len(values), parts, part)].to(exact)[:, None]
-    first, second = values.to(exact).chunk(2, dim=-1)
-    cos, sin = turned.cos(), turned.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(values.dtype)
+    front, rest = values.to(exact).tensor_split([2 * angles.size(1)], dim=-1)
+    first, second = (front[..., 0::2], front[..., 1::2]) if interleaved else front.chunk(2, dim=-1)
+    cos, sin = turned.cos() * factor, turned.sin() * factor
+    halves = [first * cos - second * sin, second * cos + first * sin]
+    front = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
+    return torch.cat([front, rest], dim=-1).to(values.dtype)
 
 
-def rotate(values: Tensor, cu_seqlens: Tensor, angles: Tensor, parts: int = 1, part: int = 0) -> Tensor:
+def rotate(
+    values: Tensor,
+    cu_seqlens: Tensor,
+    angles: Tensor,
+    parts: int = 1,
+    part: int = 0,
+    factor: float = 1.0,
+    interleaved: bool = False,
+) -> Tensor:
     """As the reference, and without a gradient of ``angles``; a head's numbers must be contiguous on a GPU."""
     if not values.is_cuda:
-        return rotate_reference(values, cu_seqlens, angles, parts, part)
-    rotated: Tensor = Rotation.apply(values, cu_seqlens, angles, parts, part)
+        return rotate_reference(values, cu_seqlens, angles, parts, part, factor, interleaved)
+    rotated: Tensor = Rotation.apply(values, cu_seqlens, angles, parts, part, factor, interleaved)
     return rotated
 
 
@@ -50,23 +70,27 @@ class Rotation(torch.autograd.Function):
     """The kernel with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, cu_seqlens: Tensor, angles: Tensor, parts: int, part: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        cu_seqlens: Tensor,
+        angles: Tensor,
+        parts: int,
+        part: int,
+        factor: float = 1.0,
+        interleaved: bool = False,
+    ) -> Tensor:
         """See ``rotate``."""
         from rlhf_megatron.kernels.triton_rotary import launch
 
         ctx.save_for_backward(cu_seqlens, angles)
-        ctx.context_part = (parts, part)
-        return launch(values, cu_seqlens, angles, *ctx.context_part)
+        ctx.how = (parts, part, factor, interleaved)
+        return launch(values, cu_seqlens, angles, *ctx.how)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradient of ``values``."""
         from rlhf_megatron.kernels.triton_rotary import launch
 
-        return (
-            launch(gradients[0].contiguous(), *ctx.saved_tensors, *ctx.context_part, back=True),
-            None,
-            None,
-            None,
-            None,
-        )
+        gradient = launch(gradients[0].contiguous(), *ctx.saved_tensors, *ctx.how, back=True)
+        return gradient, None, None, None, None, None, None

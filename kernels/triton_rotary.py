@@ -25,11 +25,15 @@ def _rotate(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     angle_stride,
     parts,
     part,
+    factor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS_TOGETHER: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
     BACK: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -51,32 +55,50 @@ def _rotate(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     pair = tl.arange(0, WIDTH)
     known = there[:, None] & (pair < HALF)[None, :]
     angle = tl.load(angles + position[:, None].to(tl.int64) * angle_stride + pair[None, :], mask=known, other=0.0)
-    cos, sin = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]
+    cos, sin = tl.cos(angle)[:, None, :] * factor, tl.sin(angle)[:, None, :] * factor
     if BACK:
         sin = -sin
     head = tl.program_id(1) * HEADS_TOGETHER + tl.arange(0, HEADS_TOGETHER)
     inside = known[:, None, :] & (head < HEADS)[None, :, None]
     row = token.to(tl.int64)[:, None, None]
-    origin = values + row * token_stride + head[None, :, None] * head_stride + pair[None, None, :]
-    first = tl.load(origin, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(origin + HALF, mask=inside, other=0.0).to(tl.float32)
-    target = rotated + (row * HEADS + head[None, :, None]) * (2 * HALF) + pair[None, None, :]
-    tl.store(target, (first * cos - second * sin).to(rotated.dtype.element_ty), mask=inside)
-    tl.store(target + HALF, (second * cos + first * sin).to(rotated.dtype.element_ty), mask=inside)
+    origin = values + row * token_stride + head[None, :, None] * head_stride
+    target = rotated + (row * HEADS + head[None, :, None]) * (2 * HALF + REST)
+    # A pair is one apart, or half of what turns.
+    to_first = pair[None, None, :] * (2 if INTERLEAVED else 1)
+    to_second = to_first + (1 if INTERLEAVED else HALF)
+    first = tl.load(origin + to_first, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(origin + to_second, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + to_first, (first * cos - second * sin).to(rotated.dtype.element_ty), mask=inside)
+    tl.store(target + to_second, (second * cos + first * sin).to(rotated.dtype.element_ty), mask=inside)
+    if REST > 0:
+        behind = tl.arange(0, REST_WIDTH)
+        beyond = there[:, None, None] & (head < HEADS)[None, :, None] & (behind < REST)[None, None, :]
+        place_behind = 2 * HALF + behind[None, None, :]
+        tl.store(target + place_behind, tl.load(origin + place_behind, mask=beyond, other=0.0), mask=beyond)
 
 
 def launch(
-    values: Tensor, cu_seqlens: Tensor, angles: Tensor, parts: int = 1, part: int = 0, back: bool = False
+    values: Tensor,
+    cu_seqlens: Tensor,
+    angles: Tensor,
+    parts: int = 1,
+    part: int = 0,
+    factor: float = 1.0,
+    interleaved: bool = False,
+    back: bool = False,
 ) -> Tensor:
     """See ``rotary.rotate``; contiguous, and with ``back`` turned the other way."""
     tokens, heads, dimension = values.shape
     if values.stride(2) != 1 or angles.stride(1) != 1:
         raise ValueError(f"strides {values.stride()} of values and {angles.stride()} of angles; the last must be 1")
+    half, sequences = angles.shape[1], len(cu_seqlens) - 1
+    if 2 * half > dimension:
+        raise ValueError(f"{half} angles turn {2 * half} numbers, and a head has {dimension}")
     rotated = values.new_empty(values.shape)
     if not tokens:
         return rotated
-    half, sequences = dimension // 2, len(cu_seqlens) - 1
     width, heads_together = triton.next_power_of_2(half), min(triton.next_power_of_2(heads), HEADS_TOGETHER)
+    rest = dimension - 2 * half
     together = max(NUMBERS // (2 * heads_together * width), 1)
     _rotate[triton.cdiv(tokens, together), triton.cdiv(heads, heads_together)](
         values,
@@ -91,11 +113,15 @@ def launch(
         angles.stride(0),
         parts,
         part,
+        float(factor),
         HEADS=heads,
         HALF=half,
+        REST=rest,
+        INTERLEAVED=interleaved,
         TOKENS=together,
         HEADS_TOGETHER=heads_together,
         WIDTH=width,
+        REST_WIDTH=triton.next_power_of_2(max(rest, 1)),
         BACK=back,
         num_warps=WARPS,
     )

@@ -17,20 +17,25 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 CONFIGS = {
     "llama": LlamaConfig,
     "llama3": LlamaConfig,
     "mistral": MistralConfig,
+    "mistral_linear": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen2_moe": Qwen2MoeConfig,
+    "qwen2_yarn": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_moe_plain": Qwen3MoeConfig,
+    "smollm3": SmolLM3Config,
 }
-# What a family has beside the sizes below. llama3 is a Llama with the scaled rotary embeddings of 3.1 and later; the
-# plain mixture of experts leaves the weights of the chosen experts as the softmax gives them.
+# What a family has beside the sizes below. llama3 is a Llama with the scaled rotary embeddings of 3.1 and later, those
+# of mistral_linear and qwen2_yarn are scaled otherwise; the plain mixture of experts leaves the weights of the chosen
+# experts as the softmax gives them.
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama3": {
@@ -45,10 +50,25 @@ SPECIAL: dict[str, dict[str, Any]] = {
         },
     },
     "mistral": {"sliding_window": None},
+    "mistral_linear": {
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    },
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "head_dim": 16},
+    "qwen2_yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
+    "smollm3": {"no_rope_layer_interval": 2},
 }
+# Of these families, and with the same tensors.
+VARIANTS = {"llama3", "mistral_linear", "qwen2_yarn", "qwen3_moe_plain"}
 PAD = 0  # never among random rows
 
 

@@ -11,6 +11,8 @@ from rlhf_megatron.kernels.rotary import Rotation, rotate_reference
 
 LENGTHS = [[1], [8, 0, 4, 28, 4], [4] * 9]  # of sequences; multiples of 4, so that two ranks can share them, but one
 HEADS = [(1, 8, torch.float32), (14, 64, torch.bfloat16), (5, 24, torch.float32), (19, 128, torch.bfloat16)]
+# Then how many numbers of a head turn, the factor, and whether pairs are interleaved.
+PARTLY = [(3, 24, torch.float32, 16, 1.25, True), (5, 128, torch.bfloat16, 96, 0.75, False)]
 
 
 def sequences(lengths: list[int]) -> Tensor:
@@ -26,8 +28,9 @@ def angles_of(longest: int, dimension: int, step: float = 777.0) -> Tensor:
 def check_kernel(device: str) -> None:
     """The kernel and its gradient against float64 of the same numbers; heads that lie apart, and ranks that share."""
     generator = torch.Generator().manual_seed(3)
-    for lengths, (heads, dimension, dtype) in itertools.product(LENGTHS, HEADS):
-        cu_seqlens, angles = sequences(lengths), angles_of(max(lengths), dimension)
+    cases = [(*heads, heads[1], 1.0, False) for heads in HEADS] + PARTLY
+    for lengths, (heads, dimension, dtype, turned, *way) in itertools.product(LENGTHS, cases):
+        cu_seqlens, angles = sequences(lengths), angles_of(max(lengths), turned)
         for parts, part in [(1, 0)] if lengths == [1] else [(1, 0), (2, 0), (2, 1)]:
             tokens = int(cu_seqlens[-1]) // parts
             fused, upstream = (
@@ -35,8 +38,10 @@ def check_kernel(device: str) -> None:
             )
             exact = fused.double().requires_grad_()
             of_kernel = fused.to(device).requires_grad_()
-            found = Rotation.apply(of_kernel[:, 1 : heads + 1], cu_seqlens.to(device), angles.to(device), parts, part)
-            wanted = rotate_reference(exact[:, 1 : heads + 1], cu_seqlens, angles, parts, part)
+            found = Rotation.apply(
+                of_kernel[:, 1 : heads + 1], cu_seqlens.to(device), angles.to(device), parts, part, *way
+            )
+            wanted = rotate_reference(exact[:, 1 : heads + 1], cu_seqlens, angles, parts, part, *way)
             found.backward(upstream.to(device))
             wanted.backward(upstream.double())
             assert found.dtype == dtype and found.is_contiguous()

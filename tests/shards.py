@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture, Experts
+from rlhf_megatron.models.rope import Rope
 from rlhf_megatron.models.weight_map import Block, tensor_shapes
 from rlhf_megatron.models.weight_source import window
 
@@ -27,8 +28,7 @@ def architecture(
         vocabulary=vocabulary,
         max_positions=64,
         norm_epsilon=1e-6,
-        rope_theta=1e4,
-        rope_scaling_factor=None,
+        rope=Rope(1e4),
         tied_embeddings=tied,
         query_key_norm=True,
         qkv_bias=True,

@@ -26,12 +26,14 @@ _LARGEST = {
     "head_dim": 2**13,
     "vocab_size": 2**24,
     "max_position_embeddings": 2**23,  # vLLM makes a table of all positions
+    "original_max_position_embeddings": 2**23,
     "num_experts": 2**14,
     "num_local_experts": 2**14,
     "num_experts_per_tok": 2**14,
 }
 _LARGEST_OTHER = 2**20  # any other width or count
-_LARGEST_NUMBERS = {"rms_norm_eps": 0.1, "rope_theta": 1e12, "factor": 1e6}
+_LARGEST_NUMBERS = {"rms_norm_eps": 0.1, "rope_theta": 1e12}
+_LARGEST_OTHER_NUMBER = 1e6  # such as factors
 _MOST_LABELS = 2**20
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DROPOUT = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop")
@@ -228,7 +230,7 @@ def number(path: Path, field: str, values: Mapping[str, Any], default: float | N
     value = values.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ModelError(f"{shown(path)}: {field} {_not_a('number', field, values)}")
-    most = _LARGEST_NUMBERS[field]
+    most = _LARGEST_NUMBERS.get(field, _LARGEST_OTHER_NUMBER)
     if not value <= most or not math.isfinite(value):
         raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be at most {most:g}")
     return float(value)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rlhf_megatron.errors import ModelError
+from rlhf_megatron.models.rope import Llama3Scaling, Rope
 from rlhf_megatron.topology.layout import Layout
 
 Head = Literal["language", "scalar"]
@@ -51,7 +52,8 @@ class Architecture:
     """The shape of a decoder-only transformer, in the field's terms; ``feed_forward`` is that of dense layers.
 
     ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
-    ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``).
+    ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
+    position embeddings where they are not all ``rope``; None is a layer without positions.
     """
 
     family: str
@@ -64,8 +66,7 @@ class Architecture:
     vocabulary: int
     max_positions: int
     norm_epsilon: float
-    rope_theta: float
-    rope_scaling_factor: float | None
+    rope: Rope
     tied_embeddings: bool
     query_key_norm: bool
     qkv_bias: bool
@@ -74,11 +75,22 @@ class Architecture:
     head: Head = "language"
     experts: Experts | None = None
     mixed_layers: tuple[LayerKind, ...] = ()
+    mixed_ropes: tuple[Rope | None, ...] = ()
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each decoder layer, from the first to the last."""
         return self.mixed_layers or (SPARSE if self.experts else DENSE,) * self.layers
+
+    @property
+    def layer_ropes(self) -> tuple[Rope | None, ...]:
+        """The position embeddings of each decoder layer, None where it has none."""
+        return self.mixed_ropes or (self.rope,) * self.layers
+
+    def for_rows(self, longest: int) -> Architecture:
+        """The same model in a run whose rows have at most ``longest`` tokens (``Rope.for_rows``)."""
+        mixed = tuple(rope and rope.for_rows(longest) for rope in self.mixed_ropes)
+        return dataclasses.replace(self, rope=self.rope.for_rows(longest), mixed_ropes=mixed)
 
     def with_head(self, head: Head) -> Architecture:
         """The same decoder under another head."""
@@ -130,8 +142,8 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
         )
 
 
-# Fields that came after the first checkpoints, which do not have them.
-LATER_FIELDS = ("mixed_layers",)
+# Keys that came after the first checkpoints, which do not have them.
+LATER_FIELDS = ("mixed_layers", "rope", "mixed_ropes")
 _LATER_FIELDS_OF_EXPERTS = ("shared",)
 
 
@@ -140,7 +152,21 @@ def stored_form(architecture: Architecture) -> dict[str, Any]:
 
     ``LATER_FIELDS`` are left out while they say nothing, so that those resume.
     """
-    return without_silent_fields(dataclasses.asdict(architecture))
+    form: dict[str, Any] = {}
+    for key, value in dataclasses.asdict(architecture).items():
+        form |= _stored_rope(architecture.rope, value) if key == "rope" else {key: value}
+    return without_silent_fields(form)
+
+
+def _stored_rope(rope: Rope, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the two keys of the first checkpoints, whose ropes were these, and ``rope`` for any other."""
+    factor = rope.scaling.factor if isinstance(rope.scaling, Llama3Scaling) else None
+    earlier = Rope(rope.theta, None if factor is None else Llama3Scaling(factor, 1.0, 4.0, 8192))
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling_factor": factor,
+        "rope": None if rope == earlier else dict(plain),
+    }
 
 
 def without_silent_fields(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,25 +18,27 @@ from rlhf_megatron.models.rotary_table import RotaryTable
 
 
 class Rotary:
-    """The rotary embeddings of a model: the table of each decoder layer, counted from 0."""
+    """The rotary embeddings of a model: the table of each decoder layer, counted from 0, None without positions."""
 
-    def __init__(self, tables: Sequence[RotaryTable]) -> None:
+    def __init__(self, tables: Sequence[RotaryTable | None]) -> None:
         self._tables = tables
 
     def turn(self, values: Tensor, layer: int, packed: Any, group: Any) -> Tensor:
-        """Return queries or keys [t, heads, d] of ``layer``, turned.
+        """Return queries or keys [t, heads, d] of ``layer``, turned, in memory of their own.
 
         ``packed`` are Megatron's PackedSeqParams of all tokens, t of which this rank of the context-parallel ``group``
         holds.
         """
         table = self._tables[layer]
+        if table is None:
+            return values.clone(memory_format=torch.contiguous_format)
         boundaries = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        turned = rotate(values, boundaries, _angles(table, int(packed.max_seqlen_q)), group.size(), group.rank())
-        return turned if table.attention_factor == 1.0 else turned * table.attention_factor
+        angles = _angles(table, int(packed.max_seqlen_q))
+        return rotate(values, boundaries, angles, group.size(), group.rank(), table.attention_factor, table.interleaved)
 
 
 @functools.lru_cache(maxsize=32)
 def _angles(table: RotaryTable, longest: int) -> Tensor:
-    """Return the angles [longest, d / 2] of every position, float32."""
+    """Return the angles [longest, pairs] of every position, float32."""
     frequencies = table.inverse_frequencies
     return torch.outer(torch.arange(longest, device=frequencies.device, dtype=frequencies.dtype), frequencies)

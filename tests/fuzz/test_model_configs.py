@@ -24,11 +24,12 @@ WHOLE = {
     "qwen2": SIZES,
     "qwen3": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
+    "smollm3": SIZES,
     "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
 }
 OF_LAYERS = ["decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"]
 FIELDS = [*sorted(_READ | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
-FIELDS += OF_LAYERS
+FIELDS += [*OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
      "false", "bfloat16", "torch.bfloat16", "\x1b\n", [], ["full_attention"] * 2, ["sliding_attention"] * 2, [1, 2],
@@ -68,7 +69,10 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     assert read.max_positions == theirs.max_position_embeddings
     assert read.norm_epsilon == theirs.rms_norm_eps
     assert read.tied_embeddings == theirs.tie_word_embeddings
-    assert read.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert read.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert (read.rope.scaling is None) == (theirs.rope_parameters["rope_type"] == "default")
+    turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
+    assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning[: read.layers]]
     assert theirs.hidden_act == "silu" and getattr(theirs, "is_causal", True)
     assert not getattr(theirs, "sliding_window", None)
     if read.experts:

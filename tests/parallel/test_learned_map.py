@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hugging_face import CONFIGS, make_model
+from hugging_face import CONFIGS, VARIANTS, make_model
 from parallel import learn_maps
 from parallel.learn_maps import learned_blocks
 from rlhf_megatron.models.architecture import ModelError, read_architecture
@@ -23,7 +23,7 @@ from rlhf_megatron.models.weight_map import rollout_blocks
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
-ALL = sorted(CONFIGS.keys() - {"llama3", "qwen3_moe_plain"})  # these two have the same tensors as others
+ALL = sorted(CONFIGS.keys() - VARIANTS)
 TABLES = [family for family in ALL if FAMILIES[family].has_rollout_table]
 
 WIDE = "qwen2_of_wide_heads"  # whose head_dim is not hidden_size / num_attention_heads

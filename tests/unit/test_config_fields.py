@@ -71,6 +71,16 @@ QWEN2_MOE = QWEN2 | {
     "num_key_value_heads": 16, "output_router_logits": False, "router_aux_loss_coef": 0.001,
     "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "vocab_size": 151936,
 }  # fmt: skip
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None,
+    "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+    "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+    "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": False, "use_sliding_window": False,
+    "vocab_size": 128256,
+}  # fmt: skip
 PUBLISHED = {
     "Llama 2": without(LLAMA, "rope_theta", "mlp_bias", "attention_bias", "attention_dropout", "rope_scaling")
     | {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None}
@@ -88,6 +98,13 @@ PUBLISHED = {
     "Qwen2.5": QWEN2,
     "Qwen2": QWEN2 | {"sliding_window": 131072, "eos_token_id": [151645, 151643], "rope_theta": 1000000.0},
     "Qwen3": QWEN3,
+    "Qwen2.5 with YaRN": QWEN2
+    | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    "Qwen3 with YaRN": QWEN3
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    "deepseek-coder": without(LLAMA, "rope_scaling") | {"rope_scaling": {"factor": 4.0, "type": "linear"}},
+    "SmolLM3": SMOLLM3,
+    "SmolLM3 by its interval": without(SMOLLM3, "no_rope_layers", "layer_types"),
     "Qwen3-Coder-30B-A3B": QWEN3_CODER,
     "Qwen1.5-MoE-A2.7B": QWEN2_MOE,
     "Qwen2-57B-A14B": QWEN2_MOE
@@ -119,8 +136,11 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         theirs.num_key_value_heads,
     )
     assert read.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert read.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert read.rope_scaling_factor == theirs.rope_parameters.get("factor")
+    assert read.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert getattr(read.rope.scaling, "factor", None) == theirs.rope_parameters.get("factor")
+    turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
+    assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning]
+    assert read.tied_embeddings == theirs.tie_word_embeddings
     assert (read.vocabulary, read.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
 
 
@@ -134,6 +154,7 @@ def test_a_model_that_vllm_would_misread_generates_nothing() -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 LLAMA3 = LLAMA["rope_scaling"]
 assert isinstance(LLAMA3, dict)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -214,8 +235,26 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"rms_norm_eps": 5.0}, "rms_norm_eps is 5.0; it must be at most 0.1"),
     (LLAMA, {"rope_theta": 1e300}, "rope_theta is 1e[+]300; it must be at most"),
     (LLAMA, {"rope_theta": [1]}, r"rope_theta is \[1\]"),
-    (LLAMA, {"rope_scaling": YARN}, "rope_scaling.rope_type is 'yarn'"),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.rope_type is 'linear'"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type is 'dynamic'"),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0, "beta_fast": 1}}, "rope_scaling.beta_fast is 1"),
+    (LLAMA, {"rope_scaling": YARN | {"finetuned": True}}, "rope_scaling.finetuned is True"),
+    (LLAMA, {"rope_scaling": YARN | {"low_freq_factor": 1.0}}, "rope_scaling.low_freq_factor is 1.0"),
+    (LLAMA, {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate is 1"),
+    (LLAMA, {"rope_scaling": YARN | {"truncate": None}}, "rope_scaling.truncate is None"),
+    (LLAMA, {"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast is 0"),
+    (LLAMA, {"rope_scaling": YARN | {"original_max_position_embeddings": 1.5}}, "original_max_position_embeddings is"),
+    (LLAMA, {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta is 1.0"),
+    (LLAMA, {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor is 0.5"),
+    (LLAMA, {"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "rope_scaling.high_freq_factor is 1.0"),
+    (LLAMA, {"rope_scaling": LONG | {"long_factor": [1.0]}}, "rope_scaling.long_factor has 1 numbers, and 64 pairs"),
+    (LLAMA, {"rope_scaling": LONG | {"short_factor": ["a"] * 64}}, "short_factor is 'a'; it must be a number"),
+    (LLAMA, {"rope_scaling": LONG | {"short_mscale": 1.2}}, "rope_scaling.short_mscale is 1.2"),
+    (LLAMA, {"rope_scaling": LONG | {"is_long": True}}, "rope_scaling.is_long is True"),
+    (SMOLLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers, and num_hidden_layers is 36"),
+    (SMOLLM3, {"no_rope_layers": [2] * 36}, "no_rope_layers is .*; it must be a list of 0 and 1"),
+    (SMOLLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+    (SMOLLM3, {"use_sliding_window": True}, "use_sliding_window is True"),
     (LLAMA, {"rope_scaling": {"type": ["linear"]}}, "rope_scaling.rope_type is"),
     (
         LLAMA,
@@ -224,7 +263,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (LLAMA, {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope_scaling.factor is 4.0"),
     (LLAMA, {"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "rope_scaling.attention_factor"),
-    (LLAMA, {"rope_scaling": without(LLAMA3, "low_freq_factor")}, "rope_scaling.low_freq_factor is None"),
+    (LLAMA, {"rope_scaling": without(LLAMA3, "low_freq_factor")}, "rope_scaling.low_freq_factor is missing"),
     (LLAMA, {"rope_scaling": LLAMA3 | {"factor": 1e9}}, "factor is"),
     (LLAMA, {"rope_scaling": False}, "rope_scaling must be an object"),
     (LLAMA, {"rope_scaling": None, "rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention"),

@@ -47,7 +47,7 @@ def saved(model: Path) -> Saved:
     """A sound one, each parameter in two ranges."""
     architecture, layout = read_architecture(model), Layout(data=2)
     state = {
-        "layout": dataclasses.asdict(layout), "ranks": [0, 1], "architecture": dataclasses.asdict(architecture),
+        "layout": dataclasses.asdict(layout), "ranks": [0, 1], "architecture": stored_form(architecture),
         "implementation": "local", "adapters": None, "base": None, "rows_of_attention": ROWS_OF_ATTENTION,
         "steps_taken": 3, "loss_scale": None, "optimizer_steps": 3,
     }  # fmt: skip

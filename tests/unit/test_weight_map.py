@@ -167,7 +167,7 @@ CONFIG = {
         ("use_sliding_window", True),
         ("layer_types", ["full_attention", "sliding_attention"]),
         ("layer_types", 5),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),
         ("partial_rotary_factor", 0.5),
         ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
         ("quantization_config", {"quant_method": "fp8"}),

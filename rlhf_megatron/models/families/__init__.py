@@ -14,6 +14,7 @@ _MODULES = {
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "smollm3": "smollm3",
 }
 
 FAMILIES: dict[str, Family] = {

@@ -7,43 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.config_fields import brief, number, size, unsupported
-from rlhf_megatron.models.rotary_table import LLAMA3
+from rlhf_megatron.models.config_fields import size, unsupported
 from rlhf_megatron.untrusted import shown
-
-_ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-
-
-def read_rope(path: Path, config: Mapping[str, Any]) -> tuple[float, float | None]:
-    """Return (theta, factor of Llama 3's scaling or None), from either spelling that transformers has used."""
-    for field in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(field), dict | None):
-            raise ModelError(f"{shown(path)}: {field} must be an object; it is {brief(config[field])}")
-    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers chooses
-    given: dict[str, Any] = {key: value for key, value in (config.get(field) or {}).items() if value is not None}
-    theta = number(path, "rope_theta", given if "rope_theta" in given else config, 10000.0)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("type", kind) != kind:
-        difference = f"{field}.rope_type is {brief(kind)} and type is {brief(given['type'])}"
-        raise ModelError(f"{shown(path)}: {difference}, which are one field; remove one")
-    if kind not in ("default", "llama3"):
-        raise unsupported(path, f"{field}.rope_type", kind, "default, llama3")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise unsupported(path, f"{field}.partial_rotary_factor", given["partial_rotary_factor"], "1.0")
-    known = (*_ROPE_FIELDS, *(("factor", *LLAMA3) if kind == "llama3" else ()))
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise ModelError(
-            f"{shown(path)}: {field}.{shown(unknown[0], 80)} is {brief(given[unknown[0]])}, which this version does "
-            f"not know for rope_type {kind}"
-        )
-    if kind == "default":
-        return theta, None
-    factor = number(path, "factor", given)
-    for key, value in LLAMA3.items():
-        if isinstance(given.get(key), bool) or given.get(key) != value:
-            raise unsupported(path, f"{field}.{key}", given.get(key), str(value))
-    return theta, factor
 
 
 def check_layer_types(path: Path, config: Mapping[str, Any], layers: int) -> None:

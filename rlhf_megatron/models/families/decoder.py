@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
 from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.families import mixture
-from rlhf_megatron.models.families.config_reading import check_layer_types, read_heads, read_rope
+from rlhf_megatron.models.families.config_reading import check_layer_types, read_heads
+from rlhf_megatron.models.families.rope_reading import read_rope
 from rlhf_megatron.models.rectangles import (
     SCORE,
     Block,
@@ -46,7 +47,7 @@ _ROUTER_NORM = "pre_mlp_layernorm.weight"  # in front of a router there is no li
 class Decoder:
     """A Family; see there for its methods.
 
-    ``max_positions``: max_position_embeddings of a config without.
+    ``max_positions``, ``rope_theta``: max_position_embeddings and rope_theta of a config without.
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
     """
 
@@ -56,6 +57,7 @@ class Decoder:
     qkv_bias: bool = False
     experts: bool = False
     max_positions: int = 32768
+    rope_theta: float = 10_000.0
     vllm_divides_heads: bool = False
     has_rollout_table: bool = True
 
@@ -63,10 +65,10 @@ class Decoder:
 
     def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
         """See Family."""
-        theta, factor = read_rope(path, config)
         layers, vocabulary = size(path, "num_hidden_layers", config), size(path, "vocab_size", config)
         check_layer_types(path, config, layers)
         heads, key_value_heads, head_dim = read_heads(path, config, self.fields.absent)
+        max_positions = size(path, "max_position_embeddings", config, self.max_positions)
         token_ids(path, "bos_token_id", config, vocabulary)
         pad = token_ids(path, "pad_token_id", config, vocabulary)
         return Architecture(
@@ -78,10 +80,9 @@ class Decoder:
             key_value_heads=key_value_heads,
             head_dim=head_dim,
             vocabulary=vocabulary,
-            max_positions=size(path, "max_position_embeddings", config, self.max_positions),
+            max_positions=max_positions,
             norm_epsilon=number(path, "rms_norm_eps", config, 1e-6),
-            rope_theta=theta,
-            rope_scaling_factor=factor,
+            rope=read_rope(path, config, head_dim, max_positions, self.rope_theta),
             tied_embeddings=flag(path, "tie_word_embeddings", config),
             query_key_norm=self.query_key_norm,
             qkv_bias=self.qkv_bias,
