@@ -23,14 +23,18 @@ CONFIGS = {
     "llama": LlamaConfig,
     "llama3": LlamaConfig,
     "mistral": MistralConfig,
+    "mistral_window": MistralConfig,
     "qwen2": Qwen2Config,
+    "qwen2_window": Qwen2Config,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_moe_plain": Qwen3MoeConfig,
 }
 # What a family has beside the sizes below. llama3 is a Llama with the scaled rotary embeddings of 3.1 and later; the
-# plain mixture of experts leaves the weights of the chosen experts as the softmax gives them.
+# plain mixture of experts leaves the weights of the chosen experts as the softmax gives them. The Mistral with a window
+# has it in all layers, the Qwen2 in the last two.
+WINDOW = 4  # shorter than most rows below
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama3": {
@@ -45,6 +49,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         },
     },
     "mistral": {"sliding_window": None},
+    "mistral_window": {"sliding_window": WINDOW},
+    "qwen2_window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "head_dim": 16},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
@@ -94,9 +100,9 @@ def make_model(
     return folder
 
 
-def load_model(folder: Path) -> Any:
-    """The folder's model in float32, ready to train (there is no dropout)."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def load_model(folder: Path, **fields: Any) -> Any:
+    """The folder's model, or one with other ``fields``, in float32 and ready to train (there is no dropout)."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **fields)
 
 
 def load_classifier(folder: Path) -> Any:

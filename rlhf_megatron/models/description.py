@@ -37,13 +37,13 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What one decoder layer is made of; layers of a kind have the same modules, tensors and cost."""
+    """What one decoder layer is made of; layers of a kind have the same modules, tensors and cost.
 
-    attention: Literal["full"]
+    With "window" a token attends to itself and those before it, ``Architecture.window`` in all.
+    """
+
+    attention: Literal["full", "window"]
     feed_forward: Literal["dense", "experts"]
-
-
-DENSE, SPARSE = LayerKind("full", "dense"), LayerKind("full", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Architecture:
     """The shape of a decoder-only transformer, in the field's terms; ``feed_forward`` is that of dense layers.
 
     ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
-    ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``).
+    ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``). ``window`` is how many
+    tokens a token attends to, itself included, in those layers that have a window; None: no layer has one.
     """
 
     family: str
@@ -74,11 +75,15 @@ class Architecture:
     head: Head = "language"
     experts: Experts | None = None
     mixed_layers: tuple[LayerKind, ...] = ()
+    window: int | None = None
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each decoder layer, from the first to the last."""
-        return self.mixed_layers or (SPARSE if self.experts else DENSE,) * self.layers
+        if self.mixed_layers:
+            return self.mixed_layers
+        attention: Literal["full", "window"] = "full" if self.window is None else "window"
+        return (LayerKind(attention, "experts" if self.experts else "dense"),) * self.layers
 
     def with_head(self, head: Head) -> Architecture:
         """The same decoder under another head."""
@@ -111,7 +116,7 @@ class Architecture:
             raise ModelError(
                 "layout.expert and expert_tensor are for models with experts, and the model is dense; leave them out"
             )
-        if DENSE in self.layer_kinds:
+        if any(kind.feed_forward == "dense" for kind in self.layer_kinds):
             columns = "columns of the feed-forward layers (intermediate_size)"
             _check_divides("tensor", layout.tensor, self.feed_forward, columns)
         if self.experts is not None:
@@ -131,7 +136,7 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 
 
 # Fields that came after the first checkpoints, which do not have them.
-LATER_FIELDS = ("mixed_layers",)
+LATER_FIELDS = ("mixed_layers", "window")
 _LATER_FIELDS_OF_EXPERTS = ("shared",)
 
 

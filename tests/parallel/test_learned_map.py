@@ -23,7 +23,8 @@ from rlhf_megatron.models.weight_map import rollout_blocks
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
-ALL = sorted(CONFIGS.keys() - {"llama3", "qwen3_moe_plain"})  # these two have the same tensors as others
+# These have the same tensors as others.
+ALL = sorted(CONFIGS.keys() - {"llama3", "mistral_window", "qwen2_window", "qwen3_moe_plain"})
 TABLES = [family for family in ALL if FAMILIES[family].has_rollout_table]
 
 WIDE = "qwen2_of_wide_heads"  # whose head_dim is not hidden_size / num_attention_heads

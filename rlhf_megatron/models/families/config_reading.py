@@ -46,18 +46,6 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> tuple[float, float | Non
     return theta, factor
 
 
-def check_layer_types(path: Path, config: Mapping[str, Any], layers: int) -> None:
-    """Raises ModelError where a layer does not attend to the whole row."""
-    types = config.get("layer_types")
-    if types is None:
-        return
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        told = sorted(set(map(str, types))) if isinstance(types, list) else types
-        raise unsupported(path, "layer_types", told, "full_attention in every layer")
-    if len(types) != layers:
-        raise ModelError(f"{shown(path)}: layer_types has {len(types)} layers, and num_hidden_layers is {layers}")
-
-
 def read_heads(path: Path, config: Mapping[str, Any], absent: Mapping[str, int]) -> tuple[int, int, int]:
     """Return (query heads, key-value heads, size of a head); raises ModelError where they do not go together."""
     heads, hidden = size(path, "num_attention_heads", config), size(path, "hidden_size", config)
