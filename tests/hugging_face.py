@@ -25,7 +25,9 @@ CONFIGS = {
     "llama3": LlamaConfig,
     "mistral": MistralConfig,
     "mistral_linear": MistralConfig,
+    "mistral_window": MistralConfig,
     "qwen2": Qwen2Config,
+    "qwen2_window": Qwen2Config,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen2_yarn": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -35,7 +37,8 @@ CONFIGS = {
 }
 # What a family has beside the sizes below. llama3 is a Llama with the scaled rotary embeddings of 3.1 and later, those
 # of mistral_linear and qwen2_yarn are scaled otherwise; the plain mixture of experts leaves the weights of the chosen
-# experts as the softmax gives them.
+# experts as the softmax gives them. The Mistral with a window has it in all layers, the Qwen2 in the last two.
+WINDOW = 4  # shorter than most rows below
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama3": {
@@ -54,6 +57,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     },
+    "mistral_window": {"sliding_window": WINDOW},
+    "qwen2_window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "head_dim": 16},
     "qwen2_yarn": {
         "rope_parameters": {
@@ -68,7 +73,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
 }
 # Of these families, and with the same tensors.
-VARIANTS = {"llama3", "mistral_linear", "qwen2_yarn", "qwen3_moe_plain"}
+VARIANTS = {"llama3", "mistral_linear", "mistral_window", "qwen2_window", "qwen2_yarn", "qwen3_moe_plain"}
 PAD = 0  # never among random rows
 
 
@@ -114,9 +119,9 @@ def make_model(
     return folder
 
 
-def load_model(folder: Path) -> Any:
-    """The folder's model in float32, ready to train (there is no dropout)."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def load_model(folder: Path, **fields: Any) -> Any:
+    """The folder's model, or one with other ``fields``, in float32 and ready to train (there is no dropout)."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **fields)
 
 
 def load_classifier(folder: Path) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlhf_megatron.data.context_parallel import tokens_of_part
@@ -20,6 +21,8 @@ from rlhf_megatron.data.context_parallel import tokens_of_part
 
 class PackedAttention(MegatronModule):
     """Causal attention inside each sequence of a packed micro-batch; takes the place of ``core_attention``.
+
+    In a layer with a window a token attends to itself and to ``config.window_size[0]`` tokens before it.
 
     With context parallelism each rank holds a part of each sequence (``data.context``). Either the ranks exchange heads
     for tokens (``cp_comm_type`` a2a, known as Ulysses, arXiv 2309.14509): each then has some heads of all tokens. Or
@@ -40,6 +43,8 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self._group: dist.ProcessGroup = pg_collection.cp
         self._exchanges_heads = cp_comm_type == "a2a"
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window: int | None = config.window_size[0] + 1 if windowed else None
 
     def forward(
         self,
@@ -57,17 +62,17 @@ class PackedAttention(MegatronModule):
         boundaries, longest = packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q)
         parts = self._group.size()
         if parts == 1:
-            return causal_attention(query, key, value, boundaries, longest, self.scale).flatten(1)
+            return causal_attention(query, key, value, boundaries, longest, self.scale, self._window).flatten(1)
         # Tokens in the order of the ranks that hold them, and back in the order of the sequences.
         held = torch.cat([tokens_of_part(boundaries, parts, part) for part in range(parts)])
         order = held.argsort()
         if self._exchanges_heads:
             query, key, value = (self._heads_for_tokens(part)[order] for part in (query, key, value))
-            out = causal_attention(query, key, value, boundaries, longest, self.scale)
+            out = causal_attention(query, key, value, boundaries, longest, self.scale, self._window)
             return self._tokens_for_heads(out[held]).flatten(1)
         key, value = (gather_from_sequence_parallel_region(part, group=self._group)[order] for part in (key, value))
         mine = held.chunk(parts)[self._group.rank()]
-        return causal_attention(query, key, value, boundaries, longest, self.scale, mine).flatten(1)
+        return causal_attention(query, key, value, boundaries, longest, self.scale, self._window, mine).flatten(1)
 
     def _heads_for_tokens(self, values: Tensor) -> Tensor:
         """[t / parts, heads, d] -> [t, heads / parts, d], tokens in the order of ranks."""
@@ -92,9 +97,12 @@ def causal_attention(
     boundaries: Tensor,
     longest: int,
     scale: float,
+    window: int | None = None,
     query_positions: Tensor | None = None,
 ) -> Tensor:
     """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
+
+    ``window``: how many tokens a token attends to, itself included; None: all before it.
 
     ``query_positions`` [q] are those of the queries among the t tokens, equally many of each 2 * parts in each
     sequence; without them every token has a query. Sequences are padded on the right to the longest one: with a causal
@@ -112,11 +120,18 @@ def causal_attention(
 
     of_keys = real(lengths, longest)
     of_queries, mask = of_keys, None
+    token = torch.arange(longest, device=query.device)
+    position = token[None]
     if query_positions is not None:
         parts = key.size(0) // query.size(0)
         of_queries = real(lengths // parts, longest // parts)
         position = padded(query_positions - boundaries[:-1].long().repeat_interleave(lengths // parts), of_queries)
-        mask = (torch.arange(longest, device=query.device) <= position[..., None])[:, None]
+    windowed = window is not None and window < longest
+    if query_positions is not None or windowed:  # one mask for all rows where every token has a query
+        mask = token <= position[..., None]
+        if window is not None and windowed:
+            mask &= token > position[..., None] - window
+        mask = mask[:, None]
     out = functional.scaled_dot_product_attention(
         padded(query, of_queries).transpose(1, 2),
         padded(key, of_keys).transpose(1, 2),

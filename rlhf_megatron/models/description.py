@@ -38,13 +38,13 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """The parts of one decoder layer; layers of a kind have the same modules, tensors and cost."""
+    """The parts of one decoder layer; layers of a kind have the same modules, tensors and cost.
 
-    attention: Literal["full"]
+    With "window" a token attends to itself and those before it, ``Architecture.window`` in all.
+    """
+
+    attention: Literal["full", "window"]
     feed_forward: Literal["dense", "experts"]
-
-
-DENSE, SPARSE = LayerKind("full", "dense"), LayerKind("full", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Architecture:
     ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
     ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
     position embeddings where they are not all ``rope``; None is a layer without positions.
+    ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
     """
 
     family: str
@@ -76,11 +77,15 @@ class Architecture:
     experts: Experts | None = None
     mixed_layers: tuple[LayerKind, ...] = ()
     mixed_ropes: tuple[Rope | None, ...] = ()
+    window: int | None = None
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each decoder layer, from the first to the last."""
-        return self.mixed_layers or (SPARSE if self.experts else DENSE,) * self.layers
+        if self.mixed_layers:
+            return self.mixed_layers
+        attention: Literal["full", "window"] = "full" if self.window is None else "window"
+        return (LayerKind(attention, "experts" if self.experts else "dense"),) * self.layers
 
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:
@@ -123,7 +128,7 @@ class Architecture:
             raise ModelError(
                 "layout.expert and expert_tensor are for models with experts, and the model is dense; leave them out"
             )
-        if DENSE in self.layer_kinds:
+        if any(kind.feed_forward == "dense" for kind in self.layer_kinds):
             columns = "columns of the feed-forward layers (intermediate_size)"
             _check_divides("tensor", layout.tensor, self.feed_forward, columns)
         if self.experts is not None:
@@ -143,7 +148,7 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 
 
 # Keys that came after the first checkpoints, which do not have them.
-LATER_FIELDS = ("mixed_layers", "rope", "mixed_ropes")
+LATER_FIELDS = ("mixed_layers", "rope", "mixed_ropes", "window")
 _LATER_FIELDS_OF_EXPERTS = ("shared",)
 
 

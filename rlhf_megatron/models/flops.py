@@ -29,7 +29,8 @@ def forward_flops(architecture: Architecture, lengths: Iterable[float], outputs:
     """Operations of one forward pass over rows of ``lengths`` tokens, whose head reads ``outputs`` tokens in all.
 
     A product of [m, k] and [k, n] counts 2 m k n; norms, activations and rotary embeddings count nothing. Attention of
-    a row of n tokens is counted for the n (n + 1) / 2 pairs that may be seen, or for all n^2 without ``causal``.
+    a row of n tokens is counted for the n (n + 1) / 2 pairs that may be seen, or those within a window, or for all n^2
+    without ``causal``.
     """
     a, family = architecture, FAMILIES[architecture.family]
     weights = sum(count * family.multiplied_weights(a, kind) for kind, count in Counter(a.layer_kinds).items())
@@ -58,7 +59,7 @@ def _attention_flops(architecture: Architecture, rows: Sequence[float], causal: 
 
 
 def attention_cost(architecture: Architecture) -> float:
-    """The a for which n tokens of one row cost as much as n + a n^2, in operations."""
+    """The a for which n tokens of one row cost as much as n + a n^2, in operations; of rows no longer than a window."""
     one, two = (forward_flops(architecture, [length], length) for length in (1, 2))
     half_a_pair = (two - 2 * one) / 2
     return half_a_pair / (one - half_a_pair)
@@ -71,6 +72,13 @@ def peak_flops(gpu: str) -> float | None:
 
 def kv_cache_bytes_per_token(architecture: Architecture, tensor: int, element_bytes: int) -> int:
     """Bytes that vLLM's cache takes for one token on each of ``tensor`` ranks."""
+    return int(kv_cache_bytes(architecture, tensor, element_bytes, 1))
+
+
+def kv_cache_bytes(architecture: Architecture, tensor: int, element_bytes: int, tokens: float) -> float:
+    """Bytes that vLLM's cache takes for a row of ``tokens`` on each of ``tensor`` ranks; windows let go of the rest."""
     a, family = architecture, FAMILIES[architecture.family]
-    kinds = Counter(a.layer_kinds).items()
-    return element_bytes * sum(count * family.cached_elements(a, kind, tensor) for kind, count in kinds)
+    return element_bytes * sum(
+        count * family.cached_elements(a, kind, tensor) * family.cached_tokens(a, kind, tokens)
+        for kind, count in Counter(a.layer_kinds).items()
+    )

@@ -9,7 +9,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError, ModelError, RecipeError
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
-from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
+from rlhf_megatron.recipe.roles import LayoutSection, RoleSection, transformer_engine_can
 from rlhf_megatron.recipe.rollout import RolloutLayoutSection
 from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.topology.layout import Layout
@@ -40,6 +40,7 @@ def check_architectures(recipe: Recipe, architectures: Mapping[str, Architecture
         layout, model = layout_of(recipe, section), architectures[name]
         _check_layout(name, model, _smallest_layout(layout))
         _check_exchange_of_heads(name, section, layout, model.key_value_heads)
+        _check_window(recipe, name, section, layout, model)
     if isinstance(recipe, RLRecipe):
         _check_rollout(recipe.rollout.layout, architectures["actor"])
     _check_adapters(recipe, architectures["actor"])
@@ -106,6 +107,20 @@ def _check_positions(recipe: Recipe, architectures: Mapping[str, Architecture]) 
             raise RecipeError(
                 f"{shown}{total} is beyond the {model}'s {positions} positions (max_position_embeddings); lower {lower}"
             )
+
+
+def _check_window(
+    recipe: Recipe, name: str, section: RoleSection, layout: LayoutSection, architecture: Architecture
+) -> None:
+    """Refuse Transformer Engine's ring for layers with a sliding window, which it does not have."""
+    fused = section.transformer_implementation != "local"
+    if architecture.window is None or not fused or section.cp_comm_type != "p2p" or layout.context == 1:
+        return
+    if transformer_engine_can(layout.context, recipe.model.dtype == "float32"):
+        raise RecipeError(
+            f"{name}.cp_comm_type=p2p: Transformer Engine's ring has no sliding window, and the model has one of "
+            f"{architecture.window} tokens (sliding_window); use a2a or all_gather, or {name}.layout.context=1"
+        )
 
 
 def _check_exchange_of_heads(name: str, section: RoleSection, layout: LayoutSection, key_value_heads: int) -> None:

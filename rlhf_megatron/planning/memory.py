@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.flops import kv_cache_bytes_per_token
+from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token
 from rlhf_megatron.planning.parameters import (
     adapter_parameters,
     model_parameters,
@@ -127,7 +127,8 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
         cache = max(0.0, share - beside_cache)
     tokens = int(cache * GB // kv_cache_bytes_per_token(architecture, tensor, size))
     replicas = len(rollout_ranks(recipe, world_size)) // tensor
-    return RolloutMemory(replicas, weights, shared, cache, share, tokens, tokens // recipe.longest_sequence)
+    sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, size, recipe.longest_sequence))
+    return RolloutMemory(replicas, weights, shared, cache, share, tokens, sequences)
 
 
 def _shared_parameters(recipe: RLRecipe, architecture: Architecture, world_size: int) -> int:

@@ -13,7 +13,13 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.flops import forward_flops, kv_cache_bytes_per_token, peak_flops, training_flops
+from rlhf_megatron.models.flops import (
+    forward_flops,
+    kv_cache_bytes,
+    kv_cache_bytes_per_token,
+    peak_flops,
+    training_flops,
+)
 from rlhf_megatron.monitor.columns import GENERATING
 from rlhf_megatron.planning.memory import RolloutMemory, estimate
 from rlhf_megatron.planning.stage_memory import GB, keeps_logits, recomputed_layers
@@ -209,12 +215,17 @@ def _generate(
     own = responses[:: rollout.replicas]
     mean = fmean(own)
     in_cache = prompt + fmean(length * length for length in own) / (2 * mean)  # of a sequence, at a moment in between
-    most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / in_cache)))
+    of_token = kv_cache_bytes_per_token(model, 1, 2)
 
-    def seconds_of_token(sequences: float, cached: float) -> float:
+    def kept(tokens: float) -> float:  # of a sequence, in all layers; less than those that it has with a window
+        return kv_cache_bytes(model, 1, 2, tokens) / of_token
+
+    most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / kept(in_cache))))
+
+    def seconds_of_token(sequences: float, tokens: float) -> float:
         reading = 2.0 * _weights(model) / tensor / (bandwidth * _OF_WEIGHTS)
         computing = 2.0 * _weights(model) * sequences / tensor / (peak * _OF_PEAK_IN_ROLLOUT)
-        of_cache = kv_cache_bytes_per_token(model, 1, 2) / tensor * cached
+        of_cache = of_token / tensor * sequences * kept(tokens)
         received = 2.0 * sequences * model.hidden * (tensor - 1)
         reducing = _ALL_REDUCE_SECONDS + received / _ALL_REDUCE_BYTES_PER_SECOND if tensor > 1 else 0.0
         return (
@@ -227,9 +238,9 @@ def _generate(
     # While others wait, as many as fit; then the last ones, of which the short ones end first.
     last = sorted(own[:: -(-len(own) // most)])
     waiting = mean * (len(own) - len(last)) / most
-    seconds, before = waiting * seconds_of_token(most, most * in_cache), 0.0
+    seconds, before = waiting * seconds_of_token(most, in_cache), 0.0
     for index, length in enumerate(last):
         left = len(last) - index
-        seconds += (length - before) * seconds_of_token(left, left * (prompt + (length + before) / 2))
+        seconds += (length - before) * seconds_of_token(left, prompt + (length + before) / 2)
         before = length
     return seconds

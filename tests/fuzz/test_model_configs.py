@@ -74,7 +74,14 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning[: read.layers]]
     assert theirs.hidden_act == "silu" and getattr(theirs, "is_causal", True)
-    assert not getattr(theirs, "sliding_window", None)
+    within = [kind.attention == "window" for kind in read.layer_kinds]
+    if getattr(theirs, "sliding_window", None) and theirs.sliding_window < read.max_positions:
+        # qwen3_moe and mistral have one in every layer, whatever the types are said to be.
+        types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * read.layers
+        assert within == [kind == "sliding_attention" for kind in types]
+        assert read.window == (theirs.sliding_window if any(within) else None)
+    else:
+        assert not any(within) and read.window is None
     if read.experts:
         assert (read.experts.count, read.experts.chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
         assert read.experts.normalized == theirs.norm_topk_prob

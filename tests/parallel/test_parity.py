@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hugging_face import load_model, make_model, random_rows, row_logits, row_logprobs, train
+from hugging_face import WINDOW, load_model, make_model, random_rows, row_logits, row_logprobs, train
 from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
 from rlhf_megatron.topology.layout import Layout
@@ -70,6 +70,18 @@ TRANSFORMERS = {
     "layers without positions, PP2, then TP2": Case("smollm3", True, {"pipeline": 2}, then={"tensor": 2}),
     "TP4, more ranks than key-value heads": Case("qwen2", True, {"tensor": 4}),
     "DP2 with its optimizer streamed, then TP2": Case("qwen3", False, {"data": 2}, STREAMED, then={"tensor": 2}),
+    "window, one rank": Case("mistral_window", False, {}),
+    "window, TP2": Case("mistral_window", False, {"tensor": 2}),
+    "window, CP2, Ulysses": Case("mistral_window", True, {"context": 2}, {"cp_comm_type": "a2a"}),
+    "window in some layers, one rank": Case("qwen2_window", True, {}),
+    "window in some layers, TP2": Case("qwen2_window", False, {"tensor": 2}),
+    "window in some layers, CP2, then PP2 VP2": Case(
+        "qwen2_window",
+        False,
+        {"context": 2},
+        {"cp_comm_type": "all_gather"},
+        then={"pipeline": 2, "virtual_pipeline": 2},
+    ),
     "experts, EP2 with its optimizer streamed": Case("qwen3_moe", False, {"data": 2, "expert": 2}, STREAMED),
     "experts, one rank": Case("qwen3_moe", True, {}),
     "experts, EP2": Case("qwen3_moe_plain", False, {"data": 2, "expert": 2}),
@@ -224,6 +236,15 @@ def test_outputs_and_steps_equal_transformers(name: str, home: Path, results: di
     exported = load_model(home / f"{name}, exported").state_dict()
     for name, parameter in model.state_dict().items():
         assert (exported[name] - parameter).abs().max() < 1e-5, name
+
+
+def test_a_window_of_one_token_more_or_less_is_seen(home: Path, results: dict[str, list[dict[str, Any]]]) -> None:
+    name, (prompts, responses) = "window, one rank", random_rows(7, VOCABULARY)
+    for other in (WINDOW - 1, WINDOW + 1):
+        model = load_model(home / name, sliding_window=other)
+        with torch.no_grad():
+            logprobs = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
+        assert (torch.tensor(results[name][0]["logprobs"]) - logprobs).abs().max() > 1e-2
 
 
 def test_a_checkpoint_with_rows_in_another_order_is_refused(results: dict[str, list[dict[str, Any]]]) -> None:

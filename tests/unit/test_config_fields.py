@@ -95,6 +95,9 @@ PUBLISHED = {
     | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
     "CodeLlama": without(LLAMA, "rope_scaling") | {"rope_theta": 1000000, "eos_token_id": 2, "bos_token_id": 1},
     "Mistral Nemo": MISTRAL,
+    "Mistral 7B v0.1": without(MISTRAL, "head_dim")
+    | {"hidden_size": 4096, "max_position_embeddings": 32768, "num_hidden_layers": 32, "rope_theta": 10000.0}
+    | {"sliding_window": 4096, "vocab_size": 32000},
     "Qwen2.5": QWEN2,
     "Qwen2": QWEN2 | {"sliding_window": 131072, "eos_token_id": [151645, 151643], "rope_theta": 1000000.0},
     "Qwen3": QWEN3,
@@ -142,6 +145,57 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning]
     assert read.tied_embeddings == theirs.tie_word_embeddings
     assert (read.vocabulary, read.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
+    assert read.window == (4096 if name == "Mistral 7B v0.1" else None)
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 4096}
+WINDOWS: dict[str, tuple[dict[str, Any], list[int]]] = {  # and the layers with a window of 4096 tokens
+    "mistral": (MISTRAL | {"sliding_window": 4096}, list(range(40))),
+    "mistral, absent": (without(MISTRAL, "sliding_window"), list(range(40))),
+    "mistral, as wide as the model": (MISTRAL | {"sliding_window": 1024000}, []),
+    "qwen2, none": (QWEN2 | SLIDING, []),
+    "qwen2, last": (QWEN2 | SLIDING | {"max_window_layers": 21}, list(range(21, 28))),
+    "qwen2, absent": (without(QWEN2, "sliding_window", "max_window_layers") | {"use_sliding_window": True}, []),
+    "qwen2, null": (QWEN2 | SLIDING | {"sliding_window": None, "max_window_layers": 0}, []),
+    "qwen2, as wide as the model": (QWEN2 | SLIDING | {"max_position_embeddings": 4096, "max_window_layers": 0}, []),
+    "qwen3": (QWEN3 | SLIDING | {"max_window_layers": 0}, list(range(28))),
+    "qwen3, by type": (
+        QWEN3 | SLIDING | {"layer_types": ["full_attention", "sliding_attention"] * 14},
+        [*range(1, 28, 2)],
+    ),
+    "qwen3_moe": (QWEN3_CODER | SLIDING, list(range(28))),
+    "qwen2_moe": (QWEN2_MOE | SLIDING | {"mlp_only_layers": [2], "max_window_layers": 9}, [0, 2, 4, 6, 8]),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_in_the_layers_where_transformers_has_them(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    config, layers = WINDOWS[name]
+    read = parse_architecture(config, "here")
+    assert [layer for layer, kind in enumerate(read.layer_kinds) if kind.attention == "window"] == layers
+    assert read.window == (4096 if layers else None)
+    assert bool(read.mixed_layers) == (0 < len(layers) < read.layers)
+    theirs = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    if "as wide" not in name:
+        types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * read.layers
+        sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention" and theirs.sliding_window]
+        assert sliding == layers
+    if name == "qwen2_moe":
+        assert [layer for layer, kind in enumerate(read.layer_kinds) if kind.feed_forward == "dense"] == [2]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_vllm_has_a_window_in_all_layers_or_in_none(name: str) -> None:
+    read = parse_architecture(WINDOWS[name][0], "here")
+    if not read.mixed_layers:
+        check_generates(read, "here")
+        return
+    with pytest.raises(
+        ModelError, match="^here/config.json: some layers have a sliding window, and vLLM has one in all"
+    ):
+        check_generates(read, "here")
 
 
 def test_a_model_that_vllm_would_misread_generates_nothing() -> None:
@@ -159,8 +213,18 @@ LLAMA3 = LLAMA["rope_scaling"]
 assert isinstance(LLAMA3, dict)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
-    (without(MISTRAL, "sliding_window"), {}, "sliding_window is missing"),
-    (MISTRAL, {"sliding_window": 4096}, "sliding_window is 4096"),
+    (MISTRAL, {"sliding_window": 0}, "sliding_window is 0; it must be a whole number above 0"),
+    (MISTRAL, {"sliding_window": 4096.0}, "sliding_window is 4096.0; it must be a whole number"),
+    (
+        MISTRAL,
+        {"sliding_window": 4096, "layer_types": ["full_attention"] * 40},
+        "layer_types is .*; supported: sliding",
+    ),
+    (QWEN2, {"use_sliding_window": 1}, "use_sliding_window is 1; it must be true or false"),
+    (QWEN2, {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 27}, "layer_types has 27"),
+    (QWEN2, {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 28}, "layer_types is .*chunked"),
+    (QWEN2, {"layer_types": ["sliding_attention"] * 28}, "layer_types is .*; supported: full_attention in every layer"),
+    (QWEN2_MOE, {"use_sliding_window": True, "sliding_window": None}, "sliding_window is None"),
     (LLAMA, {"sliding_window": 4096}, "sliding_window is 4096"),
     (MISTRAL, {"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling"),
     (MISTRAL, {"layer_types": ["sliding_attention"] * 40}, "layer_types"),
@@ -290,7 +354,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (without(QWEN2_MOE, "shared_expert_intermediate_size"), {}, "shared_expert_intermediate_size is missing"),
     (without(QWEN2_MOE, "num_key_value_heads"), {"num_attention_heads": 32}, "num_key_value_heads is missing; add it"),
     (QWEN2_MOE, {"qkv_bias": False}, "qkv_bias is False"),
-    (QWEN2_MOE, {"use_sliding_window": True}, "use_sliding_window is True"),
     (QWEN2_MOE, {"n_shared_experts": 1}, "n_shared_experts is 1"),
     (QWEN2_MOE, {"architectures": ["Qwen3MoeForCausalLM"]}, "architectures is"),
     (without(QWEN3, "head_dim"), {}, "head_dim is missing; add it"),

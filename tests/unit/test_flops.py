@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hugging_face import load_model, make_model
+from hugging_face import WINDOW, load_model, make_model
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.models.flops import (
     attention_cost,
     forward_flops,
+    kv_cache_bytes,
     kv_cache_bytes_per_token,
     peak_flops,
     training_flops,
@@ -47,6 +48,21 @@ def test_a_causal_row_has_half_the_pairs_and_the_head_reads_what_it_is_asked(tmp
     assert forward_flops(architecture, [7], 3) - forward_flops(architecture, [7], 0) == (
         2 * 3 * architecture.hidden * architecture.vocabulary
     )
+
+
+def test_a_window_takes_pairs_and_tokens_of_the_cache_away(tmp_path: Path) -> None:
+    of_all, of_some = (
+        read_architecture(make_model(tmp_path / name, name)) for name in ("mistral_window", "qwen2_window")
+    )
+    full = read_architecture(make_model(tmp_path / "full", "qwen2"))
+    pairs = sum(min(token + 1, WINDOW) for token in range(10))
+    query = of_all.heads * of_all.head_dim
+    weights = forward_flops(of_all, [1] * 10, 0) - 4 * 4 * query * 10
+    assert forward_flops(of_all, [10], 0) - weights == 4 * 4 * query * pairs
+    assert forward_flops(full, [10], 0) - forward_flops(of_some, [10], 0) == 2 * 4 * query * (55 - pairs)
+    assert forward_flops(full, [WINDOW], 0) == forward_flops(of_some, [WINDOW], 0)
+    assert [kv_cache_bytes(of_all, 1, 2, tokens) for tokens in (1, 4, 10)] == [1024, 4096, 4096]
+    assert [kv_cache_bytes(of_some, 1, 2, tokens) for tokens in (1, 4, 10)] == [1024, 4096, 2 * 256 * (10 + WINDOW)]
 
 
 def test_rows_cost_their_tokens_and_their_square(tmp_path: Path) -> None:

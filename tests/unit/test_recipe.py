@@ -415,6 +415,18 @@ def test_layouts_and_experts(small: Path, overrides: list[str], expected: str | 
         check(load_recipe(small, overrides), MIXTURE)
 
 
+def test_a_ring_has_no_window(small: Path) -> None:
+    windowed = CONFIG | {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0}
+    ring = ["actor.layout={tensor: 2, context: 2}"]
+    with pytest.raises(RecipeError, match="^actor.cp_comm_type=p2p: Transformer Engine's ring has no .* of 512 tokens"):
+        check(load_recipe(small, ring), windowed)
+    check(load_recipe(small, ring), CONFIG)
+    # Megatron's own layers gather keys and values, and have context parallelism in float32 to themselves.
+    others = ["actor.cp_comm_type=a2a", "actor.cp_comm_type=all_gather", "actor.transformer_implementation=local"]
+    for other in (*others, "model.dtype=float32"):
+        check(load_recipe(small, [*ring, other]), windowed)
+
+
 def test_layouts_that_fit_the_model(small: Path) -> None:
     check(load_recipe(small, ["actor.layout={tensor: 4, pipeline: 3, first_stage_layers: 8}"]), CONFIG)
     check(load_recipe(small, ["rollout.layout.tensor=4"]), CONFIG)

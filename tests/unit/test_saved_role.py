@@ -97,14 +97,16 @@ def test_a_checkpoint_says_of_a_model_what_earlier_versions_said(saved: Saved, m
     assert read(saved, model, tmp_path / "step-3")
 
 
-@pytest.mark.parametrize("later", ["mixed_layers", "shared"])
+@pytest.mark.parametrize("later", ["mixed_layers", "shared", "window"])
 def test_layers_of_another_kind_are_another_model(saved: Saved, model: Path, tmp_path: Path, later: str) -> None:
     architecture = read_architecture(model)
     changed = dataclasses.replace(architecture, mixed_layers=(LayerKind("full", "dense"),) * architecture.layers)
     if later == "shared":
         changed = dataclasses.replace(architecture, experts=Experts(4, 2, 8, True, SharedExpert(8, gated=True)))
+    if later == "window":
+        changed = dataclasses.replace(architecture, window=4)
     saved.state["architecture"] = json.loads(json.dumps(stored_form(changed)))
-    with pytest.raises(CheckpointError, match="of another model than actor's: it has (mixed_layers|experts) "):
+    with pytest.raises(CheckpointError, match="of another model than actor's: it has (mixed_layers|experts|window) "):
         read(saved, model, tmp_path / "step-3")
 
 

@@ -7,20 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.config_fields import size, unsupported
+from rlhf_megatron.models.config_fields import size
 from rlhf_megatron.untrusted import shown
-
-
-def check_layer_types(path: Path, config: Mapping[str, Any], layers: int) -> None:
-    """Raises ModelError where a layer does not attend to the whole row."""
-    types = config.get("layer_types")
-    if types is None:
-        return
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        described = sorted(set(map(str, types))) if isinstance(types, list) else types
-        raise unsupported(path, "layer_types", described, "full_attention in every layer")
-    if len(types) != layers:
-        raise ModelError(f"{shown(path)}: layer_types has {len(types)} layers, and num_hidden_layers is {layers}")
 
 
 def read_heads(path: Path, config: Mapping[str, Any], absent: Mapping[str, int]) -> tuple[int, int, int]:

@@ -103,3 +103,7 @@ class Family(Protocol):
     def cached_elements(self, architecture: Architecture, kind: LayerKind, tensor: int) -> int:
         """Numbers that vLLM's KV cache keeps of one token in one layer, on each of ``tensor`` ranks."""
         ...
+
+    def cached_tokens(self, architecture: Architecture, kind: LayerKind, tokens: float) -> float:
+        """Tokens that vLLM's KV cache keeps in one layer of a row of ``tokens``."""
+        ...

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
 from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.families import mixture
-from rlhf_megatron.models.families.config_reading import check_layer_types, read_heads
+from rlhf_megatron.models.families.config_reading import read_heads
 from rlhf_megatron.models.families.rope_reading import read_rope
+from rlhf_megatron.models.families.windows import WindowFields, mixed_layers, read_windows
 from rlhf_megatron.models.rectangles import (
     SCORE,
     Block,
@@ -48,6 +49,7 @@ class Decoder:
     """A Family; see there for its methods.
 
     ``max_positions``, ``rope_theta``: max_position_embeddings and rope_theta of a config without.
+    ``windows``: which layers have a sliding window; None: no layer of the family.
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
     """
 
@@ -58,6 +60,7 @@ class Decoder:
     experts: bool = False
     max_positions: int = 32768
     rope_theta: float = 10_000.0
+    windows: WindowFields | None = None
     vllm_divides_heads: bool = False
     has_rollout_table: bool = True
 
@@ -66,9 +69,9 @@ class Decoder:
     def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
         """See Family."""
         layers, vocabulary = size(path, "num_hidden_layers", config), size(path, "vocab_size", config)
-        check_layer_types(path, config, layers)
-        heads, key_value_heads, head_dim = read_heads(path, config, self.fields.absent)
         max_positions = size(path, "max_position_embeddings", config, self.max_positions)
+        window, within = read_windows(path, config, self.windows, layers, max_positions)
+        heads, key_value_heads, head_dim = read_heads(path, config, self.fields.absent)
         token_ids(path, "bos_token_id", config, vocabulary)
         pad = token_ids(path, "pad_token_id", config, vocabulary)
         return Architecture(
@@ -89,6 +92,8 @@ class Decoder:
             pad_token_id=pad[0] if pad else None,
             end_token_ids=token_ids(path, "eos_token_id", config, vocabulary),
             experts=mixture.read_experts(path, config) if self.experts else None,
+            mixed_layers=mixed_layers(within, "experts" if self.experts else "dense"),
+            window=window,
         )
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
@@ -151,6 +156,7 @@ class Decoder:
             # Transformer Engine's SwiGLU has no grouped form, so experts keep Megatron's.
             "use_te_activation_func": fused and a.experts is None,
             "bias_activation_fusion": fused and a.experts is not None,
+            **_window_settings(a),
             **mixture.mixture_settings(a.experts, layout, float32, fused),
         }
 
@@ -202,6 +208,8 @@ class Decoder:
         a = architecture
         if self.vllm_divides_heads and a.hidden != a.head_dim * a.heads:
             return f"head_dim is {a.head_dim}, and vLLM takes hidden_size / num_attention_heads for {a.family}"
+        if len({kind.attention for kind in a.layer_kinds}) > 1:
+            return f"some layers have a sliding window, and vLLM has one in all layers of {a.family} or in none"
         return None
 
     def derived_parameters(self, architecture: Architecture) -> Sequence[str]:
@@ -223,12 +231,31 @@ class Decoder:
         self, architecture: Architecture, kind: LayerKind, rows: Sequence[float], causal: bool
     ) -> float:
         """See Family: of queries with keys, and of their softmax with values; 4 for a pair and a column of a head."""
-        pairs = sum(n * (n + 1) / 2 if causal else n * n for n in rows)
+        window = architecture.window if causal and kind.attention == "window" else None
+        pairs = sum(_causal_pairs(n, window) if causal else n * n for n in rows)
         return 4.0 * architecture.heads * architecture.head_dim * pairs
 
     def cached_elements(self, architecture: Architecture, kind: LayerKind, tensor: int) -> int:
         """See Family: keys and values, at least one head of each on every rank."""
         return 2 * max(1, architecture.key_value_heads // tensor) * architecture.head_dim
+
+    def cached_tokens(self, architecture: Architecture, kind: LayerKind, tokens: float) -> float:
+        """See Family: all, or those within the window."""
+        return tokens if kind.attention == "full" or architecture.window is None else min(tokens, architecture.window)
+
+
+def _window_settings(a: Architecture) -> dict[str, Any]:
+    """Megatron counts the keys before a token's own, and the layers of all stages."""
+    if a.window is None:
+        return {}
+    within = [int(kind.attention == "window") for kind in a.layer_kinds]
+    return {"window_size": (a.window - 1, 0), "window_attn_skip_freq": within}
+
+
+def _causal_pairs(tokens: float, window: int | None) -> float:
+    """Return the pairs of a token with itself and those before it, ``window`` at most, in a row of ``tokens``."""
+    before_it_is_full = tokens if window is None else min(tokens, window)
+    return before_it_is_full * (before_it_is_full + 1) / 2 + (tokens - before_it_is_full) * before_it_is_full
 
 
 @functools.cache
