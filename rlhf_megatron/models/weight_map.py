@@ -29,9 +29,9 @@ __all__ = [
 
 
 def is_expert(name: str) -> bool:
-    """Returns whether a parameter, or a checkpoint's tensor, is of an expert, which is cut over other ranks than the rest.
+    """Returns whether a parameter, or a checkpoint's tensor, is of an expert, which other ranks than the rest share.
 
-    Experts that all tokens share are not.
+    An expert that all tokens reach is none.
     """
     return ".experts." in name
 
