@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -26,6 +27,7 @@ CONFIGS = {
     "mistral": MistralConfig,
     "mistral_linear": MistralConfig,
     "mistral_window": MistralConfig,
+    "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
     "qwen2_window": Qwen2Config,
     "qwen2_moe": Qwen2MoeConfig,
@@ -58,6 +60,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     },
     "mistral_window": {"sliding_window": WINDOW},
+    "mixtral": {"num_local_experts": 4, "sliding_window": WINDOW},
     "qwen2_window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "head_dim": 16},
     "qwen2_yarn": {

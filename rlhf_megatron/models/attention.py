@@ -22,7 +22,7 @@ from rlhf_megatron.data.context_parallel import tokens_of_part
 class PackedAttention(MegatronModule):
     """Causal attention inside each sequence of a packed micro-batch; takes the place of ``core_attention``.
 
-    In a layer with a window a token sees the ``config.window_size[0]`` tokens before it at most.
+    In a layer with a window a token attends to itself and to ``config.window_size[0]`` tokens before it.
 
     With context parallelism each rank holds a part of each sequence (``data.context``). Either the ranks exchange heads
     for tokens (``cp_comm_type`` a2a, known as Ulysses, arXiv 2309.14509): each then has some heads of all tokens. Or
@@ -102,7 +102,7 @@ def causal_attention(
 ) -> Tensor:
     """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
 
-    ``window``: how many tokens a token sees, itself included; None: all before it.
+    ``window``: how many tokens a token attends to, itself included; None: all before it.
 
     ``query_positions`` [q] are those of the queries among the t tokens, equally many of each 2 * parts in each
     sequence; without them every token has a query. Sequences are padded on the right to the longest one: with a causal

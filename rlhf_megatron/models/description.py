@@ -53,8 +53,8 @@ class Architecture:
 
     ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
     ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
-    position embeddings where they are not all ``rope``; None is a layer without positions. ``window`` is how many
-    tokens a token attends to, itself included, in those layers that have a window; None: no layer has one.
+    position embeddings where they are not all ``rope``; None is a layer without positions.
+    ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
     """
 
     family: str

@@ -28,9 +28,12 @@ __all__ = [
 ]
 
 
-def is_expert(parameter: str) -> bool:
-    """Returns whether a parameter of Megatron's is one of an expert, which is cut over other ranks than the rest."""
-    return ".mlp.experts." in parameter
+def is_expert(name: str) -> bool:
+    """Returns whether a parameter, or a checkpoint's tensor, is of an expert, which other ranks than the rest share.
+
+    An expert that all tokens reach is none.
+    """
+    return ".experts." in name
 
 
 def layer_of(tensor: str) -> int | None:

@@ -21,6 +21,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 WHOLE = {
     "llama": SIZES,
     "mistral": SIZES | {"sliding_window": None},
+    "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": SIZES,
     "qwen3": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
@@ -84,10 +85,12 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
         assert not any(within) and read.window is None
     if read.experts:
         assert (read.experts.count, read.experts.chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
-        assert read.experts.normalized == theirs.norm_topk_prob
+        assert read.experts.normalized == getattr(theirs, "norm_topk_prob", True)
+        assert read.experts.feed_forward == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         # A mixture in a layer is what transformers builds there; see Qwen2MoeDecoderLayer and Qwen3MoeDecoderLayer.
         sparse = [
-            layer not in theirs.mlp_only_layers and (layer + 1) % theirs.decoder_sparse_step == 0
+            layer not in getattr(theirs, "mlp_only_layers", [])
+            and (layer + 1) % getattr(theirs, "decoder_sparse_step", 1) == 0
             for layer in range(read.layers)
         ]
         assert [kind.feed_forward == "experts" for kind in read.layer_kinds] == sparse

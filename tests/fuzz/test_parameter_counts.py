@@ -25,7 +25,7 @@ from rlhf_megatron.topology.layout import Layout
 def architectures(draw: st.DrawFn, layers: int = 3) -> Architecture:
     heads = draw(st.sampled_from([4, 8]))
     config = {
-        "model_type": draw(st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe"])),
+        "model_type": draw(st.sampled_from(["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"])),
         "hidden_size": 32,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -37,6 +37,8 @@ def architectures(draw: st.DrawFn, layers: int = 3) -> Architecture:
     }
     if config["model_type"] == "qwen3_moe":
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if config["model_type"] == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     return parse_architecture(config, "here").with_head(draw(st.sampled_from(["language", "scalar"])))
 
 

@@ -24,6 +24,7 @@ from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
 ALL = sorted(CONFIGS.keys() - VARIANTS)
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 TABLES = [family for family in ALL if FAMILIES[family].has_rollout_table]
 
 WIDE = "qwen2_of_wide_heads"  # whose head_dim is not hidden_size / num_attention_heads
@@ -45,7 +46,7 @@ def maps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "tensor", "expert_parallel"),
-    [(family, *layout) for family in TABLES for layout in learn_maps.LAYOUTS if not layout[1] or "moe" in family],
+    [(family, *layout) for family in TABLES for layout in learn_maps.LAYOUTS if not layout[1] or family in MIXTURES],
 )
 def test_the_table_is_what_vllms_loader_does(maps: Path, family: str, tensor: int, expert_parallel: bool) -> None:
     architecture = read_architecture(maps / family)
@@ -58,7 +59,7 @@ def test_the_table_is_what_vllms_loader_does(maps: Path, family: str, tensor: in
 @pytest.mark.parametrize("family", ALL)
 def test_a_learned_map_is_what_vllm_loads_bit_for_bit(maps: Path, family: str) -> None:
     loaded = json.loads((maps / f"{family}.loaded").read_text())
-    assert loaded["different"] == [] and len(loaded["compared"]) == (2 if "moe" in family else 1)
+    assert loaded["different"] == [] and len(loaded["compared"]) == (2 if family in MIXTURES else 1)
 
 
 def test_a_model_that_the_engine_would_read_in_part_is_refused(maps: Path) -> None:

@@ -101,6 +101,11 @@ TRANSFORMERS = {
     "shared expert, PP2, then TP2 and EP2": Case(
         "qwen2_moe", False, {"pipeline": 2}, then={"tensor": 2, "expert": 2, "expert_tensor": 1}
     ),
+    "Mixtral, one rank": Case("mixtral", False, {}),
+    "Mixtral, TP2": Case("mixtral", True, {"tensor": 2}),
+    "Mixtral, EP2, then TP2 and EP2": Case(
+        "mixtral", False, {"data": 2, "expert": 2}, then={"tensor": 2, "expert": 2, "expert_tensor": 1}
+    ),
     "experts, EP2 DP2, then TP2 EP2": Case(
         "qwen3_moe", False, {"data": 4, "expert": 2}, then={"tensor": 2, "data": 2, "expert": 2}
     ),

@@ -25,10 +25,19 @@ EXPERTS_WHOLE = {"tensor": 2, "expert_parallel": True}
         ("qwen3", {"pipeline": 2}, {"tensor": 2}),
         ("qwen3", {"data": 2}, {"tensor": 2}),
         ("mistral_window", {"tensor": 2}, {"tensor": 1}),
+        ("mixtral", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {"tensor": 2}),
         ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}),
         ("qwen3_moe", {"tensor": 2}, EXPERTS_WHOLE),
     ],
-    ids=["TP2 to TP1x2", "PP2 to TP2", "DP2 to TP2", "window", "EP2 to TP2", "TP2 to TP2 with whole experts"],
+    ids=[
+        "TP2 to TP1x2",
+        "PP2 to TP2",
+        "DP2 to TP2",
+        "window",
+        "Mixtral",
+        "EP2 to TP2",
+        "TP2 to TP2 with whole experts",
+    ],
 )
 def test_vllm_follows_the_trainer(
     family: str, layout: dict[str, int], rollout_layout: dict[str, Any], tmp_path: Path

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import (
+    Experts,
     ModelError,
     check_generates,
     parse_architecture,
@@ -81,6 +82,11 @@ SMOLLM3 = {
     "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": False, "use_sliding_window": False,
     "vocab_size": 128256,
 }  # fmt: skip
+MIXTRAL = without(MISTRAL, "head_dim") | {
+    "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "max_position_embeddings": 32768,
+    "model_type": "mixtral", "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_local_experts": 8,
+    "output_router_logits": False, "router_aux_loss_coef": 0.02, "vocab_size": 32000,
+}  # fmt: skip
 PUBLISHED = {
     "Llama 2": without(LLAMA, "rope_theta", "mlp_bias", "attention_bias", "attention_dropout", "rope_scaling")
     | {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None}
@@ -98,6 +104,8 @@ PUBLISHED = {
     "Mistral 7B v0.1": without(MISTRAL, "head_dim")
     | {"hidden_size": 4096, "max_position_embeddings": 32768, "num_hidden_layers": 32, "rope_theta": 10000.0}
     | {"sliding_window": 4096, "vocab_size": 32000},
+    "Mixtral 8x7B": MIXTRAL,
+    "Mixtral, all defaults": without(MIXTRAL, "rms_norm_eps", "rope_theta", "num_local_experts", "num_experts_per_tok"),
     "Qwen2.5": QWEN2,
     "Qwen2": QWEN2 | {"sliding_window": 131072, "eos_token_id": [151645, 151643], "rope_theta": 1000000.0},
     "Qwen3": QWEN3,
@@ -145,6 +153,9 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning]
     assert read.tied_embeddings == theirs.tie_word_embeddings
     assert (read.vocabulary, read.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
+    assert read.norm_epsilon == theirs.rms_norm_eps
+    if read.family == "mixtral":
+        assert read.experts == Experts(theirs.num_local_experts, theirs.num_experts_per_tok, 14336, normalized=True)
     assert read.window == (4096 if name == "Mistral 7B v0.1" else None)
 
 
@@ -153,6 +164,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], list[int]]] = {  # and the layers with 
     "mistral": (MISTRAL | {"sliding_window": 4096}, list(range(40))),
     "mistral, absent": (without(MISTRAL, "sliding_window"), list(range(40))),
     "mistral, as wide as the model": (MISTRAL | {"sliding_window": 1024000}, []),
+    "mixtral": (MIXTRAL | {"sliding_window": 4096}, list(range(32))),
     "qwen2, none": (QWEN2 | SLIDING, []),
     "qwen2, last": (QWEN2 | SLIDING | {"max_window_layers": 21}, list(range(21, 28))),
     "qwen2, absent": (without(QWEN2, "sliding_window", "max_window_layers") | {"use_sliding_window": True}, []),
@@ -356,6 +368,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN2_MOE, {"qkv_bias": False}, "qkv_bias is False"),
     (QWEN2_MOE, {"n_shared_experts": 1}, "n_shared_experts is 1"),
     (QWEN2_MOE, {"architectures": ["Qwen3MoeForCausalLM"]}, "architectures is"),
+    (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
+    (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0; it must be a whole number above 0"),
+    (MIXTRAL, {"num_experts": 8}, "num_experts is 8, which this version does not know"),
+    (MIXTRAL, {"moe_intermediate_size": 512}, "moe_intermediate_size is 512"),
+    (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+    (MIXTRAL, {"layer_types": ["sliding_attention"] * 32}, "layer_types is"),
+    (without(MIXTRAL, "num_key_value_heads"), {}, "num_key_value_heads is missing; add it"),
     (without(QWEN3, "head_dim"), {}, "head_dim is missing; add it"),
     (without(QWEN2, "num_key_value_heads"), {}, "num_key_value_heads is missing; add it"),
     (without(LLAMA, "vocab_size"), {}, "vocab_size is missing"),

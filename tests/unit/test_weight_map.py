@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -248,6 +249,13 @@ QWEN2_MOE = {
 }  # fmt: skip
 
 
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 100,
+    "num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [QWEN2_MOE, MIXTRAL], ids=["qwen2_moe", "mixtral"])
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize(
     "layout",
@@ -262,9 +270,14 @@ QWEN2_MOE = {
     ],
     ids=str,
 )
-def test_layers_that_differ_are_held_once(layout: Layout, implementation: Implementation) -> None:
-    a = parse_architecture(QWEN2_MOE, "here")
-    assert [kind.feed_forward == "experts" for kind in a.layer_kinds] == [False, False, False, True, False, True]
+def test_layers_that_differ_are_held_once(
+    layout: Layout, implementation: Implementation, config: dict[str, Any]
+) -> None:
+    a = parse_architecture(config, "here")
+    if config is QWEN2_MOE:
+        assert [kind.feed_forward == "experts" for kind in a.layer_kinds] == [False, False, False, True, False, True]
+    else:
+        assert "model.layers.5.block_sparse_moe.experts.3.w2.weight" in tensor_shapes(a)
     a.check_layout(layout)
     tensors = checkpoint(a)
     seen = {name: torch.zeros(shape) for name, shape in tensor_shapes(a).items()}
@@ -277,7 +290,7 @@ def test_layers_that_differ_are_held_once(layout: Layout, implementation: Implem
         for block in blocks:
             if ".experts." in block.tensor or not layout.coordinates(position).data:
                 seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
-    whole = ("norm", "mlp.gate.", "shared_expert_gate")
+    whole = ("norm", "mlp.gate.", "moe.gate.", "shared_expert_gate")
     for name, count in seen.items():
         assert (count == (layout.tensor if any(part in name for part in whole) else 1)).all(), name
 

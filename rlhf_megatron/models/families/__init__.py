@@ -10,6 +10,7 @@ from rlhf_megatron.models.families.contract import Family
 _MODULES = {
     "llama": "llama",
     "mistral": "mistral",
+    "mixtral": "mixtral",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",

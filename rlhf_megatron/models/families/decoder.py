@@ -16,7 +16,7 @@ from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.families import mixture
 from rlhf_megatron.models.families.config_reading import read_heads
 from rlhf_megatron.models.families.rope_reading import read_rope
-from rlhf_megatron.models.families.windows import NO_WINDOW, WindowFields, mixed_layers, read_windows
+from rlhf_megatron.models.families.windows import WindowFields, mixed_layers, read_windows
 from rlhf_megatron.models.rectangles import (
     SCORE,
     Block,
@@ -49,7 +49,7 @@ class Decoder:
     """A Family; see there for its methods.
 
     ``max_positions``, ``rope_theta``: max_position_embeddings and rope_theta of a config without.
-    ``windows``: which layers have a sliding window.
+    ``windows``: which layers have a sliding window; None: no layer of the family.
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
     """
 
@@ -58,9 +58,10 @@ class Decoder:
     query_key_norm: bool = False
     qkv_bias: bool = False
     experts: bool = False
+    expert_names: mixture.ExpertNames = mixture.USUAL_NAMES
     max_positions: int = 32768
     rope_theta: float = 10_000.0
-    windows: WindowFields = NO_WINDOW
+    windows: WindowFields | None = None
     vllm_divides_heads: bool = False
     has_rollout_table: bool = True
 
@@ -69,9 +70,9 @@ class Decoder:
     def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
         """See Family."""
         layers, vocabulary = size(path, "num_hidden_layers", config), size(path, "vocab_size", config)
-        heads, key_value_heads, head_dim = read_heads(path, config, self.fields.absent)
         max_positions = size(path, "max_position_embeddings", config, self.max_positions)
         window, within = read_windows(path, config, self.windows, layers, max_positions)
+        heads, key_value_heads, head_dim = read_heads(path, config, self.fields.absent)
         token_ids(path, "bos_token_id", config, vocabulary)
         pad = token_ids(path, "pad_token_id", config, vocabulary)
         return Architecture(
@@ -98,7 +99,7 @@ class Decoder:
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
         """See Family."""
-        return _tensor_shapes(architecture)
+        return _tensor_shapes(architecture, self.expert_names)
 
     # ---- trainer
 
@@ -173,7 +174,7 @@ class Decoder:
             slots.append(Slot("model.embed_tokens.weight", "vocabulary", first))
         for prefix, index in held_layers(a, layout, coordinates.pipeline):
             names = _megatron_names(prefix, kinds[index], implementation)
-            slots.extend(_layer_slots(a, kinds[index], f"model.layers.{index}.", names))
+            slots.extend(_layer_slots(a, kinds[index], f"model.layers.{index}.", names, self.expert_names))
             if a.experts and kinds[index].feed_forward == "experts":
                 slots.extend(mixture.shared_slots(a.experts, f"model.layers.{index}.", prefix))
         if coordinates.pipeline == layout.pipeline - 1:
@@ -183,7 +184,7 @@ class Decoder:
             for slot in slots
             for block in slot_blocks(a, shapes, slot, layout.tensor, coordinates.tensor, repeats=False)
         ]
-        return [*blocks, *mixture.megatron_experts(a, layout, position, implementation)]
+        return [*blocks, *mixture.megatron_experts(a, self.expert_names, layout, position, implementation)]
 
     # ---- rollout
 
@@ -196,12 +197,13 @@ class Decoder:
         slots = [Slot("model.embed_tokens.weight", "vocabulary", "model.embed_tokens.weight")]
         for index in layers:
             prefix = f"model.layers.{index}."
-            slots.extend(_layer_slots(a, kinds[index], prefix, _rollout_names(prefix)))
+            names = _rollout_names(prefix, self.expert_names)
+            slots.extend(_layer_slots(a, kinds[index], prefix, names, self.expert_names))
         slots.append(Slot("model.norm.weight", "whole", "model.norm.weight"))
         if not a.tied_embeddings:
             slots.append(Slot("lm_head.weight", "vocabulary", "lm_head.weight"))
         blocks = [block for slot in slots for block in slot_blocks(a, shapes, slot, tensor, tensor_rank, repeats=True)]
-        return [*blocks, *mixture.rollout_experts(a, tensor, tensor_rank, expert_parallel, layers)]
+        return [*blocks, *mixture.rollout_experts(a, self.expert_names, tensor, tensor_rank, expert_parallel, layers)]
 
     def rollout_problem(self, architecture: Architecture) -> str | None:
         """See Family."""
@@ -259,7 +261,7 @@ def _causal_pairs(tokens: float, window: int | None) -> float:
 
 
 @functools.cache
-def _tensor_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(a: Architecture, expert_names: mixture.ExpertNames) -> dict[str, tuple[int, ...]]:
     query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocabulary, a.hidden)}
     for index, kind in enumerate(a.layer_kinds):
@@ -274,7 +276,7 @@ def _tensor_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
         shapes[layer + "self_attn.o_proj.weight"] = (a.hidden, query)
         shapes[layer + "post_attention_layernorm.weight"] = (a.hidden,)
         if kind.feed_forward == "experts":
-            shapes.update(mixture.expert_shapes(a, layer))
+            shapes.update(mixture.expert_shapes(a, layer, expert_names))
             continue
         shapes[layer + "mlp.gate_proj.weight"] = (a.feed_forward, a.hidden)
         shapes[layer + "mlp.up_proj.weight"] = (a.feed_forward, a.hidden)
@@ -287,7 +289,9 @@ def _tensor_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_slots(a: Architecture, kind: LayerKind, tensor_prefix: str, names: dict[str, str]) -> Iterator[Slot]:
+def _layer_slots(
+    a: Architecture, kind: LayerKind, tensor_prefix: str, names: dict[str, str], expert_names: mixture.ExpertNames
+) -> Iterator[Slot]:
     """Yield the slots of a decoder layer but for its experts; ``names``: the parameter of each part in a framework."""
     yield Slot(tensor_prefix + "input_layernorm.weight", "whole", names["input_norm"])
     cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
@@ -301,7 +305,7 @@ def _layer_slots(a: Architecture, kind: LayerKind, tensor_prefix: str, names: di
     yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"])
     yield Slot(tensor_prefix + "post_attention_layernorm.weight", "whole", names["mlp_norm"])
     if kind.feed_forward == "experts":
-        yield Slot(tensor_prefix + "mlp.gate.weight", "whole", names["router"])
+        yield Slot(f"{tensor_prefix}{expert_names.module}.gate.weight", "whole", names["router"])
         return  # the experts are cut over other ranks than the rest of the layer
     yield Slot(tensor_prefix + "mlp.gate_proj.weight", "gate", names["gate_up"])
     yield Slot(tensor_prefix + "mlp.up_proj.weight", "up", names["gate_up"])
@@ -335,7 +339,7 @@ def _megatron_names(prefix: str, kind: LayerKind, implementation: Implementation
     }
 
 
-def _rollout_names(prefix: str) -> dict[str, str]:
+def _rollout_names(prefix: str, expert_names: mixture.ExpertNames) -> dict[str, str]:
     return {
         "input_norm": prefix + "input_layernorm.weight",
         "qkv": prefix + "self_attn.qkv_proj",
@@ -343,7 +347,7 @@ def _rollout_names(prefix: str) -> dict[str, str]:
         "key_norm": prefix + "self_attn.k_norm.weight",
         "output": prefix + "self_attn.o_proj.weight",
         "mlp_norm": prefix + "post_attention_layernorm.weight",
-        "router": prefix + "mlp.gate.weight",
+        "router": f"{prefix}{expert_names.module}.gate.weight",
         "gate_up": prefix + "mlp.gate_up_proj.weight",
         "down": prefix + "mlp.down_proj.weight",
     }

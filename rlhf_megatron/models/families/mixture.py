@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,19 @@ EXPERT_FIELDS = frozenset(
     {"moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"}
 )
 EXPERT_TYPES: dict[str, tuple[type, ...]] = {"output_router_logits": (bool,), "router_aux_loss_coef": (float,)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """Names in a checkpoint and in vLLM: the module of router and experts in a layer, and an expert's matrices."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+USUAL_NAMES = ExpertNames()
 # Transformer Engine keeps the experts of a rank together.
 _MEGATRON_NAMES: dict[Implementation, str] = {
     "local": "mlp.experts.local_experts.{expert}.{linear}.weight",
@@ -41,19 +55,20 @@ def read_experts(path: Path, config: Mapping[str, Any]) -> Experts:
     return experts
 
 
-def expert_shapes(a: Architecture, layer: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def expert_shapes(a: Architecture, layer: str, names: ExpertNames) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (tensor, shape) of router and experts of the layer whose tensors' names begin with ``layer``."""
     assert a.experts is not None
-    yield layer + "mlp.gate.weight", (a.experts.count, a.hidden)
-    widths = {f"{layer}mlp.experts.{expert}.": a.experts.feed_forward for expert in range(a.experts.count)}
+    module = f"{layer}{names.module}."
+    yield module + "gate.weight", (a.experts.count, a.hidden)
+    widths = {f"{module}experts.{expert}.": a.experts.feed_forward for expert in range(a.experts.count)}
     if a.experts.shared:
-        widths[layer + "mlp.shared_expert."] = a.experts.shared.feed_forward
+        widths[module + "shared_expert."] = a.experts.shared.feed_forward
     for expert, width in widths.items():
-        yield expert + "gate_proj.weight", (width, a.hidden)
-        yield expert + "up_proj.weight", (width, a.hidden)
-        yield expert + "down_proj.weight", (a.hidden, width)
+        yield f"{expert}{names.gate}.weight", (width, a.hidden)
+        yield f"{expert}{names.up}.weight", (width, a.hidden)
+        yield f"{expert}{names.down}.weight", (a.hidden, width)
     if a.experts.shared and a.experts.shared.gated:
-        yield layer + "mlp.shared_expert_gate.weight", (1, a.hidden)
+        yield module + "shared_expert_gate.weight", (1, a.hidden)
 
 
 def shared_slots(experts: Experts, tensor_prefix: str, prefix: str) -> Iterator[Slot]:
@@ -69,20 +84,29 @@ def shared_slots(experts: Experts, tensor_prefix: str, prefix: str) -> Iterator[
 
 
 def _expert_blocks(
-    a: Architecture, layer: str, expert: int, parts: int, part: int, gate_up: tuple[str, int], down: tuple[str, int]
+    a: Architecture,
+    names: ExpertNames,
+    layer: int,
+    expert: int,
+    parts: int,
+    part: int,
+    gate_up: tuple[str, int],
+    down: tuple[str, int],
 ) -> Iterator[Block]:
     """Yield an expert on rank ``part`` of the ``parts`` that it is cut over; ``gate_up``, ``down``: parameter, row."""
-    prefix = f"{layer}mlp.experts.{expert}."
+    prefix = f"model.layers.{layer}.{names.module}.experts.{expert}."
     assert a.experts is not None
     width, hidden = a.experts.feed_forward, a.hidden
     mine = split(width, parts, part)
-    for number, name in enumerate(("gate_proj", "up_proj")):
+    for number, name in enumerate((names.gate, names.up)):
         offset = (gate_up[1] + number * (width // parts), 0)
         yield Block(f"{prefix}{name}.weight", (mine, (0, hidden)), gate_up[0], offset)
-    yield Block(prefix + "down_proj.weight", ((0, hidden), mine), down[0], (down[1], 0))
+    yield Block(f"{prefix}{names.down}.weight", ((0, hidden), mine), down[0], (down[1], 0))
 
 
-def megatron_experts(a: Architecture, layout: Layout, position: int, implementation: Implementation) -> Iterator[Block]:
+def megatron_experts(
+    a: Architecture, names: ExpertNames, layout: Layout, position: int, implementation: Implementation
+) -> Iterator[Block]:
     """Yield the experts of the rank at ``position``; each is a parameter of its own."""
     if a.experts is None:
         return
@@ -96,14 +120,12 @@ def megatron_experts(a: Architecture, layout: Layout, position: int, implementat
                 prefix + name.format(expert=number, linear=linear) for linear in ("linear_fc1", "linear_fc2")
             )
             expert = coordinates.expert * held + number
-            layer = f"model.layers.{index}."
-            yield from _expert_blocks(
-                a, layer, expert, layout.expert_parts, coordinates.tensor, (gate_up, 0), (down, 0)
-            )
+            parts, part = layout.expert_parts, coordinates.tensor
+            yield from _expert_blocks(a, names, index, expert, parts, part, (gate_up, 0), (down, 0))
 
 
 def rollout_experts(
-    a: Architecture, tensor: int, tensor_rank: int, whole: bool, layers: Iterable[int]
+    a: Architecture, names: ExpertNames, tensor: int, tensor_rank: int, whole: bool, layers: Iterable[int]
 ) -> Iterator[Block]:
     """Yield the experts of one rank of a vLLM replica, stacked: a part of each, or some of them ``whole``."""
     if a.experts is None:
@@ -112,11 +134,10 @@ def rollout_experts(
     first, parts, part = (tensor_rank * held, 1, 0) if whole else (0, tensor, tensor_rank)
     rows = 2 * a.experts.feed_forward // parts
     for index in layers:
-        layer = f"model.layers.{index}."
-        stacked = layer + "mlp.experts.routed_experts."
+        stacked = f"model.layers.{index}.{names.module}.experts.routed_experts."
         for number in range(held):
             gate_up, down = (stacked + "w13_weight", number * rows), (stacked + "w2_weight", number * a.hidden)
-            yield from _expert_blocks(a, layer, first + number, parts, part, gate_up, down)
+            yield from _expert_blocks(a, names, index, first + number, parts, part, gate_up, down)
 
 
 def mixture_settings(experts: Experts | None, layout: Layout, float32: bool, fused: bool) -> dict[str, Any]:

@@ -33,19 +33,19 @@ class WindowFields:
     by_type: bool = False
 
 
-NO_WINDOW = WindowFields()
-
-
 def read_windows(
-    path: Path, config: Mapping[str, Any], fields: WindowFields, layers: int, positions: int
+    path: Path, config: Mapping[str, Any], fields: WindowFields | None, layers: int, positions: int
 ) -> tuple[int | None, tuple[bool, ...]]:
     """Return the tokens of the window, None without one, and for each layer whether it has it.
 
     A window as wide as the model's ``positions`` is none. Raises ModelError where ``layer_types`` disagrees.
     """
-    size_of_window = _size(path, config, fields)
-    derived = _derived(config, fields, layers) if size_of_window is not None else (False,) * layers
-    within = _check_layer_types(path, config, layers, size_of_window, derived, fields)
+    size_of_window, within = None, (False,) * layers
+    if fields is not None:
+        size_of_window = _size(path, config, fields)
+    if fields is not None and size_of_window is not None:
+        within = _derived(config, fields, layers)
+    within = _by_type(path, config, size_of_window, within, by_type=fields is not None and fields.by_type)
     if size_of_window is None or size_of_window >= positions or not any(within):
         return None, (False,) * layers
     return size_of_window, within
@@ -77,30 +77,25 @@ def _derived(config: Mapping[str, Any], fields: WindowFields, layers: int) -> tu
     return tuple(layer < bound and layer % 2 == 0 for layer in range(layers))
 
 
-def _check_layer_types(
-    path: Path,
-    config: Mapping[str, Any],
-    layers: int,
-    window: int | None,
-    derived: tuple[bool, ...],
-    fields: WindowFields,
+def _by_type(
+    path: Path, config: Mapping[str, Any], window: int | None, derived: tuple[bool, ...], *, by_type: bool
 ) -> tuple[bool, ...]:
     """Return for each layer whether it has a window; ``derived``: what the other fields say."""
-    types = config.get("layer_types")
+    types, layers = config.get("layer_types"), len(derived)
     if types is None:
         return derived
     supported = (
         "full_attention in every layer"
         if window is None
         else "full_attention or sliding_attention in each layer"
-        if fields.by_type
+        if by_type
         else "sliding_attention in every layer, as sliding_window says"
     )
     if not isinstance(types, list) or any(not isinstance(kind, str) or kind not in _WITHIN for kind in types):
         told = sorted(set(map(str, types))) if isinstance(types, list) else types
         raise unsupported(path, "layer_types", told, supported)
     within = tuple(_WITHIN[kind] for kind in types)
-    if any(within) if window is None else not fields.by_type and not all(within):
+    if any(within) if window is None else not by_type and not all(within):
         raise unsupported(path, "layer_types", sorted(set(types)), supported)
     if len(types) != layers:
         raise ModelError(f"{shown(path)}: layer_types has {len(types)} layers, and num_hidden_layers is {layers}")
