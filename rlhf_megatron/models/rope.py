@@ -102,6 +102,13 @@ class Rope:
             case _:
                 return 1.0
 
+    @property
+    def positions_in_vllm(self) -> int | None:
+        """Positions of vLLM's table where those are not max_position_embeddings at least."""
+        if isinstance(self.scaling, YarnScaling):
+            return math.ceil(self.scaling.original_max_position_embeddings * self.scaling.factor)
+        return None
+
     def for_rows(self, longest: int | None) -> Rope:
         """Return these embeddings in a run whose rows have at most ``longest`` tokens; None: as the config says.
 
