@@ -39,7 +39,7 @@ def _check_architecture(role: str, wanted: Architecture, saved: Mapping[str, Any
     del own["end_token_ids"]  # a matter of generation
     compared = dict.fromkeys([*own, *(key for key in LATER_FIELDS if key in saved)])
     different = [
-        f"{key} {shown(saved.get(key), 60)} and not {own.get(key)}"
+        f"{key} {shown(saved.get(key), 60)} and not {shown(own.get(key), 60)}"
         for key in compared
         if saved.get(key) != own.get(key)
     ]

@@ -11,7 +11,7 @@ from rlhf_megatron.models.architecture import Architecture, Head, read_architect
 from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.lora import Adaptation, PeftAdapter
 from rlhf_megatron.models.weight_source import RandomWeights, WeightSource
-from rlhf_megatron.planning.feasibility import check_tokens
+from rlhf_megatron.planning.feasibility import check_tokens, longest_row
 from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, role_ranks
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
@@ -46,7 +46,7 @@ class RoleBuilder:
         context, recipe = self._context, self._context.recipe
         path = section.weights_folder or recipe.model.path
         architecture = self._architecture if path == recipe.model.path else read_architecture(path)
-        architecture = architecture.with_head(head)
+        architecture = architecture.with_head(head).for_rows(longest_row(recipe, architecture.max_positions))
         ranks = role_ranks(recipe, name, context.world_size)
         lora = section.adapters
         with context.phase(name), contextlib.ExitStack() as opened:

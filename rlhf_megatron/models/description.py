@@ -92,7 +92,7 @@ class Architecture:
         """The position embeddings of each decoder layer, None where it has none."""
         return self.mixed_ropes or (self.rope,) * self.layers
 
-    def for_rows(self, longest: int) -> Architecture:
+    def for_rows(self, longest: int | None) -> Architecture:
         """The same model in a run whose rows have at most ``longest`` tokens (``Rope.for_rows``)."""
         mixed = tuple(rope and rope.for_rows(longest) for rope in self.mixed_ropes)
         return dataclasses.replace(self, rope=self.rope.for_rows(longest), mixed_ropes=mixed)
@@ -158,7 +158,7 @@ def stored_form(architecture: Architecture) -> dict[str, Any]:
     ``LATER_FIELDS`` are left out while they say nothing, so that those resume.
     """
     form: dict[str, Any] = {}
-    for key, value in dataclasses.asdict(architecture).items():
+    for key, value in dataclasses.asdict(architecture.for_rows(None)).items():
         form |= _stored_rope(architecture.rope, value) if key == "rope" else {key: value}
     return without_silent_fields(form)
 

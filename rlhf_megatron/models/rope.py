@@ -102,11 +102,21 @@ class Rope:
             case _:
                 return 1.0
 
-    def for_rows(self, longest: int) -> Rope:
-        """Return these embeddings in a run whose rows have at most ``longest`` tokens; only LongRoPE depends on it."""
+    @property
+    def positions_in_vllm(self) -> int | None:
+        """Positions of vLLM's table where those are not max_position_embeddings at least."""
+        if isinstance(self.scaling, YarnScaling):
+            return math.ceil(self.scaling.original_max_position_embeddings * self.scaling.factor)
+        return None
+
+    def for_rows(self, longest: int | None) -> Rope:
+        """Return these embeddings in a run whose rows have at most ``longest`` tokens; None: as the config says.
+
+        Only LongRoPE depends on it.
+        """
         if not isinstance(self.scaling, LongScaling):
             return self
-        is_long = longest > self.scaling.original_max_position_embeddings
+        is_long = None if longest is None else longest > self.scaling.original_max_position_embeddings
         return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, is_long=is_long))
 
 

@@ -86,16 +86,31 @@ def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
         )
 
 
-def _check_positions(recipe: Recipe, architectures: Mapping[str, Architecture]) -> None:
-    """Check the longest row that the limits let through; without one for given responses only data can tell."""
+def longest_row(recipe: Recipe, positions: int) -> int:
+    """Return how many tokens a row of ``recipe`` may have; in reinforcement learning that is vLLM's max_model_len.
+
+    Without a limit of given responses it is ``positions``, those of the model.
+    """
+    is_limited = isinstance(recipe, RLRecipe) or recipe.data.max_response_length is not None
+    return sum(_row_limits(recipe).values()) if is_limited else positions
+
+
+def _row_limits(recipe: Recipe) -> dict[str, int]:
+    """Return the keys that limit a row, and the tokens that each allows."""
     limits = {"data.max_prompt_length": recipe.data.max_prompt_length}
     given = recipe.data.max_response_length
     if isinstance(recipe, RLRecipe):
-        limits = {"rollout.max_response_length": recipe.rollout.max_response_length} | limits
-    elif given is not None and isinstance(recipe, RewardModelingRecipe):  # which limits a conversation, prompt included
-        limits = {"data.max_response_length": given}
-    elif given is not None:
-        limits = {"data.max_response_length": given} | limits
+        return {"rollout.max_response_length": recipe.rollout.max_response_length} | limits
+    if given is None:
+        return limits
+    if isinstance(recipe, RewardModelingRecipe):  # which limits a conversation, prompt included
+        return {"data.max_response_length": given}
+    return {"data.max_response_length": given} | limits
+
+
+def _check_positions(recipe: Recipe, architectures: Mapping[str, Architecture]) -> None:
+    """Check the longest row that the limits let through; without one for given responses only data can tell."""
+    limits = _row_limits(recipe)
     longest = sum(limits.values())
     for name in recipe.roles:
         positions = architectures[name].max_positions

@@ -1,9 +1,14 @@
-"""A family whose weights in vLLM are in no table: planned, trained for two steps, exported, and planned again."""
+"""Families whose weights in vLLM are in no table, and scaled rotary embeddings: two steps in which vLLM follows.
+
+Planned, trained, exported, and planned again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,7 +30,6 @@ RECIPE: dict[str, Any] = {
     "data": {"train_files": ["train.parquet"], "max_prompt_length": 64},
     "batch": {"prompts_per_step": 4, "responses_per_prompt": 4, "minibatch_prompts": 2},
     "actor": {
-        "layout": {"tensor": 2, "expert": 2, "expert_tensor": 1},
         "tokens_per_gpu": 256,
         "optimizer": {"learning_rate": 1e-3},
     },
@@ -36,29 +40,68 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def test_a_family_without_a_table_trains_and_is_planned(tmp_path: Path) -> None:
+ATTENTION = ("self_attn.q_proj.weight", "mlp.up_proj.weight")
+# Of rows of 64 and 12 tokens: vLLM takes the long factors for the shortest of them too.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + pair / 10 for pair in range(16)],
+    "long_factor": [2.0 + pair / 3 for pair in range(16)],
+    "original_max_position_embeddings": 75,
+}
+
+
+class Case(NamedTuple):
+    """A model, tensors of its layer 2 that move, GPUs that a rank of vLLM hears from, and how it knows its weights."""
+
+    family: str
+    moving: tuple[str, ...] = ATTENTION
+    layout: Mapping[str, int] = MappingProxyType({"tensor": 2})
+    others: int = 0
+    is_learned: bool = False
+    fields: Mapping[str, Any] = MappingProxyType({})
+
+
+CASES = {
+    "a shared expert": Case(
+        "qwen2_moe",
+        ("mlp.shared_expert.up_proj.weight", "mlp.shared_expert_gate.weight", "mlp.experts.down_proj"),
+        {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        others=1,
+        is_learned=True,
+    ),
+    "layers without positions": Case("smollm3", is_learned=True),
+    "YaRN": Case("qwen2_yarn"),
+    "LongRoPE": Case("llama", fields={"rope_parameters": LONGROPE}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_vllm_follows_the_trainer(tmp_path: Path, case: Case) -> None:
     (tmp_path / "reward.py").write_text(LENGTH_REWARD)
-    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
+    recipe = RECIPE | {"actor": RECIPE["actor"] | {"layout": dict(case.layout)}}
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(recipe))
     make_model(tmp_path, layers=1)  # for its tokenizer
     vocabulary = len(load_model(tmp_path / "model").get_input_embeddings().weight)
     # vLLM's attention on CPUs has heads of 32 numbers and more.
-    make_family(tmp_path / "model", "qwen2_moe", tied=False, vocabulary=vocabulary, hidden_size=128, head_dim=32)
+    sizes = {"hidden_size": 128, "head_dim": 32}
+    make_family(tmp_path / "model", case.family, tied=False, vocabulary=vocabulary, **sizes, **case.fields)
     make_sums(tmp_path, 16, "--seed=1")
 
     def planned() -> str:
         return python(TRAIN, "grpo.yaml", "--dry-run", "--world=2", folder=tmp_path).check().out
 
-    assert "not known yet: the first run under runs learns it from vLLM" in planned()
+    assert ("not known yet: the first run under runs learns it from vLLM" in planned()) == case.is_learned
     with torchrun(2, TRAIN, "grpo.yaml", folder=tmp_path) as command:
         command.finish().check()
     steps = steps_of(tmp_path / "runs" / "grpo")
     for step in (1, 2):
         assert steps[step]["train/rollout_logprob_abs_diff_max"] < 1e-4, "vLLM and the trainer are one model in float32"
         assert steps[step]["train/grad_norm"] > 0 and steps[step]["train/skipped"] == 0
-    assert "of rollout weights per GPU come from 1 other GPUs" in planned()
+    assert f"of rollout weights per GPU come from {case.others} other GPUs" in planned()
     before, after = load_model(tmp_path / "model"), load_model(tmp_path / "runs" / "grpo" / "export" / "step-2")
     moved = after.state_dict()
     assert all(moved[name].shape == tensor.shape for name, tensor in before.state_dict().items())
-    for name in ("mlp.shared_expert.up_proj.weight", "mlp.shared_expert_gate.weight", "mlp.experts.down_proj"):
+    for name in case.moving:
         name = f"model.layers.2.{name}"
         assert not torch.equal(moved[name], before.state_dict()[name]), name

@@ -219,6 +219,13 @@ def test_a_model_that_vllm_would_misread_generates_nothing() -> None:
             check_generates(parse_architecture(config | {"head_dim": 32}, "here"), "here")
 
 
+def test_rows_beyond_vllms_table_are_not_generated() -> None:
+    check_generates(parse_architecture(LLAMA | {"rope_scaling": YARN}, "here"), "here")
+    short = parse_architecture(LLAMA | {"rope_scaling": YARN | {"factor": 2.0}}, "here")
+    with pytest.raises(ModelError, match="max_position_embeddings is 131072, and vLLM's table .*, 65536; lower it"):
+        check_generates(short, "here")
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 LLAMA3 = LLAMA["rope_scaling"]

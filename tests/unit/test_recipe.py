@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf_megatron.models.architecture import ModelError, parse_architecture
-from rlhf_megatron.planning.feasibility import check_architectures
+from rlhf_megatron.planning.feasibility import check_architectures, longest_row
 from rlhf_megatron.planning.model_folders import role_architectures
 from rlhf_megatron.recipe import (
     Recipe,
@@ -379,6 +379,19 @@ def test_layouts_that_do_not_fit_the_model(small: Path, overrides: list[str], ex
     with pytest.raises(RecipeError) as caught:
         check(load_recipe(small, overrides), CONFIG)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.max_response_length=900"], 1000),
+        ([*SFT, "data.max_response_length=900"], 1000),
+        (SFT, 1024),
+        ([*PAIRS, "data.max_response_length=900"], 900),
+    ],
+)
+def test_the_longest_row_is_what_the_limits_let_through(small: Path, overrides: list[str], expected: int) -> None:
+    assert longest_row(load_recipe(small, overrides), 1024) == expected
 
 
 def test_the_critics_own_positions_are_looked_at(small: Path, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_longrope_is_chosen_once_for_a_run() -> None:
     with pytest.raises(ValueError, match="for_rows"):
         rotary_table(rope, 128, "cpu")
     assert rope.for_rows(4096) != rope.for_rows(4097) == rope.for_rows(9000).for_rows(5000)
+    assert rope.for_rows(4096).for_rows(None) == rope
 
 
 def test_each_layer_turns_by_its_own_table() -> None:

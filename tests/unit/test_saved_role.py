@@ -20,6 +20,7 @@ from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_t
 from rlhf_megatron.errors import CheckpointError
 from rlhf_megatron.models.architecture import LayerKind, read_architecture
 from rlhf_megatron.models.description import Experts, SharedExpert, stored_form
+from rlhf_megatron.models.rope import Llama3Scaling, LongScaling, Rope, YarnScaling
 from rlhf_megatron.models.weight_map import megatron_blocks
 from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
@@ -95,6 +96,23 @@ def test_a_checkpoint_says_of_a_model_what_earlier_versions_said(saved: Saved, m
     assert stored_form(mixture)["experts"] == {"count": 4, "chosen": 2, "feed_forward": 8, "normalized": True}
     saved.state["architecture"] = json.loads(json.dumps(stored_form(architecture)))
     assert read(saved, model, tmp_path / "step-3")
+
+
+def test_other_rotary_embeddings_are_another_model(saved: Saved, model: Path, tmp_path: Path) -> None:
+    architecture = read_architecture(model)
+    llama3 = Rope(1e4, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert list(stored_form(dataclasses.replace(architecture, rope=llama3))) == EARLIER
+    yarn = YarnScaling(4.0, 64)
+    for change in (
+        {"rope": llama3}, {"rope": Rope(1e4, yarn)}, {"mixed_ropes": (architecture.rope, None) * 2}
+    ):  # fmt: skip
+        changed: Any = dataclasses.replace(architecture, **change)
+        saved.state["architecture"] = json.loads(json.dumps(stored_form(changed)))
+        with pytest.raises(CheckpointError, match="of another model than actor's: it has (rope|mixed_ropes)"):
+            read(saved, model, tmp_path / "step-3")
+    long = Rope(1e4, LongScaling((1.0,) * 16, (2.0,) * 16, 64, 128))
+    forms = [stored_form(dataclasses.replace(architecture, rope=each)) for each in (long, long.for_rows(100))]
+    assert forms[0] == forms[1]  # which factors a run takes is no matter of the model
 
 
 @pytest.mark.parametrize("later", ["mixed_layers", "shared", "window"])

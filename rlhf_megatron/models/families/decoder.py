@@ -212,6 +212,12 @@ class Decoder:
             return f"head_dim is {a.head_dim}, and vLLM takes hidden_size / num_attention_heads for {a.family}"
         if len({kind.attention for kind in a.layer_kinds}) > 1:
             return f"some layers have a sliding window, and vLLM has one in all layers of {a.family} or in none"
+        for rope in a.layer_ropes:
+            if rope and rope.positions_in_vllm is not None and rope.positions_in_vllm < a.max_positions:
+                return (
+                    f"max_position_embeddings is {a.max_positions}, and vLLM's table for rope_type yarn ends at "
+                    f"factor x original_max_position_embeddings, {rope.positions_in_vllm}; lower it to that"
+                )
         return None
 
     def derived_parameters(self, architecture: Architecture) -> Sequence[str]:
