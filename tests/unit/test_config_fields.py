@@ -16,6 +16,7 @@ from rlhf_megatron.models.architecture import (
     parse_architecture,
     read_architecture,
 )
+from rlhf_megatron.planning.parameters import active_parameters, model_parameters
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe import load_recipe
 from rlhf_megatron.rollout.engine import RolloutError
@@ -157,6 +158,11 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
     if read.family == "mixtral":
         assert read.experts == Experts(theirs.num_local_experts, theirs.num_experts_per_tok, 14336, normalized=True)
     assert read.window == (4096 if name == "Mistral 7B v0.1" else None)
+
+
+def test_two_of_mixtrals_experts_work_on_a_token() -> None:
+    read = parse_architecture(MIXTRAL, "here")  # its makers say 46.7B parameters, of which a token uses 12.9B
+    assert (round(model_parameters(read) / 1e8), round(active_parameters(read) / 1e8)) == (467, 129)
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 4096}
