@@ -325,6 +325,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"rope_theta": 1e300}, "rope_theta is 1e[+]300; it must be at most"),
     (LLAMA, {"rope_theta": [1]}, r"rope_theta is \[1\]"),
     (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type is 'dynamic'"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4}}, "rope_scaling.factor is 4, .* a number with a point"),
     (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0, "beta_fast": 1}}, "rope_scaling.beta_fast is 1"),
     (LLAMA, {"rope_scaling": YARN | {"finetuned": True}}, "rope_scaling.finetuned is True"),

@@ -58,6 +58,8 @@ def read_rope(
         # transformers prefers the config's own field, which only families that read it may have.
         original = config.get(_ORIGINAL, given.get(_ORIGINAL, max_positions))
         parameters = given | {_ORIGINAL: original}
+        if kind == "linear" and type(given.get("factor")) is int:  # vLLM would go through it as through a list
+            raise unsupported(path, f"{field}.factor", given["factor"], "a number with a point")
         scaling = _scaling(path, field, SCALINGS[kind], parameters, max_positions)
         _check(path, field, scaling, theta, int(head_dim * fraction))
     return Rope(theta, scaling, fraction, interleaved)
