@@ -13,7 +13,7 @@ from rlhf_megatron.algorithms.kl import kl_estimate
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES, Tokens
 from rlhf_megatron.algorithms.selection import SELECTIONS
 from rlhf_megatron.algorithms.value_loss import value_loss
-from rlhf_megatron.data.rollout_batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch, in_order
 from rlhf_megatron.recipe import AlgorithmSection
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -45,18 +45,16 @@ def rows_to_learn(batch: RolloutBatch, settings: AlgorithmSection) -> list[int]:
     if needed or batch.reference_logprobs is not None or batch.advantages is None or not batch.rows:
         return list(range(batch.rows))
     tokens = (batch.advantages != 0) & batch.response_mask
-    rows: list[int] = batch.row_of_token[tokens].unique().tolist()
+    rows: list[int] = batch.row_of_token[tokens].unique_consecutive().tolist()
     return rows or [int(batch.lengths.argmin())]
 
 
 def of_rows(fields: dict[str, Tensor], batch: RolloutBatch, rows: Sequence[int]) -> dict[str, Tensor]:
-    """Return the ``fields`` [T] of the tokens of ``rows``, which rise, as of ``batch.select(rows)``."""
+    """Return the ``fields`` [T] of the tokens of ``rows`` in this order, as of ``batch.select(rows)``."""
     if len(rows) == batch.rows:
         return fields
-    kept = torch.zeros(batch.rows, dtype=torch.bool)
-    kept[list(rows)] = True
-    tokens = kept[batch.row_of_token]
-    return {name: values[tokens] for name, values in fields.items()}
+    lengths = batch.lengths.tolist()
+    return {name: in_order([values], [lengths], rows) for name, values in fields.items()}
 
 
 def policy_objective(

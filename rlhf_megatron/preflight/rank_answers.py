@@ -1,6 +1,6 @@
 """Answers that ranks give each other in a preflight, through torchrun's key-value store.
 
-The store answers even where the network between the ranks is broken. Nothing waits longer than it is told to, so a rank
+The store answers even where the network between the ranks is broken. No wait exceeds its limit, so a rank
 that hangs is named and not joined.
 """
 

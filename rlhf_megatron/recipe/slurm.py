@@ -91,7 +91,7 @@ class SlurmSection(Section):
     requeue: bool = True
     """Requeue after preemption, the time limit or a lost node."""
     signal_seconds: int = Field(default=600, ge=60)
-    """Seconds before the limit at which the job is told to save: the longest step, a save, and a minute."""
+    """Seconds before the limit at which the job is signalled to save: the longest step, a save, and a minute."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> SlurmSection:

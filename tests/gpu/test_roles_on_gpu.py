@@ -63,7 +63,7 @@ LARGEST_AFTER_A_NEAR_TIE = 1.0
 
 
 def possible(layers: Layers, given: Case) -> bool:
-    """Whether there are such layers for a case."""
+    """Return True if a case can have such layers."""
     if layers.implementation == "local":
         return True
     float32 = layers.dtype == "float32"

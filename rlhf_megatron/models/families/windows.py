@@ -40,15 +40,13 @@ def read_windows(
 
     A window as wide as the model's ``positions`` is none. Raises ModelError where ``layer_types`` disagrees.
     """
-    size_of_window, within = None, (False,) * layers
-    if fields is not None:
-        size_of_window = _size(path, config, fields)
-    if fields is not None and size_of_window is not None:
-        within = _derived(config, fields, layers)
-    within = _by_type(path, config, size_of_window, within, by_type=fields is not None and fields.by_type)
-    if size_of_window is None or size_of_window >= positions or not any(within):
-        return None, (False,) * layers
-    return size_of_window, within
+    nowhere = (False,) * layers
+    window = _size(path, config, fields) if fields else None
+    derived = _derived(config, fields, layers) if fields and window is not None else nowhere
+    within = _by_type(path, config, window, derived, by_type=fields is not None and fields.by_type)
+    if window is None or window >= positions or not any(within):
+        return None, nowhere
+    return window, within
 
 
 def mixed_layers(within: tuple[bool, ...], feed_forward: Literal["dense", "experts"]) -> tuple[LayerKind, ...]:
@@ -92,8 +90,8 @@ def _by_type(
         else "sliding_attention in every layer, as sliding_window says"
     )
     if not isinstance(types, list) or any(not isinstance(kind, str) or kind not in _WITHIN for kind in types):
-        told = sorted(set(map(str, types))) if isinstance(types, list) else types
-        raise unsupported(path, "layer_types", told, supported)
+        described = sorted(set(map(str, types))) if isinstance(types, list) else types
+        raise unsupported(path, "layer_types", described, supported)
     within = tuple(_WITHIN[kind] for kind in types)
     if any(within) if window is None else not by_type and not all(within):
         raise unsupported(path, "layer_types", sorted(set(types)), supported)
