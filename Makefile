@@ -6,6 +6,7 @@ PYTHON ?= $(VENV)/bin/python
 GPU_PYTHON ?= python3
 # -P keeps the repository's root off sys.path: kernels/ must not be importable as `kernels`.
 PYTEST = $(PYTHON) -P -m pytest
+PYTEST_OF_TWO = $(PYTEST) --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 READY = $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 # A folder without Python files is an error to mypy.
 SOURCES = $(foreach folder,rlhf_megatron kernels launch tools,$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz chaos lint gpu-test bench-cpu bench-data bench-peer bench-regather bench-rollout bench-step
+.PHONY: help setup demo test grid fuzz chaos lint gpu-test bench-cpu bench-data bench-peer bench-regather bench-rollout bench-step
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -26,8 +27,11 @@ setup: ## Make or update .venv with pinned CPU wheels (about a minute, then noth
 demo: $(READY) ## Train a small model by reinforcement learning on this machine's CPU
 	@$(PYTHON) tools/demo.py
 
-test: $(READY) ## All tests that need no GPU, within 15 minutes on two cores
-	$(PYTEST) --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 $(ARGS)
+test: $(READY) ## All tests that need no GPU but the grid's, within 15 minutes on two cores
+	$(PYTEST_OF_TWO) -m "not grid" $(ARGS)
+
+grid: $(READY) ## Every model family in every layout, and beside vLLM; `make test` has a sample
+	$(PYTEST_OF_TWO) -m grid $(ARGS)
 
 fuzz: $(READY) ## Malformed input of all kinds, 5,000 examples of each (`make test` has 40); ARGS="-k recipe"
 	$(PYTEST) --hypothesis-profile=many --timeout=0 tests/fuzz $(ARGS)
