@@ -8,6 +8,7 @@ are made once. Here in plain torch, which runs anywhere; on a GPU the reductions
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +28,16 @@ def linear_logprobs(
     temperature: float = 1.0,
     block_columns: int | None = None,
     kept_bytes: int = 0,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each distribution, both [T] float32 (float64 for float64 inputs).
 
     hidden [T, H] and weight [V_local, H] are of one type: rank r of ``tensor_group`` holds rows r * V_local and on;
     those from ``vocab_size`` on are padding with probability 0. targets [T] int64. Both outputs are of
-    softmax(hidden @ weight.T / temperature), natural logarithm, and differentiable. All ranks of the group get the same
-    values. Each gets the gradient of its own weight, and that part of the gradient of ``hidden`` that comes through its
-    own weight: the caller adds the parts up. A target that is no token of the vocabulary has logprob NaN: never a
+    softmax(logits / temperature), natural logarithm, and differentiable; logits are hidden @ weight.T, or with a
+    ``soft_cap`` c they are c tanh(hidden @ weight.T / c). All ranks of the group get the same values. Each gets the
+    gradient of its own weight, and that part of the gradient of ``hidden`` that comes through its own weight: the
+    caller adds the parts up. A target that is no token of the vocabulary has logprob NaN: never a
     plausible number.
     ``block_columns`` of the vocabulary exist as logits at a time, by default as many pieces as fill ``BLOCK_BYTES``.
     Where all logits of the rank, T x V_local in the inputs' type, take no more than ``kept_bytes`` and there will be a
@@ -44,7 +47,9 @@ def linear_logprobs(
     kept_rows = _kept_rows(len(hidden), kept_bytes // (len(weight) * hidden.itemsize)) if learns else 0
     columns = block_columns or PIECE * max(1, BLOCK_BYTES // max(1, len(hidden) * hidden.itemsize * PIECE))
     columns = len(weight) if kept_rows else columns
-    return _LinearLogprobs.apply(hidden, weight, targets, tensor_group, vocab_size, temperature, columns, kept_rows)  # type: ignore[no-any-return, no-untyped-call]
+    return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden, weight, targets, tensor_group, vocab_size, temperature, columns, kept_rows, soft_cap
+    )
 
 
 def _kept_rows(tokens: int, most: int) -> int:
@@ -55,20 +60,27 @@ def _kept_rows(tokens: int, most: int) -> int:
 
 
 class Reduced(NamedTuple):
-    """Reductions of z = logits / temperature over columns, [T] each, in the computing type."""
+    """Reductions of z = logits / temperature, capped before, over columns, [T] each, in the computing type."""
 
     largest: Tensor  # m = max z
     total: Tensor  # sum exp(z - m)
     weighted: Tensor  # sum (z - m) exp(z - m)
 
 
-def reduce(logits: Tensor, targets: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
+def _capped(products: Tensor, soft_cap: float | None) -> Tensor:
+    return products if soft_cap is None else soft_cap * torch.tanh(products / soft_cap)
+
+
+def reduce(
+    logits: Tensor, targets: Tensor, target_logits: Tensor, temperature: float, soft_cap: float | None = None
+) -> Tensor:
     """The parts of ``Reduced`` for each of p sets of the columns of ``logits`` [T, C]: [3, p, T], typed as
     ``target_logits``.
 
     ``target_logits`` [T] gets z of those ``targets`` [T], counted from the first column, that are among the columns.
+    ``logits`` are those before the ``soft_cap``.
     """
-    z = logits.to(target_logits.dtype) / temperature
+    z = _capped(logits.to(target_logits.dtype), soft_cap) / temperature
     largest = z.amax(-1)
     below = z - largest[:, None]
     weight = below.exp()
@@ -94,17 +106,22 @@ def to_gradient(
     of_logprob: Tensor,
     of_entropy: Tensor,
     temperature: float,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """The gradient of ``logits`` [T, C] in their type; all others [T], ``targets`` as in ``reduce``.
+    """The gradient of ``logits`` [T, C] in their type; all others [T], ``targets`` and ``soft_cap`` as in ``reduce``.
 
-    d logprob / dz = onehot - p;  d entropy / dz = -p (log p + entropy);  z = logits / temperature.
+    d logprob / dz = onehot - p;  d entropy / dz = -p (log p + entropy);  z = capped / temperature;
+    d capped / d logits = 1 - (capped / soft_cap)^2.
     """
-    log_probability = logits.to(entropy.dtype) / temperature - log_normaliser[:, None]
+    capped = _capped(logits.to(entropy.dtype), soft_cap)
+    log_probability = capped / temperature - log_normaliser[:, None]
     probability = log_probability.exp()
     gradient = -probability * of_logprob[:, None]
     gradient -= (_times(probability, log_probability) + probability * entropy[:, None]) * of_entropy[:, None]
     inside = (targets >= 0) & (targets < logits.shape[1])
     gradient.scatter_add_(-1, targets.clamp(0, logits.shape[1] - 1)[:, None], (of_logprob * inside)[:, None])
+    if soft_cap is not None:
+        gradient *= 1 - (capped / soft_cap).square()
     return (gradient / temperature).to(logits.dtype)
 
 
@@ -145,6 +162,7 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         block_columns: int,
         kept_rows: int,
+        soft_cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         rank = group.rank() if group is not None else 0
         real = min(max(vocab_size - rank * len(weight), 0), len(weight))
@@ -152,13 +170,13 @@ class _LinearLogprobs(torch.autograd.Function):
         blocks = [slice(start, min(start + block_columns, real)) for start in range(0, real, block_columns)]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         target_logits = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
-        over = _implementation(hidden).reduce
+        over = functools.partial(_implementation(hidden).reduce, temperature=temperature, soft_cap=soft_cap)
         kept = None
         if kept_rows and blocks:
             kept = hidden.new_empty(kept_rows, real)[: len(hidden)]
             torch.mm(hidden, weight[:real].T, out=kept)
         parts = [
-            over(hidden @ weight[block].T if kept is None else kept, local - block.start, target_logits, temperature)
+            over(hidden @ weight[block].T if kept is None else kept, local - block.start, target_logits)
             for block in blocks
         ]
         if parts:
@@ -176,7 +194,7 @@ class _LinearLogprobs(torch.autograd.Function):
         known = (targets >= 0) & (targets < vocab_size)
         logprobs = (target_logits - log_normaliser).masked_fill(~known, torch.nan)
         ctx.save_for_backward(hidden, weight, local, log_normaliser, entropy)
-        ctx.temperature, ctx.blocks, ctx.kept = temperature, blocks, kept
+        ctx.temperature, ctx.soft_cap, ctx.blocks, ctx.kept = temperature, soft_cap, blocks, kept
         return logprobs, entropy
 
     @staticmethod
@@ -184,16 +202,18 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, local, log_normaliser, entropy = ctx.saved_tensors
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_hidden = torch.zeros(hidden.shape, dtype=entropy.dtype, device=hidden.device)
-        turn = _implementation(hidden).to_gradient
+        turn = functools.partial(
+            _implementation(hidden).to_gradient, temperature=ctx.temperature, soft_cap=ctx.soft_cap
+        )
         kept, ctx.kept = ctx.kept, None  # their gradient takes their place: a second backward pass makes them again
         for block in ctx.blocks:
             rows = weight[block]
             logits = hidden @ rows.T if kept is None else kept
-            gradient = turn(logits, local - block.start, log_normaliser, entropy, *gradients, ctx.temperature)
+            gradient = turn(logits, local - block.start, log_normaliser, entropy, *gradients)
             _add_product(of_hidden, gradient, rows)
             if of_weight is not None:
                 torch.mm(gradient.T, hidden, out=of_weight[block])
-        return of_hidden.to(hidden.dtype), of_weight, None, None, None, None, None, None
+        return of_hidden.to(hidden.dtype), of_weight, *(None,) * 7
 
 
 class _Torch:

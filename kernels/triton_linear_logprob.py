@@ -12,6 +12,12 @@ WARPS = 4
 
 
 @triton.jit
+def _capped(products, soft_cap):  # type: ignore[no-untyped-def]
+    """soft_cap x tanh(products / soft_cap); tanh(x) = 2 sigmoid(2 x) - 1."""
+    return soft_cap * (2 * tl.sigmoid(2 * products / soft_cap) - 1)
+
+
+@triton.jit
 def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations up and accepts its own alone
     logits,
     targets,
@@ -20,7 +26,9 @@ def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     stride,
     columns,
     per_temperature,
+    soft_cap,
     COLUMNS: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """A piece of one row."""
     tokens, pieces = tl.num_programs(0), tl.num_programs(1)
@@ -29,7 +37,10 @@ def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     column = first + tl.arange(0, COLUMNS)
     inside = column < columns
     begin = logits + row * stride
-    z = tl.load(begin + column, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
+    z = tl.load(begin + column, mask=inside, other=float("-inf")).to(tl.float32)
+    if CAPPED:
+        z = tl.where(inside, _capped(z, soft_cap), float("-inf"))
+    z *= per_temperature
     largest = tl.max(z)
     below = z - largest
     weight = tl.exp(below)
@@ -39,8 +50,10 @@ def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     tl.store(where + 2 * pieces * tokens, tl.sum(tl.where(inside, below, 0.0) * weight))
     target = tl.load(targets + row)
     here = (target >= first) & (target < first + COLUMNS) & (target < columns)
-    chosen = tl.load(begin + target, mask=here, other=0.0).to(tl.float32) * per_temperature
-    tl.store(target_logits + row, chosen, mask=here)
+    chosen = tl.load(begin + target, mask=here, other=0.0).to(tl.float32)
+    if CAPPED:
+        chosen = _capped(chosen, soft_cap)
+    tl.store(target_logits + row, chosen * per_temperature, mask=here)
 
 
 @triton.jit
@@ -54,24 +67,33 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     stride,
     columns,
     per_temperature,
+    soft_cap,
     COLUMNS: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """A piece of one row, in place."""
     row = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     where = logits + row.to(tl.int64) * stride + column
-    z = tl.load(where, mask=inside, other=float("-inf")).to(tl.float32) * per_temperature
-    log_probability = z - tl.load(log_normaliser_of + row)
+    z = tl.load(where, mask=inside, other=float("-inf")).to(tl.float32)
+    if CAPPED:
+        z = _capped(z, soft_cap)
+    log_probability = z * per_temperature - tl.load(log_normaliser_of + row)
     probability = tl.exp(log_probability)
     surprise = probability * (tl.where(inside, log_probability, 0.0) + tl.load(entropy_of + row))
     to_logprob = tl.load(of_logprob + row)
     gradient = -probability * to_logprob - surprise * tl.load(of_entropy + row)
     gradient += tl.where(column == tl.load(targets + row), to_logprob, 0.0)
+    if CAPPED:
+        share = z / soft_cap
+        gradient *= 1 - share * share
     tl.store(where, (gradient * per_temperature).to(logits.dtype.element_ty), mask=inside)
 
 
-def reduce(logits: Tensor, targets: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
+def reduce(
+    logits: Tensor, targets: Tensor, target_logits: Tensor, temperature: float, soft_cap: float | None = None
+) -> Tensor:
     """See ``linear_logprob.reduce``."""
     tokens, columns = logits.shape
     pieces = triton.cdiv(columns, PIECE)
@@ -85,7 +107,9 @@ def reduce(logits: Tensor, targets: Tensor, target_logits: Tensor, temperature: 
             logits.stride(0),
             columns,
             1.0 / temperature,
+            soft_cap or 0.0,
             COLUMNS=PIECE,
+            CAPPED=soft_cap is not None,
             num_warps=WARPS,
         )
     return parts
@@ -99,6 +123,7 @@ def to_gradient(
     of_logprob: Tensor,
     of_entropy: Tensor,
     temperature: float,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """See ``linear_logprob.to_gradient``; returns ``logits`` itself."""
     tokens, columns = logits.shape
@@ -113,7 +138,9 @@ def to_gradient(
             logits.stride(0),
             columns,
             1.0 / temperature,
+            soft_cap or 0.0,
             COLUMNS=PIECE,
+            CAPPED=soft_cap is not None,
             num_warps=WARPS,
         )
     return logits

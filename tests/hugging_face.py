@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -22,6 +25,9 @@ from transformers import (
 )
 
 CONFIGS = {
+    "gemma": GemmaConfig,
+    "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
     "llama": LlamaConfig,
     "llama3": LlamaConfig,
     "mistral": MistralConfig,
@@ -43,6 +49,22 @@ CONFIGS = {
 WINDOW = 4  # shorter than most rows below
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SPECIAL: dict[str, dict[str, Any]] = {
+    # Caps near the products that they cap.
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        },
+    },
     "llama3": {
         "max_position_embeddings": 16384,
         "rope_parameters": {
@@ -117,7 +139,8 @@ def make_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.08 * noise)
+            # Norms about the factor 1, from which some count their weights.
+            parameter.copy_(parameter + 0.1 * noise if "norm" in name else 0.08 * noise)
     model.save_pretrained(folder)
     return folder
 

@@ -12,14 +12,15 @@ BLOCKS = [slice(0, PIECE + 130), slice(PIECE + 130, REAL)]  # of two pieces and 
 TARGETS = torch.tensor([0, PIECE - 1, PIECE, REAL - 1, -1, REAL, PIECE + 130])
 
 
-def check() -> None:
+def check(soft_cap: float | None) -> None:
     """Raises AssertionError where they differ."""
     logits = torch.randn(TOKENS, REAL, generator=torch.Generator().manual_seed(3)) * 3
     both = []
     for implementation in (reduce, triton.reduce):
         found = torch.full((TOKENS,), 7.0)  # of what is not among a block's columns it stays
         parts = [
-            implementation(logits[:, block].contiguous(), TARGETS - block.start, found, TEMPERATURE) for block in BLOCKS
+            implementation(logits[:, block].contiguous(), TARGETS - block.start, found, TEMPERATURE, soft_cap)
+            for block in BLOCKS
         ]
         both.append((*merge(torch.cat(parts, dim=1)), found))
     assert [part.shape[1] for part in parts] == [2, 1]
@@ -27,17 +28,19 @@ def check() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
     largest, total, weighted, found = both[0]
-    wanted = logits.gather(-1, TARGETS.clamp(0, REAL - 1)[:, None])[:, 0] / TEMPERATURE
+    capped = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    wanted = capped.gather(-1, TARGETS.clamp(0, REAL - 1)[:, None])[:, 0] / TEMPERATURE
     torch.testing.assert_close(found, torch.where((TARGETS >= 0) & (TARGETS < REAL), wanted, 7.0))
     log_total = total.log()
     state = largest + log_total, log_total - weighted / total
     ramp = torch.linspace(-1, 2, TOKENS)
     for block in BLOCKS:
-        arguments = (TARGETS - block.start, *state, ramp, ramp.flip(0), TEMPERATURE)
+        arguments = (TARGETS - block.start, *state, ramp, ramp.flip(0), TEMPERATURE, soft_cap)
         one = to_gradient(logits[:, block].contiguous(), *arguments)
         other = triton.to_gradient(logits[:, block].contiguous(), *arguments)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 if __name__ == "__main__":
-    check()
+    check(None)
+    check(2.0)

@@ -80,17 +80,26 @@ def build_norms_for_sequence_parallelism() -> None:
     WrappedTorchNorm.__new__ = make_rms_norm
 
 
+class ZeroCentredRMSNorm(torch.nn.RMSNorm):
+    """An RMSNorm whose factor is 1 + its weight, computed in float32 as Transformer Engine's is."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """See torch.nn.RMSNorm."""
+        factor = 1 + self.weight.float()
+        return torch.nn.functional.rms_norm(values.float(), self.normalized_shape, factor, self.eps).type_as(values)
+
+
 def make_rms_norm(_: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.RMSNorm:
-    """Make torch's RMSNorm, whose weight says whether its gradient is of a part of the sequence.
+    """Make an RMSNorm whose weight says whether its gradient is of a part of the sequence.
 
     Gradients of weights with this mark are summed over the tensor-parallel ranks.
 
     Raises:
-        NotImplementedError: another norm than RMSNorm, or a weight that is counted from 1.
+        NotImplementedError: another norm than RMSNorm.
     """
-    if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-        centred = ", zero-centred" if config.layernorm_zero_centered_gamma else ""
-        raise NotImplementedError(f"{config.normalization}{centred} in layers without Transformer Engine")
-    norm = torch.nn.RMSNorm(hidden_size, eps=eps)
+    if config.normalization != "RMSNorm":
+        raise NotImplementedError(f"{config.normalization} in layers without Transformer Engine")
+    kind = ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else torch.nn.RMSNorm
+    norm = kind(hidden_size, eps=eps)
     norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.config_fields import check_class, check_fields, read_model_json, unsupported
-from rlhf_megatron.models.description import Architecture, Experts, Head, LayerKind
+from rlhf_megatron.models.description import Architecture, Experts, Head, LayerKind, Scales
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.untrusted import shown
 
@@ -22,6 +22,7 @@ __all__ = [
     "Head",
     "LayerKind",
     "ModelError",
+    "Scales",
     "check_generates",
     "classifier_config",
     "parse_architecture",
@@ -71,5 +72,5 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
         raise unsupported(path, "model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
     check_fields(path, config, family.fields)
-    check_class(path, config, family.classes)
+    check_class(path, config, family.classes, family.language_class)
     return family.read(path, config)

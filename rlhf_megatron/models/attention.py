@@ -5,7 +5,9 @@ Megatron's own local attention takes no packed sequences; on GPUs Transformer En
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +21,16 @@ from torch import Tensor
 from rlhf_megatron.data.context_parallel import tokens_of_part
 
 
+def packed_attention(soft_cap: float | None = None) -> Callable[..., PackedAttention]:
+    """What makes a ``PackedAttention`` with this soft cap, for Megatron's specs."""
+    return functools.partial(PackedAttention, soft_cap=soft_cap)
+
+
 class PackedAttention(MegatronModule):
     """Causal attention inside each sequence of a packed micro-batch; takes the place of ``core_attention``.
 
     In a layer with a window a token attends to itself and to ``config.window_size[0]`` tokens before it.
+    ``soft_cap``: see ``Scales``.
 
     With context parallelism each rank holds a part of each sequence (``data.context``). Either the ranks exchange heads
     for tokens (``cp_comm_type`` a2a, known as Ulysses, arXiv 2309.14509): each then has some heads of all tokens. Or
@@ -34,6 +42,7 @@ class PackedAttention(MegatronModule):
         config: Any,
         layer_number: int,
         *_: Any,
+        soft_cap: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any,
@@ -44,7 +53,8 @@ class PackedAttention(MegatronModule):
         self._group: dist.ProcessGroup = pg_collection.cp
         self._exchanges_heads = cp_comm_type == "a2a"
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self._window: int | None = config.window_size[0] + 1 if windowed else None
+        window = config.window_size[0] + 1 if windowed else None
+        self._attend = functools.partial(causal_attention, scale=self.scale, window=window, soft_cap=soft_cap)
 
     def forward(
         self,
@@ -62,17 +72,17 @@ class PackedAttention(MegatronModule):
         boundaries, longest = packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q)
         parts = self._group.size()
         if parts == 1:
-            return causal_attention(query, key, value, boundaries, longest, self.scale, self._window).flatten(1)
+            return self._attend(query, key, value, boundaries, longest).flatten(1)
         # Tokens in the order of the ranks that hold them, and back in the order of the sequences.
         held = torch.cat([tokens_of_part(boundaries, parts, part) for part in range(parts)])
         order = held.argsort()
         if self._exchanges_heads:
             query, key, value = (self._heads_for_tokens(part)[order] for part in (query, key, value))
-            out = causal_attention(query, key, value, boundaries, longest, self.scale, self._window)
+            out = self._attend(query, key, value, boundaries, longest)
             return self._tokens_for_heads(out[held]).flatten(1)
         key, value = (gather_from_sequence_parallel_region(part, group=self._group)[order] for part in (key, value))
         mine = held.chunk(parts)[self._group.rank()]
-        return causal_attention(query, key, value, boundaries, longest, self.scale, self._window, mine).flatten(1)
+        return self._attend(query, key, value, boundaries, longest, query_positions=mine).flatten(1)
 
     def _heads_for_tokens(self, values: Tensor) -> Tensor:
         """[t / parts, heads, d] -> [t, heads / parts, d], tokens in the order of ranks."""
@@ -99,10 +109,12 @@ def causal_attention(
     scale: float,
     window: int | None = None,
     query_positions: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
 
-    ``window``: how many tokens a token attends to, itself included; None: all before it.
+    ``window``: how many tokens a token attends to, itself included; None: all before it. ``soft_cap``: of the scaled
+    products of queries and keys.
 
     ``query_positions`` [q] are those of the queries among the t tokens, equally many of each 2 * parts in each
     sequence; without them every token has a query. Sequences are padded on the right to the longest one: with a causal
@@ -132,13 +144,24 @@ def causal_attention(
         if window is not None and windowed:
             mask &= token > position[..., None] - window
         mask = mask[:, None]
-    out = functional.scaled_dot_product_attention(
-        padded(query, of_queries).transpose(1, 2),
-        padded(key, of_keys).transpose(1, 2),
-        padded(value, of_keys).transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.size(1) != key.size(1),
-    )
+    rows = [padded(query, of_queries), padded(key, of_keys), padded(value, of_keys)]
+    query, key, value = (packed.transpose(1, 2) for packed in rows)
+    if soft_cap is not None:
+        mask = (token <= position[..., None])[:, None] if mask is None else mask
+        out = _capped_attention(query, key, value, mask, scale, soft_cap)
+    else:
+        grouped = query.size(1) != key.size(1)
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
     return out.transpose(1, 2)[of_queries]
+
+
+def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
+    """Attention of [rows, heads, n, d] with a soft cap, which torch's fused one has not: all products exist at once."""
+    grouped = query.unflatten(1, (key.size(1), -1))  # [rows, groups, heads of a group, q, d]
+    scores = (grouped * scale) @ key[:, :, None].transpose(-1, -2)
+    scores = soft_cap * torch.tanh(scores.float() / soft_cap)
+    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1).to(value.dtype)
+    out: Tensor = (weights @ value[:, :, None]).flatten(1, 2)
+    return out

@@ -26,6 +26,7 @@ from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.heads import ScalarHead
 from rlhf_megatron.models.rotary import Rotary
 from rlhf_megatron.models.rotary_table import rotary_tables
+from rlhf_megatron.models.sublayers import scale_embeddings
 from rlhf_megatron.models.weight_map import Implementation
 from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
@@ -131,6 +132,8 @@ def _build_chunk(
         pg_collection=groups,
         vp_stage=stage,
     )
+    if model.pre_process:
+        scale_embeddings(model.embedding, architecture.scales)
     if architecture.head == "scalar" and model.post_process:
         model.output_layer = ScalarHead(config, groups.tp)
     return model

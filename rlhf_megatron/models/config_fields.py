@@ -204,9 +204,9 @@ def _check_type(path: Path, field: str, value: object, types: tuple[type, ...]) 
         raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be {wanted}")
 
 
-def check_class(path: Path, config: Mapping[str, Any], classes: str) -> None:
+def check_class(path: Path, config: Mapping[str, Any], classes: str, language_class: str = "") -> None:
     """Raises ModelError where the config is for another class than the language model or classifier of ``classes``."""
-    known = [f"{classes}For{head}" for head in ("CausalLM", "SequenceClassification")]
+    known = [language_class or f"{classes}ForCausalLM", f"{classes}ForSequenceClassification"]
     named = config.get("architectures") or []
     if not isinstance(named, list) or any(name not in known for name in named):
         raise unsupported(path, "architectures", named, " or ".join(f'["{name}"]' for name in known))

@@ -37,6 +37,24 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Scales:
+    """Factors and soft caps of a model's numbers; None where there is none. A soft cap c makes x into c tanh(x / c).
+
+    ``embedding``: of embeddings; ``rounded_embedding``: the factor is rounded to the type of the weights.
+    ``attention``: of queries with keys, in place of 1 / sqrt(head_dim); ``attention_cap``: of that product.
+    ``residual``: of what attention and feed-forward layer add. ``logits``: of the logits; ``logit_cap``: of these.
+    """
+
+    embedding: float | None = None
+    rounded_embedding: bool = False
+    attention: float | None = None
+    attention_cap: float | None = None
+    residual: float | None = None
+    logits: float | None = None
+    logit_cap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerKind:
     """The parts of one decoder layer; layers of a kind have the same modules, tensors and cost.
 
@@ -55,6 +73,7 @@ class Architecture:
     ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
+    ``zero_centred_norms``: the factors of norms are 1 + their weights.
     """
 
     family: str
@@ -78,6 +97,8 @@ class Architecture:
     mixed_layers: tuple[LayerKind, ...] = ()
     mixed_ropes: tuple[Rope | None, ...] = ()
     window: int | None = None
+    zero_centred_norms: bool = False
+    scales: Scales = Scales()
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -148,7 +169,7 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 
 
 # Keys that came after the first checkpoints, which do not have them.
-LATER_FIELDS = ("mixed_layers", "rope", "mixed_ropes", "window")
+LATER_FIELDS = ("mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "scales")
 _LATER_FIELDS_OF_EXPERTS = ("shared",)
 
 
@@ -176,8 +197,12 @@ def _stored_rope(rope: Rope, plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_silent_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored form without later fields that say nothing."""
-    form = {key: value for key, value in stored.items() if value or key not in LATER_FIELDS}
+    form = {key: value for key, value in stored.items() if _says_something(value) or key not in LATER_FIELDS}
     experts = form.get("experts")
     if isinstance(experts, Mapping):
         form["experts"] = {key: value for key, value in experts.items() if value or key not in _LATER_FIELDS_OF_EXPERTS}
     return form
+
+
+def _says_something(value: object) -> bool:
+    return any(value.values()) if isinstance(value, Mapping) else bool(value)

@@ -46,6 +46,7 @@ class LowRank:
     cut_by_columns: bool  # over the tensor-parallel ranks
     sequence_group: dist.ProcessGroup | None  # over which the sequence is cut outside the layer
     norm_epsilon: float | None = None  # of an RMSNorm that the layer begins with
+    norm_offset: float = 0.0  # what is added to the norm's weight
 
 
 def attach(layer: torch.nn.Module, low_rank: LowRank, factors: Sequence[Tensor]) -> None:
@@ -83,10 +84,17 @@ class _FactorGradients(torch.autograd.Function):
         inputs, norm, *factors = ctx.saved_tensors
         low_rank: LowRank = ctx.low_rank
         if norm is not None:
-            assert low_rank.norm_epsilon is not None
-            inputs = torch.nn.functional.rms_norm(inputs, norm.shape, norm, low_rank.norm_epsilon)
+            inputs = _normed(inputs, norm, low_rank)
         of_factors = factor_gradients(inputs.flatten(0, -2), gradient.flatten(0, -2), low_rank, factors)
         return gradient, None, None, None, *of_factors
+
+
+def _normed(inputs: Tensor, weight: Tensor, low_rank: LowRank) -> Tensor:
+    """Return what the norm that a layer begins with makes of its input."""
+    rms_norm, epsilon = torch.nn.functional.rms_norm, low_rank.norm_epsilon
+    if not low_rank.norm_offset:
+        return rms_norm(inputs, weight.shape, weight, epsilon)
+    return rms_norm(inputs.float(), weight.shape, weight.float() + low_rank.norm_offset, epsilon).type_as(inputs)
 
 
 def factor_gradients(x: Tensor, g: Tensor, low_rank: LowRank, factors: Sequence[Tensor]) -> list[Tensor]:

@@ -31,19 +31,20 @@ class WeightSource(Protocol):
 
 
 class RandomWeights:
-    """Weights drawn from a seed, the same whatever the layout: norms 1, biases 0, the rest N(0, 0.02).
+    """Weights drawn from a seed, the same whatever the layout: factors of norms 1, biases 0, the rest N(0, 0.02).
 
     A scalar head has the standard deviation 1 / (hidden + 1), so that the first values are near 0.
     """
 
     def __init__(self, architecture: Architecture, seed: int, device: torch.device) -> None:
         self._shapes, self._seed, self._device = tensor_shapes(architecture), seed, device
+        self._of_norms = 0.0 if architecture.zero_centred_norms else 1.0
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """``tensor[region]`` in float32; the whole tensor is drawn so that every layout sees the same numbers."""
         shape = self._shapes[tensor]
         if tensor.endswith("norm.weight"):
-            whole = torch.ones(shape, device=self._device)
+            whole = torch.full(shape, self._of_norms, device=self._device)
         elif tensor.endswith(".bias"):
             whole = torch.zeros(shape, device=self._device)
         else:

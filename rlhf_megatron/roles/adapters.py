@@ -122,6 +122,7 @@ class Adapters:
                 cut_by_columns=columns != (0, factors[layer_has[0]][0].shape[1]),
                 sequence_group=sequence_group,
                 norm_epsilon=self._architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
+                norm_offset=1.0 if self._architecture.zero_centred_norms else 0.0,
             )
             attach(layer, low_rank, [factor for tensor in layer_has for factor in factors[tensor]])
             adapted = [block for block in of_parameter if block.tensor in factors]

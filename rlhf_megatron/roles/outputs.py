@@ -58,12 +58,14 @@ class TokenLogprobs:
     """Logprob and entropy of every sampled token, without logits of the others.
 
     Those are all there at a time only where they take no more than ``kept_bytes`` and a backward pass will follow.
+    A model's own factor of its logits is one of ``temperature`` here; ``soft_cap``: see ``Scales``.
     """
 
     tensor_group: dist.ProcessGroup
     vocabulary: int
     temperature: float
     kept_bytes: int = 0
+    soft_cap: float | None = None
     count = 2
     per_row = False
 
@@ -85,6 +87,7 @@ class TokenLogprobs:
             self.vocabulary,
             self.temperature,
             kept_bytes=self.kept_bytes,
+            soft_cap=self.soft_cap,
         )
 
 

@@ -230,4 +230,6 @@ def _default_output(shard: ModelShard, temperature: float, section: RoleSection)
     if shard.architecture.head == "scalar":
         return VALUES
     kept_bytes = int(section.kept_logits * 2**30)
-    return TokenLogprobs(shard.groups.tp, shard.architecture.vocabulary, temperature, kept_bytes)
+    vocabulary, scales = shard.architecture.vocabulary, shard.architecture.scales
+    divisor = temperature / (scales.logits or 1.0)
+    return TokenLogprobs(shard.groups.tp, vocabulary, divisor, kept_bytes, scales.logit_cap)

@@ -18,7 +18,11 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GEMMA3 = {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
 WHOLE = {
+    "gemma": SIZES,
+    "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
+    "gemma3_text": SIZES | GEMMA3,
     "llama": SIZES,
     "mistral": SIZES | {"sliding_window": None},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -30,6 +34,7 @@ WHOLE = {
 }
 OF_LAYERS = ["decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"]
 FIELDS = [*sorted(_READ | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
+FIELDS += [*GEMMA3, "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"]
 FIELDS += [*OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
@@ -71,11 +76,22 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     assert read.max_positions == theirs.max_position_embeddings
     assert read.norm_epsilon == theirs.rms_norm_eps
     assert read.tied_embeddings == theirs.tie_word_embeddings
-    assert read.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert (read.rope.scaling is None) == (theirs.rope_parameters["rope_type"] == "default")
+    of_type = theirs.rope_parameters if "full_attention" in theirs.rope_parameters else {}
+    parameters = of_type.get("full_attention", theirs.rope_parameters)
+    assert read.rope.theta == parameters["rope_theta"]
+    assert (read.rope.scaling is None) == (parameters["rope_type"] == "default")
+    if of_type:
+        thetas = [of_type[kind]["rope_theta"] for kind in theirs.layer_types]
+        assert [rope and rope.theta for rope in read.layer_ropes] == thetas
     turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning[: read.layers]]
-    assert theirs.hidden_act == "silu" and getattr(theirs, "is_causal", True)
+    activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    assert activation == ("gelu_pytorch_tanh" if read.zero_centred_norms else "silu")
+    assert getattr(theirs, "is_causal", True)
+    if read.family in ("gemma2", "gemma3_text"):
+        caps = theirs.attn_logit_softcapping, theirs.final_logit_softcapping
+        assert (read.scales.attention_cap, read.scales.logit_cap) == caps
+        assert read.scales.attention == theirs.query_pre_attn_scalar**-0.5
     within = [kind.attention == "window" for kind in read.layer_kinds]
     if getattr(theirs, "sliding_window", None) and theirs.sliding_window < read.max_positions:
         # qwen3_moe and mistral have one in every layer, whatever the types are said to be.

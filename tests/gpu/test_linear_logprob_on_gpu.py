@@ -13,19 +13,24 @@ TOKENS, HIDDEN, REAL, PADDED, TEMPERATURE = 333, 64, 5000, 5120, 0.8
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-5)])
-@pytest.mark.parametrize(("block_columns", "kept_bytes"), [(128, 0), (1 << 30, 0), (128, 1 << 30)])
-def test_outputs_equal_float64(dtype: torch.dtype, bound: float, block_columns: int, kept_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("block_columns", "kept_bytes", "cap"), [(128, 0, None), (1 << 30, 0, None), (128, 1 << 30, None), (128, 0, 3.0)]
+)
+def test_outputs_equal_float64(
+    dtype: torch.dtype, bound: float, block_columns: int, kept_bytes: int, cap: float | None
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=dtype, generator=generator)
     weight = torch.randn(PADDED, HIDDEN, device="cuda", dtype=dtype, generator=generator) / 4
     targets = torch.randint(REAL, (TOKENS,), device="cuda", generator=generator)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    outputs = linear_logprobs(*leaves, targets, None, REAL, TEMPERATURE, block_columns, kept_bytes)
+    outputs = linear_logprobs(*leaves, targets, None, REAL, TEMPERATURE, block_columns, kept_bytes, cap)
 
     # bfloat16 products are rounded before they are reduced, and so they are here.
     logits = (hidden @ weight.T).detach()[:, :REAL].double().requires_grad_()
-    log_probability = (logits / TEMPERATURE).log_softmax(-1)
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    log_probability = (capped / TEMPERATURE).log_softmax(-1)
     wanted = (
         log_probability.gather(-1, targets[:, None])[:, 0],
         -(log_probability.exp() * log_probability).sum(-1),

@@ -24,6 +24,7 @@ from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
 ALL = sorted(CONFIGS.keys() - VARIANTS)
+TIED = ("gemma", "gemma2", "qwen3")  # Gemmas in vLLM always
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 TABLES = [family for family in ALL if FAMILIES[family].has_rollout_table]
 
@@ -35,7 +36,7 @@ def maps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models and the maps of all families, learned in one process."""
     folder = tmp_path_factory.mktemp("maps")
     for family in ALL:
-        make_model(folder / family, family, tied=family == "qwen3", head_dim=16 if "qwen2" in family else 32)
+        make_model(folder / family, family, tied=family in TIED, head_dim=16 if "qwen2" in family else 32)
     make_model(folder / WIDE, "qwen2")
     models = [str(folder / name) for name in (*ALL, WIDE)]
     command = [sys.executable, "-P", learn_maps.__file__, str(folder), *models]

@@ -12,6 +12,7 @@ from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import (
     Experts,
     ModelError,
+    Scales,
     check_generates,
     parse_architecture,
     read_architecture,
@@ -88,7 +89,49 @@ MIXTRAL = without(MISTRAL, "head_dim") | {
     "model_type": "mixtral", "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_local_experts": 8,
     "output_router_logits": False, "router_aux_loss_coef": 0.02, "vocab_size": 32000,
 }  # fmt: skip
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 107],
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02,
+    "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8,
+    "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.4", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+OF_GEMMA2 = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window")
+GEMMA = without(GEMMA2, *OF_GEMMA2) | {
+    "architectures": ["GemmaForCausalLM"], "eos_token_id": 1, "hidden_act": "gelu", "hidden_activation": None,
+    "hidden_size": 2048, "intermediate_size": 16384, "model_type": "gemma", "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+GEMMA3 = without(GEMMA2, "hidden_act") | {
+    "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
+    "model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 1, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}  # fmt: skip
 PUBLISHED = {
+    "Gemma 2B": GEMMA,
+    "Gemma 2 2B": GEMMA2,
+    "Gemma 2 27B": GEMMA2
+    | {"head_dim": 128, "hidden_size": 4608, "intermediate_size": 36864, "num_attention_heads": 32}
+    | {"num_hidden_layers": 46, "num_key_value_heads": 16, "query_pre_attn_scalar": 144, "tie_word_embeddings": True},
+    "Gemma 3 1B": GEMMA3,
+    "Gemma 3 4B, its language model": GEMMA3
+    | {"hidden_size": 2560, "intermediate_size": 10240, "max_position_embeddings": 131072, "num_attention_heads": 8}
+    | {"num_hidden_layers": 34, "num_key_value_heads": 4, "sliding_window": 1024, "vocab_size": 262208}
+    | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "Gemma 3 270M, transformers 5": without(GEMMA3, "rope_local_base_freq", "rope_scaling", "rope_theta")
+    | {"head_dim": 256, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18}
+    | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3, "use_bidirectional_attention": False}
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1000000, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": 10000, "rope_type": "default"},
+        }
+    },
     "Llama 2": without(LLAMA, "rope_theta", "mlp_bias", "attention_bias", "attention_dropout", "rope_scaling")
     | {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None}
     | {"_name_or_path": "meta-llama/Llama-2-7b-hf", "torch_dtype": "float16", "max_length": 4096},
@@ -148,8 +191,13 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         theirs.num_key_value_heads,
     )
     assert read.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert read.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert getattr(read.rope.scaling, "factor", None) == theirs.rope_parameters.get("factor")
+    of_type = theirs.rope_parameters if "full_attention" in theirs.rope_parameters else {}
+    full = of_type.get("full_attention", theirs.rope_parameters)
+    assert read.rope.theta == full["rope_theta"]
+    assert getattr(read.rope.scaling, "factor", None) == full.get("factor")
+    if of_type:
+        kinds = [of_type[kind] for kind in theirs.layer_types]
+        assert [rope and rope.theta for rope in read.layer_ropes] == [given["rope_theta"] for given in kinds]
     turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning]
     assert read.tied_embeddings == theirs.tie_word_embeddings
@@ -157,7 +205,18 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
     assert read.norm_epsilon == theirs.rms_norm_eps
     if read.family == "mixtral":
         assert read.experts == Experts(theirs.num_local_experts, theirs.num_experts_per_tok, 14336, normalized=True)
-    assert read.window == (4096 if name == "Mistral 7B v0.1" else None)
+    of_gemmas = theirs.sliding_window if read.family in ("gemma2", "gemma3_text") else None
+    assert read.window == (4096 if name == "Mistral 7B v0.1" else of_gemmas)
+    if read.family in ("gemma", "gemma2", "gemma3_text"):
+        assert (getattr(theirs, "hidden_activation", None) or theirs.hidden_act) == "gelu_pytorch_tanh"
+    if read.family in ("gemma2", "gemma3_text"):
+        assert read.scales == Scales(
+            read.hidden**0.5,
+            rounded_embedding=True,
+            attention=theirs.query_pre_attn_scalar**-0.5,
+            attention_cap=theirs.attn_logit_softcapping,
+            logit_cap=theirs.final_logit_softcapping,
+        )
 
 
 def test_two_of_mixtrals_experts_work_on_a_token() -> None:
@@ -182,6 +241,16 @@ WINDOWS: dict[str, tuple[dict[str, Any], list[int]]] = {  # and the layers with 
         [*range(1, 28, 2)],
     ),
     "qwen3_moe": (QWEN3_CODER | SLIDING, list(range(28))),
+    "gemma2": (GEMMA2, list(range(0, 26, 2))),
+    "gemma3_text": (GEMMA3 | {"sliding_window": 4096}, [layer for layer in range(26) if layer % 6 != 5]),
+    "gemma3_text, by type": (
+        GEMMA3 | {"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"] * 13},
+        [*range(1, 26, 2)],
+    ),
+    "gemma3_text, absent": (
+        without(GEMMA3, "sliding_window", "sliding_window_pattern", "layer_types"),
+        [layer for layer in range(26) if layer % 6 != 5],
+    ),
     "qwen2_moe": (QWEN2_MOE | SLIDING | {"mlp_only_layers": [2], "max_window_layers": 9}, [0, 2, 4, 6, 8]),
 }
 
@@ -205,9 +274,9 @@ def test_windows_are_in_the_layers_where_transformers_has_them(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_vllm_has_a_window_in_all_layers_or_in_none(name: str) -> None:
+def test_vllm_has_a_window_in_all_layers_or_in_none_but_for_some_families(name: str) -> None:
     read = parse_architecture(WINDOWS[name][0], "here")
-    if not read.mixed_layers:
+    if not read.mixed_layers or read.family in ("gemma2", "gemma3_text"):
         check_generates(read, "here")
         return
     with pytest.raises(
@@ -219,6 +288,10 @@ def test_vllm_has_a_window_in_all_layers_or_in_none(name: str) -> None:
 def test_a_model_that_vllm_would_misread_generates_nothing() -> None:
     check_generates(parse_architecture(QWEN3 | {"head_dim": 32}, "here"), "here")
     check_generates(parse_architecture(QWEN2, "here"), "here")
+    with pytest.raises(ModelError, match="tie_word_embeddings is false, and vLLM ties them in gemma2$"):
+        check_generates(parse_architecture(GEMMA2 | {"tie_word_embeddings": False}, "here"), "here")
+    with pytest.raises(ModelError, match="attn_logit_softcapping is set, and vLLM has no soft cap of attention in"):
+        check_generates(parse_architecture(GEMMA3 | {"attn_logit_softcapping": 50.0}, "here"), "here")
     for config in (QWEN2, QWEN2_MOE):
         said = f"head_dim is 32, and vLLM takes hidden_size / num_attention_heads for {config['model_type']}"
         with pytest.raises(ModelError, match=f"^here/config.json: {said}$"):
@@ -382,6 +455,24 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN2_MOE, {"qkv_bias": False}, "qkv_bias is False"),
     (QWEN2_MOE, {"n_shared_experts": 1}, "n_shared_experts is 1"),
     (QWEN2_MOE, {"architectures": ["Qwen3MoeForCausalLM"]}, "architectures is"),
+    (GEMMA, {"hidden_act": "silu"}, "hidden_act is 'silu', .*; supported: gelu or gelu_pytorch_tanh"),
+    (GEMMA2, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+    (GEMMA2, {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+    (GEMMA2, {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0; it must be a number above 0"),
+    (GEMMA2, {"query_pre_attn_scalar": 256.0}, "query_pre_attn_scalar is 256.0; it must be a whole number"),
+    (GEMMA2, {"sliding_window": None}, "sliding_window is None, which is not supported; supported: a number"),
+    (GEMMA2, {"sliding_window_pattern": 6}, "sliding_window_pattern is 6"),
+    (GEMMA2, {"rope_local_base_freq": 10000.0}, "rope_local_base_freq"),
+    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    (without(GEMMA2, "head_dim"), {}, "head_dim is missing; add it"),
+    (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    (GEMMA3, {"sliding_window_pattern": None}, "sliding_window_pattern is null"),
+    (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .*; supported: an object of full_att"),
+    (GEMMA3, {"rope_parameters": {"full_attention": 5}}, "rope_parameters is "),
+    (GEMMA3, {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_type is 'default' and type is 'linear'"),
+    (GEMMA3, {"rope_scaling": 5}, "rope_scaling"),
+    (GEMMA3, {"rope_local_base_freq": -1}, "rope_theta is -1"),
+    (GEMMA3, {"vision_config": {}}, "vision_config"),
     (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
     (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0; it must be a whole number above 0"),
     (MIXTRAL, {"num_experts": 8}, "num_experts is 8, which this version does not know"),

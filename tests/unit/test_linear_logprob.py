@@ -59,6 +59,18 @@ def test_outputs_and_gradients_equal_torch(block_columns: int, kept_bytes: int) 
 
 
 @pytest.mark.parametrize("kept_bytes", [0, ALL_BYTES])
+def test_a_soft_cap_is_that_of_torchs_tanh(kept_bytes: int) -> None:
+    hidden, weight = (part.requires_grad_() for part in inputs())
+    outputs = linear_logprobs(hidden, weight, TARGETS, None, REAL, TEMPERATURE, 128, kept_bytes, soft_cap=1.5)
+    log_probability = (1.5 * torch.tanh(hidden @ weight[:REAL].T / 1.5) / TEMPERATURE).log_softmax(-1)
+    entropy = -(log_probability.exp() * log_probability).sum(-1)
+    theirs = log_probability.gather(-1, TARGETS[:, None])[:, 0], entropy
+    found, slopes = gradients(outputs, (hidden, weight)), gradients(theirs, (hidden, weight))
+    for got, want in zip((*outputs, *found), (*theirs, *slopes), strict=True):
+        assert torch.allclose(got, want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, ALL_BYTES])
 def test_gradcheck(kept_bytes: int) -> None:
     """Which goes back through one forward pass again and again."""
     hidden, weight = inputs()
@@ -111,9 +123,9 @@ def test_no_more_logits_exist_than_was_asked_for(
 
     class Watched(linear_logprob._Torch):
         @staticmethod
-        def reduce(logits: Tensor, *rest: Any) -> Tensor:
+        def reduce(logits: Tensor, *rest: Any, **options: Any) -> Tensor:
             seen.append(logits.shape[1])
-            return reduce(logits, *rest)
+            return reduce(logits, *rest, **options)
 
     monkeypatch.setattr(linear_logprob, "_implementation", lambda hidden: Watched)
     hidden, weight = inputs()
@@ -159,13 +171,15 @@ def test_tritons_reductions_equal_torchs() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["_reduce", "_to_gradient"])
-def test_the_kernels_compile_for_a_gpu_with_wide_accesses(kernel: str) -> None:
+@pytest.mark.parametrize("capped", [False, True])
+def test_the_kernels_compile_for_a_gpu_with_wide_accesses(kernel: str, capped: bool) -> None:
     pytest.importorskip("triton", reason="the compiler is Triton's")
     from rlhf_megatron.kernels import triton_linear_logprob
 
     function = getattr(triton_linear_logprob, kernel)
-    others = {"logits": "*bf16", "targets": "*i64", "stride": "i32", "columns": "i32", "per_temperature": "fp32"}
-    types = {name: others.get(name, "*fp32") for name in function.arg_names if name != "COLUMNS"}
-    constants, aligned = {"COLUMNS": linear_logprob.PIECE}, ["logits", "stride", "columns"]
+    others = {"logits": "*bf16", "targets": "*i64", "stride": "i32", "columns": "i32"}
+    others |= {"per_temperature": "fp32", "soft_cap": "fp32"}
+    constants, aligned = {"COLUMNS": linear_logprob.PIECE, "CAPPED": capped}, ["logits", "stride", "columns"]
+    types = {name: others.get(name, "*fp32") for name in function.arg_names if name not in constants}
     assembly = assembly_for_hopper(function, types, constants, aligned, triton_linear_logprob.WARPS)
     assert "ld.global.v4.b32" in assembly

@@ -8,6 +8,9 @@ from rlhf_megatron.models.families.contract import Family
 
 # Hugging Face's model_type and the module of this package that has its FAMILY.
 _MODULES = {
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3_text",
     "llama": "llama",
     "mistral": "mistral",
     "mixtral": "mixtral",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.config_fields import size
+from rlhf_megatron.models.config_fields import number, size
 from rlhf_megatron.untrusted import shown
 
 
@@ -31,3 +31,8 @@ def read_heads(path: Path, config: Mapping[str, Any], absent: Mapping[str, int])
     if head_dim % 2:
         raise ModelError(f"{shown(path)}: head_dim is {head_dim}; it must be even, since positions turn pairs")
     return heads, key_value_heads, head_dim
+
+
+def optional_number(path: Path, field: str, config: Mapping[str, Any], absent: float | None) -> float | None:
+    """Return a number above 0, None for null, ``absent`` for an absent field."""
+    return None if config.get(field, absent) is None else number(path, field, config, absent)

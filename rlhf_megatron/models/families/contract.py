@@ -24,6 +24,11 @@ class Family(Protocol):
         ...
 
     @property
+    def language_class(self) -> str:
+        """The name of transformers' class of the language model; "": by ``classes``, as the others."""
+        ...
+
+    @property
     def fields(self) -> FamilyFields:
         """The fields of config.json that are this family's; what nobody knows is refused before ``read``."""
         ...

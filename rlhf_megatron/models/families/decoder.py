@@ -9,12 +9,13 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
 from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.families import mixture
 from rlhf_megatron.models.families.config_reading import read_heads
+from rlhf_megatron.models.families.norm_names import NORMS_BEFORE, NormNames
 from rlhf_megatron.models.families.rope_reading import read_rope
 from rlhf_megatron.models.families.windows import WindowFields, mixed_layers, read_windows
 from rlhf_megatron.models.rectangles import (
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.models.rotary import Rotary
 
 NO_ATTENTION_BIAS: dict[str, Any] = {"attention_bias": False, "qkv_bias": False}
+Activation = Literal["silu", "gelu_tanh"]
 
 # Megatron's names of the norms before attention and feed-forward layer: Transformer Engine fuses a norm with the linear
 # layer after it.
@@ -51,10 +53,12 @@ class Decoder:
     ``max_positions``, ``rope_theta``: max_position_embeddings and rope_theta of a config without.
     ``windows``: which layers have a sliding window; None: no layer of the family.
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
+    ``vllm_mixes_windows``: in vLLM too some layers may have a window and others not.
     """
 
     classes: str
     fields: FamilyFields
+    language_class: str = ""
     query_key_norm: bool = False
     qkv_bias: bool = False
     experts: bool = False
@@ -62,7 +66,11 @@ class Decoder:
     max_positions: int = 32768
     rope_theta: float = 10_000.0
     windows: WindowFields | None = None
+    norms: NormNames = NORMS_BEFORE
+    zero_centred_norms: bool = False
+    activation: Activation = "silu"
     vllm_divides_heads: bool = False
+    vllm_mixes_windows: bool = False
     has_rollout_table: bool = True
 
     # ---- description
@@ -95,11 +103,12 @@ class Decoder:
             experts=mixture.read_experts(path, config) if self.experts else None,
             mixed_layers=mixed_layers(within, "experts" if self.experts else "dense"),
             window=window,
+            zero_centred_norms=self.zero_centred_norms,
         )
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
         """See Family."""
-        return _tensor_shapes(architecture, self.expert_names)
+        return _tensor_shapes(architecture, self.norms, self.expert_names)
 
     # ---- trainer
 
@@ -112,7 +121,7 @@ class Decoder:
             get_gpt_layer_with_transformer_engine_spec,
         )
 
-        from rlhf_megatron.models.attention import PackedAttention
+        from rlhf_megatron.models.attention import packed_attention
         from rlhf_megatron.models.self_attention import StackedSelfAttention
 
         count = architecture.experts.count if architecture.experts and kind.feed_forward == "experts" else None
@@ -122,22 +131,44 @@ class Decoder:
                 num_experts=count,
                 moe_grouped_gemm=count is not None,
                 qk_layernorm=architecture.query_key_norm,
-                use_te_activation_func=architecture.experts is None,
+                use_te_activation_func=self._has_fused_activation(architecture),
             )
         else:
             spec = get_gpt_layer_local_spec(
                 num_experts=count, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
             )
-            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        if implementation == "local" or architecture.scales.attention_cap is not None:
+            # Transformer Engine's attention knows no soft cap.
+            attention = packed_attention(architecture.scales.attention_cap)
+            spec.submodules.self_attention.submodules.core_attention = attention
+        self._finish_sublayers(architecture, spec, implementation)
         spec.submodules.self_attention.module = StackedSelfAttention
         spec.submodules.self_attention.params["rotary"] = rotary
         return spec
+
+    def _finish_sublayers(self, architecture: Architecture, spec: Any, implementation: Implementation) -> None:
+        """Have layers norm and scale what attention and feed-forward layer add, where the model does."""
+        scale, normed = architecture.scales.residual, self.norms.after_attention is not None
+        if scale is None and not normed:
+            return
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        from rlhf_megatron.models.sublayers import DecoderLayer
+
+        spec.module = DecoderLayer
+        norm = TENorm if implementation == "transformer_engine" else WrappedTorchNorm
+        spec.params |= {"output_norm": norm if normed else None, "residual_scale": scale or 1.0}
+
+    def _has_fused_activation(self, architecture: Architecture) -> bool:
+        """Return whether Transformer Engine has the activation; its SwiGLU has no grouped form."""
+        return architecture.experts is None and self.activation == "silu"
 
     def transformer_settings(
         self, architecture: Architecture, layout: Layout, *, float32: bool, fused: bool
     ) -> dict[str, Any]:
         """See Family."""
-        from torch.nn.functional import silu
+        from rlhf_megatron.models.activations import ACTIVATIONS
 
         a = architecture
         return {
@@ -151,11 +182,12 @@ class Decoder:
             "layernorm_epsilon": a.norm_epsilon,
             "qk_layernorm": a.query_key_norm,
             "gated_linear_unit": True,
-            "activation_func": silu,
+            "activation_func": ACTIVATIONS[self.activation],
+            "layernorm_zero_centered_gamma": a.zero_centred_norms,
+            "softmax_scale": a.scales.attention,
             "add_bias_linear": False,
             "add_qkv_bias": a.qkv_bias,
-            # Transformer Engine's SwiGLU has no grouped form, so experts keep Megatron's.
-            "use_te_activation_func": fused and a.experts is None,
+            "use_te_activation_func": fused and self._has_fused_activation(a),
             "bias_activation_fusion": fused and a.experts is not None,
             **_window_settings(a),
             **mixture.mixture_settings(a.experts, layout, float32, fused),
@@ -174,7 +206,7 @@ class Decoder:
             slots.append(Slot("model.embed_tokens.weight", "vocabulary", first))
         for prefix, index in held_layers(a, layout, coordinates.pipeline):
             names = _megatron_names(prefix, kinds[index], implementation)
-            slots.extend(_layer_slots(a, kinds[index], f"model.layers.{index}.", names, self.expert_names))
+            slots.extend(_layer_slots(a, kinds[index], f"model.layers.{index}.", names, self.norms, self.expert_names))
             if a.experts and kinds[index].feed_forward == "experts":
                 slots.extend(mixture.shared_slots(a.experts, f"model.layers.{index}.", prefix))
         if coordinates.pipeline == layout.pipeline - 1:
@@ -191,14 +223,14 @@ class Decoder:
     def rollout_blocks(
         self, architecture: Architecture, tensor: int, tensor_rank: int, expert_parallel: bool, layers: Iterable[int]
     ) -> list[Block]:
-        """See Family; always with a language head. Not of layers that differ, nor of shared experts."""
+        """See Family; always with a language head. Not of layers that differ, other norms, nor of shared experts."""
         a, shapes, layers = architecture, self.tensor_shapes(architecture), list(layers)
         kinds = a.layer_kinds
         slots = [Slot("model.embed_tokens.weight", "vocabulary", "model.embed_tokens.weight")]
         for index in layers:
             prefix = f"model.layers.{index}."
             names = _rollout_names(prefix, self.expert_names)
-            slots.extend(_layer_slots(a, kinds[index], prefix, names, self.expert_names))
+            slots.extend(_layer_slots(a, kinds[index], prefix, names, self.norms, self.expert_names))
         slots.append(Slot("model.norm.weight", "whole", "model.norm.weight"))
         if not a.tied_embeddings:
             slots.append(Slot("lm_head.weight", "vocabulary", "lm_head.weight"))
@@ -210,7 +242,7 @@ class Decoder:
         a = architecture
         if self.vllm_divides_heads and a.hidden != a.head_dim * a.heads:
             return f"head_dim is {a.head_dim}, and vLLM takes hidden_size / num_attention_heads for {a.family}"
-        if len({kind.attention for kind in a.layer_kinds}) > 1:
+        if not self.vllm_mixes_windows and len({kind.attention for kind in a.layer_kinds}) > 1:
             return f"some layers have a sliding window, and vLLM has one in all layers of {a.family} or in none"
         for rope in a.layer_ropes:
             if rope and rope.positions_in_vllm is not None and rope.positions_in_vllm < a.max_positions:
@@ -267,12 +299,12 @@ def _causal_pairs(tokens: float, window: int | None) -> float:
 
 
 @functools.cache
-def _tensor_shapes(a: Architecture, expert_names: mixture.ExpertNames) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(a: Architecture, norms: NormNames, expert_names: mixture.ExpertNames) -> dict[str, tuple[int, ...]]:
     query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocabulary, a.hidden)}
     for index, kind in enumerate(a.layer_kinds):
         layer = f"model.layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = (a.hidden,)
+        shapes.update((f"{layer}{norm}.weight", (a.hidden,)) for norm in norms.names if norm)
         for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
             shapes[f"{layer}self_attn.{part}_proj.weight"] = (rows, a.hidden)
             if a.qkv_bias:
@@ -280,7 +312,6 @@ def _tensor_shapes(a: Architecture, expert_names: mixture.ExpertNames) -> dict[s
             if a.query_key_norm and part != "v":
                 shapes[f"{layer}self_attn.{part}_norm.weight"] = (a.head_dim,)
         shapes[layer + "self_attn.o_proj.weight"] = (a.hidden, query)
-        shapes[layer + "post_attention_layernorm.weight"] = (a.hidden,)
         if kind.feed_forward == "experts":
             shapes.update(mixture.expert_shapes(a, layer, expert_names))
             continue
@@ -296,10 +327,17 @@ def _tensor_shapes(a: Architecture, expert_names: mixture.ExpertNames) -> dict[s
 
 
 def _layer_slots(
-    a: Architecture, kind: LayerKind, tensor_prefix: str, names: dict[str, str], expert_names: mixture.ExpertNames
+    a: Architecture,
+    kind: LayerKind,
+    tensor_prefix: str,
+    names: dict[str, str],
+    norms: NormNames,
+    expert_names: mixture.ExpertNames,
 ) -> Iterator[Slot]:
     """Yield the slots of a decoder layer but for its experts; ``names``: the parameter of each part in a framework."""
-    yield Slot(tensor_prefix + "input_layernorm.weight", "whole", names["input_norm"])
+    for norm, parameter in zip(norms.names, ("input_norm", "attention_norm", "mlp_norm", "output_norm"), strict=True):
+        if norm:
+            yield Slot(f"{tensor_prefix}{norm}.weight", "whole", names[parameter])
     cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
     for part, cut in cuts:
         yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
@@ -309,7 +347,6 @@ def _layer_slots(
         yield Slot(tensor_prefix + "self_attn.q_norm.weight", "whole", names["query_norm"])
         yield Slot(tensor_prefix + "self_attn.k_norm.weight", "whole", names["key_norm"])
     yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"])
-    yield Slot(tensor_prefix + "post_attention_layernorm.weight", "whole", names["mlp_norm"])
     if kind.feed_forward == "experts":
         yield Slot(f"{tensor_prefix}{expert_names.module}.gate.weight", "whole", names["router"])
         return  # the experts are cut over other ranks than the rest of the layer
@@ -338,6 +375,8 @@ def _megatron_names(prefix: str, kind: LayerKind, implementation: Implementation
         "query_norm": prefix + "self_attention.q_layernorm.weight",
         "key_norm": prefix + "self_attention.k_layernorm.weight",
         "output": prefix + "self_attention.linear_proj.weight",
+        "attention_norm": prefix + "self_attn_bda.norm.weight",
+        "output_norm": prefix + "mlp_bda.norm.weight",
         "mlp_norm": prefix + (_ROUTER_NORM if kind.feed_forward == "experts" else mlp_norm),
         "router": prefix + "mlp.router.weight",
         "gate_up": prefix + "mlp.linear_fc1.weight",

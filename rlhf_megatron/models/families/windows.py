@@ -13,6 +13,7 @@ from rlhf_megatron.models.description import LayerKind
 from rlhf_megatron.untrusted import shown
 
 SWITCH = frozenset({"use_sliding_window"})  # the field of families that have a ``switch``
+PATTERN = "sliding_window_pattern"
 _WITHIN = {"full_attention": False, "sliding_attention": True}
 
 
@@ -22,14 +23,15 @@ class WindowFields:
 
     ``absent``: the tokens of an absent ``sliding_window``; None: no window.
     ``switch``: there is none without ``use_sliding_window``.
-    ``layers``: those with a window where ``layer_types`` says nothing: all, those from ``max_window_layers`` on, or
-    every other one before it.
+    ``layers``: those with a window where ``layer_types`` says nothing: all, those from ``max_window_layers`` on,
+    every other one before it, or all but every ``full_every``-th, a number that ``sliding_window_pattern`` may say.
     ``by_type``: transformers reads ``layer_types``; otherwise vLLM alone does, so that it must not disagree.
     """
 
     absent: int | None = None
     switch: bool = False
-    layers: Literal["all", "last", "alternate"] = "all"
+    layers: Literal["all", "last", "alternate", "pattern"] = "all"
+    full_every: int = 1
     by_type: bool = False
 
 
@@ -40,13 +42,19 @@ def read_windows(
 
     A window as wide as the model's ``positions`` is none. Raises ModelError where ``layer_types`` disagrees.
     """
-    nowhere = (False,) * layers
-    window = _size(path, config, fields) if fields else None
-    derived = _derived(config, fields, layers) if fields and window is not None else nowhere
-    within = _by_type(path, config, window, derived, by_type=fields is not None and fields.by_type)
+    window, within = declared_windows(path, config, fields, layers)
     if window is None or window >= positions or not any(within):
-        return None, nowhere
+        return None, (False,) * layers
     return window, within
+
+
+def declared_windows(
+    path: Path, config: Mapping[str, Any], fields: WindowFields | None, layers: int
+) -> tuple[int | None, tuple[bool, ...]]:
+    """Return the same however wide the window is, for families in which more than the window follows from it."""
+    window = _size(path, config, fields) if fields else None
+    derived = _derived(path, config, fields, layers) if fields and window is not None else (False,) * layers
+    return window, _by_type(path, config, window, derived, by_type=fields is not None and fields.by_type)
 
 
 def mixed_layers(within: tuple[bool, ...], feed_forward: Literal["dense", "experts"]) -> tuple[LayerKind, ...]:
@@ -60,15 +68,19 @@ def _size(path: Path, config: Mapping[str, Any], fields: WindowFields) -> int | 
     if fields.switch and not flag(path, "use_sliding_window", config):
         return None
     if config.get("sliding_window", fields.absent) is None:
-        if fields.layers == "alternate":  # whose layers are then still those of a window
-            raise unsupported(path, "sliding_window", None, "a number where use_sliding_window is true")
+        if fields.layers in ("alternate", "pattern"):  # whose layers are then still those of a window
+            where = " where use_sliding_window is true" if fields.switch else ""
+            raise unsupported(path, "sliding_window", None, f"a number{where}")
         return None
     return size(path, "sliding_window", config, fields.absent)
 
 
-def _derived(config: Mapping[str, Any], fields: WindowFields, layers: int) -> tuple[bool, ...]:
+def _derived(path: Path, config: Mapping[str, Any], fields: WindowFields, layers: int) -> tuple[bool, ...]:
     if fields.layers == "all":
         return (True,) * layers
+    if fields.layers == "pattern":
+        full_every = size(path, PATTERN, config, fields.full_every)
+        return tuple((layer + 1) % full_every != 0 for layer in range(layers))
     bound = config.get("max_window_layers", 28)  # transformers' default, whatever the number of layers
     if fields.layers == "last":
         return tuple(layer >= bound for layer in range(layers))

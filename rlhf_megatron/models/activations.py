@@ -1,0 +1,16 @@
+"""Activations of gated feed-forward layers, as functions for Megatron's config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def gelu_tanh(values: Tensor) -> Tensor:
+    """GELU by its approximation with tanh."""
+    return torch.nn.functional.gelu(values, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "gelu_tanh": gelu_tanh}

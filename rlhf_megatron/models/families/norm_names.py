@@ -1,0 +1,31 @@
+"""Names that checkpoints have for the norms about a layer's attention and feed-forward layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class NormNames:
+    """Names in a checkpoint of a layer's norms about attention and feed-forward layer; None: there is no such norm.
+
+    Those after are of what is added to the residual stream.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_feed_forward: str | None = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """All four, in the model's order."""
+        return dataclasses.astuple(self)
+
+
+NORMS_BEFORE = NormNames()
+NORMS_AROUND = NormNames(
+    after_attention="post_attention_layernorm",
+    before_feed_forward="pre_feedforward_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
+)

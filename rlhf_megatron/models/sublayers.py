@@ -1,0 +1,66 @@
+"""A decoder layer of Megatron's whose sublayers' outputs are normed or scaled before they join the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from rlhf_megatron.models.description import Scales
+
+
+class SublayerOutput(torch.nn.Module):
+    """Adds a sublayer's output to the residual: residual + scale x norm(output + bias), without dropout.
+
+    In place of Megatron's ``self_attn_bda`` and ``mlp_bda``, and called as these are.
+    """
+
+    def __init__(self, norm: torch.nn.Module | None, scale: float) -> None:
+        super().__init__()
+        self.norm, self._scale = norm, scale
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """The function that adds."""
+        return self._add
+
+    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_and_bias
+        output = output if bias is None else output + bias
+        output = output if self.norm is None else self.norm(output)
+        return residual + (output if self._scale == 1.0 else output * self._scale)
+
+
+class DecoderLayer(TransformerLayer):
+    """Megatron's layer with another end of attention and feed-forward layer.
+
+    ``output_norm`` makes a norm behind each, None: there is none. ``residual_scale`` is what their outputs are
+    multiplied with.
+    """
+
+    def __init__(
+        self, config: Any, *args: Any, output_norm: Callable[..., Any] | None, residual_scale: float, **options: Any
+    ) -> None:
+        super().__init__(config, *args, **options)
+
+        def output() -> SublayerOutput:
+            norm = output_norm and output_norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+            return SublayerOutput(norm, residual_scale)
+
+        self.self_attn_bda, self.mlp_bda = output(), output()
+
+
+def scale_embeddings(embedding: torch.nn.Module, scales: Scales) -> None:
+    """Has a module's output multiplied with the factor of embeddings."""
+    if scales.embedding is None:
+        return
+    factor, is_rounded = scales.embedding, scales.rounded_embedding
+
+    def after(_: torch.nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output * (torch.tensor(factor).to(output.dtype).item() if is_rounded else factor)
+
+    embedding.register_forward_hook(after)
