@@ -70,8 +70,6 @@ CASES = {
         others=1,
         is_learned=True,
     ),
-    "layers without positions": Case("smollm3", is_learned=True),
-    "YaRN": Case("qwen2_yarn"),
     "LongRoPE": Case("llama", fields={"rope_parameters": LONGROPE}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from rlhf_megatron.checkpoint.hugging_face import export_weights  # noqa: E402
 from rlhf_megatron.compat.vllm import internals  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
-from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
+from rlhf_megatron.models.architecture import check_generates, read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
+from rlhf_megatron.regather.learned_rollout import check_engine, learned_rollout_blocks  # noqa: E402
 from rlhf_megatron.regather.peer_memory import map_peers  # noqa: E402
 from rlhf_megatron.regather.plan import plan_regather  # noqa: E402
 from rlhf_megatron.regather.shard_specs import rollout_shards  # noqa: E402
@@ -30,6 +32,8 @@ from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.rollout.engine import Request, Sampling  # noqa: E402
 from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
+
+_ENGINES: list[VllmEngine] = []
 
 
 def learn_and_answer(
@@ -50,7 +54,8 @@ def learn_and_answer(
 
     Staging is small, so that weights travel in many rounds, and some of them directly; or they are read.
     """
-    architecture, world, rank = read_architecture(model), dist.get_world_size(), dist.get_rank()
+    architecture, world, rank = read_architecture(model).for_rows(48), dist.get_world_size(), dist.get_rank()
+    check_generates(architecture, model)
     role = Role(
         "actor",
         architecture,
@@ -64,10 +69,15 @@ def learn_and_answer(
     with CheckpointFiles(model, architecture) as files:
         role.load(files)
     section = RolloutSection(max_response_length=16, layout=rollout_layout, **(rollout or {}))
+    tensor, whole = section.layout.tensor, section.layout.expert_parallel
+    learned = learned_rollout_blocks(architecture, model, range(world), tensor, whole, dtype, exported)
     engine = VllmEngine(model, section, dtype, 32, seed=1)
+    _ENGINES.append(engine)
+    if learned is not None:
+        check_engine(architecture, learned[rank % tensor], list(engine.parameters()), model)
     for parameter in engine.parameters().values():
         parameter.fill_(torch.nan)  # what a regathering leaves out is seen
-    wanted = rollout_shards(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
+    wanted = rollout_shards(architecture, tensor, range(world), whole, learned)
     plan = plan_regather(role.shard_spec(), wanted, rank)
     weights_dtype = next(iter(engine.parameters().values())).dtype
     peers = map_peers(plan, role.parameters()) if peer_memory else None
@@ -105,6 +115,20 @@ def learn_and_answer(
                 "reads": peers is not None,
             }
         )
+    return results
+
+
+def follow_families(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """``learn_and_answer`` for several models, one after the other: the result of each, or the traceback of a failure.
+
+    Engines are kept to the end, since one that is collected ends torch.distributed for the process.
+    """
+    results: dict[str, Any] = {}
+    for name, arguments in cases.items():
+        try:
+            results[name] = learn_and_answer(**arguments)
+        except Exception:
+            results[name] = {"failed": traceback.format_exc()}
     return results
 
 

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from hugging_face import WINDOW, load_model, make_model, random_rows, row_logits, row_logprobs, train
+from hugging_face import make_model, random_rows
+from parallel.parity import OPTIMIZER, VOCABULARY, Case, case, check_against_transformers, one_result, prepared
 from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
 from rlhf_megatron.topology.layout import Layout
-
-LEARNING_RATE, CLIP, STEPS = 1e-3, 1.0, 2
-VOCABULARY = 250
-# AdamW divides by the square root of tiny second moments: an epsilon of 1e-8 would blow rounding in gradients of about
-# that size up to whole learning rates, in any implementation. 1e-6 leaves every other element as it is.
-OPTIMIZER = {"learning_rate": LEARNING_RATE, "clip_grad": CLIP, "weight_decay": 0.0, "epsilon": 1e-6}
-
-
-class Case(NamedTuple):
-    """A family in a layout; from the second step on in layout ``then``, by way of a checkpoint."""
-
-    family: str
-    tied: bool
-    layout: dict[str, int]
-    section: dict[str, Any] | None = None
-    then: dict[str, int] | None = None
-    layers: int = 4
-
 
 STREAMED = {"offload": {"streamed_optimizer": 0.7}}
 TRANSFORMERS = {
@@ -60,28 +43,8 @@ TRANSFORMERS = {
     "PP4 VP2": Case("qwen2", True, {"pipeline": 4, "virtual_pipeline": 2}, {"tokens_per_gpu": 25}, layers=8),
     "CP4": Case("qwen3", False, {"context": 4}),
     "TP2, sequence parallel": Case("qwen3", False, {"tensor": 2}, {"sequence_parallel": True}),
-    "TP2, scaled rotary embeddings": Case("llama3", True, {"tensor": 2}),
-    "yarn, one rank": Case("qwen2_yarn", True, {}),
-    "yarn, TP2": Case("qwen2_yarn", False, {"tensor": 2}),
-    "linear, one rank": Case("mistral_linear", False, {}),
-    "linear, TP2": Case("mistral_linear", True, {"tensor": 2}),
-    "layers without positions, one rank": Case("smollm3", True, {}),
-    "layers without positions, TP2": Case("smollm3", False, {"tensor": 2}),
-    "layers without positions, PP2, then TP2": Case("smollm3", True, {"pipeline": 2}, then={"tensor": 2}),
     "TP4, more ranks than key-value heads": Case("qwen2", True, {"tensor": 4}),
     "DP2 with its optimizer streamed, then TP2": Case("qwen3", False, {"data": 2}, STREAMED, then={"tensor": 2}),
-    "window, one rank": Case("mistral_window", False, {}),
-    "window, TP2": Case("mistral_window", False, {"tensor": 2}),
-    "window, CP2, Ulysses": Case("mistral_window", True, {"context": 2}, {"cp_comm_type": "a2a"}),
-    "window in some layers, one rank": Case("qwen2_window", True, {}),
-    "window in some layers, TP2": Case("qwen2_window", False, {"tensor": 2}),
-    "window in some layers, CP2, then PP2 VP2": Case(
-        "qwen2_window",
-        False,
-        {"context": 2},
-        {"cp_comm_type": "all_gather"},
-        then={"pipeline": 2, "virtual_pipeline": 2},
-    ),
     "experts, EP2 with its optimizer streamed": Case("qwen3_moe", False, {"data": 2, "expert": 2}, STREAMED),
     "experts, one rank": Case("qwen3_moe", True, {}),
     "experts, EP2": Case("qwen3_moe_plain", False, {"data": 2, "expert": 2}),
@@ -94,17 +57,6 @@ TRANSFORMERS = {
     "experts, EP2, then TP2": Case("qwen3_moe", False, {"data": 2, "expert": 2}, then={"tensor": 2}),
     "experts, TP2 and EP2, then PP2": Case(
         "qwen3_moe", True, {"tensor": 2, "expert": 2, "expert_tensor": 1}, then={"pipeline": 2}
-    ),
-    "shared expert and a dense layer, one rank": Case("qwen2_moe", True, {}),
-    "shared expert, TP2": Case("qwen2_moe", False, {"tensor": 2}),
-    "shared expert, EP2": Case("qwen2_moe", False, {"data": 2, "expert": 2}),
-    "shared expert, PP2, then TP2 and EP2": Case(
-        "qwen2_moe", False, {"pipeline": 2}, then={"tensor": 2, "expert": 2, "expert_tensor": 1}
-    ),
-    "Mixtral, one rank": Case("mixtral", False, {}),
-    "Mixtral, TP2": Case("mixtral", True, {"tensor": 2}),
-    "Mixtral, EP2, then TP2 and EP2": Case(
-        "mixtral", False, {"data": 2, "expert": 2}, then={"tensor": 2, "expert": 2, "expert_tensor": 1}
     ),
     "experts, EP2 DP2, then TP2 EP2": Case(
         "qwen3_moe", False, {"data": 4, "expert": 2}, then={"tensor": 2, "data": 2, "expert": 2}
@@ -142,25 +94,6 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 ORDER = [4, 2, 8, 0, 6, 1, 3, 7, 5]
 
 
-def case(
-    folder: Path,
-    layout: dict[str, int],
-    rows: Any,
-    tokens_per_gpu: int = 60,
-    section: dict[str, Any] | None = None,
-    **arguments: Any,
-) -> dict[str, Any]:
-    given = {
-        "model": str(folder),
-        "layout": layout,
-        "rows": rows,
-        "section": {"tokens_per_gpu": tokens_per_gpu} | (section or {}),
-        "optimizer": OPTIMIZER,
-        "steps": STEPS,
-    }
-    return {"function": "learn", "arguments": given | arguments}
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("parity")
@@ -171,17 +104,7 @@ def results(home: Path) -> dict[str, list[dict[str, Any]]]:
     """Each case's results by rank; all cases of as many ranks share a launch."""
     cases: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
     for name, given in TRANSFORMERS.items():
-        folder = make_model(
-            home / name, given.family, tied=given.tied, vocabulary=VOCABULARY, num_hidden_layers=given.layers
-        )
-        cases[Layout(**given.layout).size][name] = case(
-            folder,
-            given.layout,
-            list(random_rows(7, VOCABULARY)),
-            section=given.section,
-            then=given.then,
-            exported=str(home / f"{name}, exported"),
-        )
+        cases[given.ranks][name] = prepared(home, name, given)
     folder, rows = make_model(home / "cut", "qwen3", vocabulary=VOCABULARY), list(random_rows(9, VOCABULARY))
     for name, (layout, tokens, dtype) in CUTS.items():
         cases[Layout(**layout).size][name] = case(folder, layout, rows, tokens, dtype=dtype)
@@ -213,43 +136,9 @@ def results(home: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def one_result(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result that every rank has."""
-    for name in ("logprobs", "entropy", "losses", "grad_norms"):
-        assert all(result[name] == by_rank[0][name] for result in by_rank), name
-    assert all(result["parallel_state_untouched"] for result in by_rank)
-    return by_rank[0]
-
-
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_outputs_and_steps_equal_transformers(name: str, home: Path, results: dict[str, list[dict[str, Any]]]) -> None:
-    folder, result = home / name, one_result(results[name])
-    prompts, responses = random_rows(7, VOCABULARY)
-    model = load_model(folder)
-    with torch.no_grad():
-        expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
-        distributions = torch.cat(
-            [row_logits(model, p, r)[len(p) - 1 : -1].log_softmax(-1) for p, r in zip(prompts, responses, strict=True)]
-        )
-    entropy = -(distributions.exp() * distributions).sum(-1)
-    assert (torch.tensor(result["logprobs"]) - expected).abs().max() < 1e-5
-    assert (torch.tensor(result["entropy"]) - entropy).abs().max() < 1e-5
-
-    losses, norms = train(model, prompts, responses, STEPS, LEARNING_RATE, CLIP, OPTIMIZER["epsilon"])
-    assert result["losses"] == pytest.approx(losses, abs=1e-5)
-    assert result["grad_norms"] == pytest.approx(norms, rel=1e-5)
-    exported = load_model(home / f"{name}, exported").state_dict()
-    for name, parameter in model.state_dict().items():
-        assert (exported[name] - parameter).abs().max() < 1e-5, name
-
-
-def test_a_window_of_one_token_more_or_less_is_seen(home: Path, results: dict[str, list[dict[str, Any]]]) -> None:
-    name, (prompts, responses) = "window, one rank", random_rows(7, VOCABULARY)
-    for other in (WINDOW - 1, WINDOW + 1):
-        model = load_model(home / name, sliding_window=other)
-        with torch.no_grad():
-            logprobs = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
-        assert (torch.tensor(results[name][0]["logprobs"]) - logprobs).abs().max() > 1e-2
+    check_against_transformers(home / name, home / f"{name}, exported", one_result(results[name]))
 
 
 def test_a_checkpoint_with_rows_in_another_order_is_refused(results: dict[str, list[dict[str, Any]]]) -> None:

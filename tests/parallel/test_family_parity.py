@@ -1,0 +1,91 @@
+"""Model families and their parts in several layouts against transformers and torch.optim.AdamW, in float32.
+
+`make test` runs a sample of the cases, `make grid` the rest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hugging_face import WINDOW, load_model, random_rows, row_logprobs
+from parallel.parity import (
+    VOCABULARY,
+    Case,
+    Launches,
+    check_against_transformers,
+    named,
+    one_result,
+    parity_launches,
+    selected_names,
+)
+
+EXPERTS_SHARED_OUT = {"tensor": 2, "expert": 2, "expert_tensor": 1}
+
+
+def dense(name: str, family: str) -> dict[str, Case]:
+    """Return the cases of a family of dense layers; ``name`` says what it has of its own."""
+    interleaved = {"pipeline": 2, "virtual_pipeline": 2}
+    cases = {
+        "one rank": Case(family, True, {}),
+        "TP2, then PP2 VP2": Case(family, False, {"tensor": 2}, then=interleaved),
+        "TP2, sequence parallel": Case(family, True, {"tensor": 2}, {"sequence_parallel": True}, grid=True),
+        "PP2": Case(family, True, {"pipeline": 2}, grid=True),
+        "CP2": Case(family, False, {"context": 2}, {"cp_comm_type": "all_gather"}, grid=True),
+        "CP2, Ulysses": Case(family, False, {"context": 2}, {"cp_comm_type": "a2a"}, grid=True),
+    }
+    return {f"{name}, {layout}": case for layout, case in cases.items()}
+
+
+def mixture(name: str, family: str) -> dict[str, Case]:
+    """Return the cases of a family of experts; ``name`` says what it has of its own."""
+    cases = {
+        "one rank": Case(family, True, {}, grid=True),
+        "EP2, then TP2 and EP2": Case(family, False, {"data": 2, "expert": 2}, then=EXPERTS_SHARED_OUT),
+        "TP2": Case(family, False, {"tensor": 2}, grid=True),
+        "PP2, then TP2 and EP2": Case(family, True, {"pipeline": 2}, then=EXPERTS_SHARED_OUT, grid=True),
+        "CP2 EP2": Case(family, False, {"context": 2, "expert": 2}, grid=True),
+        "TP2 EP2": Case(family, False, {"tensor": 2, "data": 2, "expert": 2}, grid=True),
+    }
+    return {f"{name}, {layout}": case for layout, case in cases.items()}
+
+
+CASES = {
+    "TP2, scaled rotary embeddings": Case("llama3", True, {"tensor": 2}),
+    "yarn, one rank": Case("qwen2_yarn", True, {}, grid=True),
+    "yarn, TP2": Case("qwen2_yarn", False, {"tensor": 2}),
+    "linear, one rank": Case("mistral_linear", False, {}, grid=True),
+    "linear, TP2": Case("mistral_linear", True, {"tensor": 2}),
+    **dense("layers without positions", "smollm3"),
+    **dense("window", "mistral_window"),
+    **dense("window in some layers", "qwen2_window"),
+    **mixture("shared expert and a dense layer", "qwen2_moe"),
+    **mixture("Mixtral", "mixtral"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, home: Path) -> Launches:
+    return parity_launches(CASES, selected_names(request), home)
+
+
+@pytest.mark.parametrize("name", named(CASES))
+def test_outputs_and_steps_equal_transformers(name: str, home: Path, results: Launches) -> None:
+    check_against_transformers(home / name, home / f"{name}, exported", one_result(results[name]))
+
+
+def test_a_window_of_one_token_more_or_less_is_seen(home: Path, results: Launches) -> None:
+    name, (prompts, responses) = "window, one rank", random_rows(7, VOCABULARY)
+    found = torch.tensor(results[name][0]["logprobs"])
+    for other in (WINDOW - 1, WINDOW + 1):
+        model = load_model(home / name, sliding_window=other)
+        with torch.no_grad():
+            logprobs = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
+        assert (found - logprobs).abs().max() > 1e-2

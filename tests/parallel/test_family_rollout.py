@@ -1,0 +1,102 @@
+"""vLLM beside the trainer, family by family: after each of three updates and regatherings both are one model.
+
+Many models share a launch, each with an engine of its own. `make test` runs a sample, `make grid` the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from hugging_face import make_model, random_rows
+from parallel.parity import VOCABULARY, Launches, named, selected_names
+from parallel.ranks import run_ranks
+from parallel.regather_ranks import follow_families
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
+from rlhf_megatron.topology.layout import Layout
+
+pytestmark = pytest.mark.skipif(has_gpu(), reason="the engines of this machine need a GPU each")
+
+UPDATES = 3
+
+
+class Case(NamedTuple):
+    """A family in a layout, and over how many ranks a replica of vLLM is sharded.
+
+    ``fields`` of the config: vLLM's attention on CPUs has heads of 32 numbers and more. ``experts``: vLLM makes the
+    groups of a process for its first model, so mixtures have launches of their own.
+    """
+
+    family: str
+    layout: Mapping[str, int] = MappingProxyType({})
+    tensor: int = 1
+    fields: Mapping[str, Any] = MappingProxyType({})
+    experts: bool = False
+    grid: bool = True
+
+    @property
+    def launch(self) -> tuple[int, int, bool]:
+        """What cases of one launch have in common."""
+        return Layout(**self.layout).size, self.tensor, self.experts
+
+
+# vLLM takes hidden_size / num_attention_heads for the size of a head, whatever config.json says.
+DIVIDED = {"hidden_size": 128, "head_dim": 32}
+
+
+def both(name: str, family: str, **fields: Any) -> dict[str, Case]:
+    """Return a family on one rank, and sharded over two in another way by trainer and vLLM."""
+    return {name: Case(family, fields=fields), f"{name}, TP2": Case(family, {"pipeline": 2}, 2, fields)}
+
+
+CASES = {
+    "layers without positions": Case("smollm3", grid=False),
+    "layers without positions, TP2": Case("smollm3", {"tensor": 2}, 2),
+    "YaRN": Case("qwen2_yarn", fields=DIVIDED, grid=False),
+    "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),
+}
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    home = tmp_path_factory.mktemp("rollout")
+
+    def launch(names: list[str]) -> dict[str, list[Any]]:
+        told = {name: arguments(home, name, CASES[name]) for name in names}
+        by_rank = run_ranks(follow_families, CASES[names[0]].launch[0], {"cases": told}, timeout=590)
+        return {name: [result[name] for result in by_rank] for name in names}
+
+    return Launches({name: case.launch for name, case in CASES.items()}, selected_names(request), launch)
+
+
+def arguments(home: Path, name: str, case: Case) -> dict[str, Any]:
+    folder = make_model(home / name, case.family, tied="pipeline" in case.layout, vocabulary=VOCABULARY, **case.fields)
+    return {
+        "model": str(folder),
+        "layout": dict(case.layout),
+        "rollout_layout": {"tensor": case.tensor},
+        "rows": list(random_rows(9, VOCABULARY)),
+        "prompts": random_rows(5, VOCABULARY, seed=3)[0],
+        "updates": UPDATES,
+        "exported": str(home / f"{name}, exported"),
+    }
+
+
+@pytest.mark.parametrize("name", named(CASES))
+def test_vllm_follows_the_trainer(name: str, results: Launches) -> None:
+    by_rank = results[name]
+    sampled = []
+    for number in range(UPDATES):
+        for rank in by_rank:
+            result = rank[number]
+            difference = torch.tensor(result["rollout_logprobs"]) - torch.tensor(result["trainer_logprobs"])
+            assert difference.abs().max() < 1e-4
+            assert result["versions"] == [number + 1]
+            assert result["differing"] == []  # bit for bit what vLLM's own loader makes of the exported files
+        sampled.append(by_rank[0][number]["rollout_logprobs"])
+    assert sampled[0] != sampled[1] != sampled[2]  # the weights did change
