@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -28,6 +29,7 @@ CONFIGS = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "glm4_moe": Glm4MoeConfig,
     "llama": LlamaConfig,
     "llama3": LlamaConfig,
     "mistral": MistralConfig,
@@ -48,6 +50,16 @@ CONFIGS = {
 # experts as the softmax gives them. The Mistral with a window has it in all layers, the Qwen2 in the last two.
 WINDOW = 4  # shorter than most rows below
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_GROUPED = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_group": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 3,
+    "topk_group": 1,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     # Caps near the products that they cap.
     "gemma2": {
@@ -65,6 +77,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
         },
     },
+    "glm4_moe": _GROUPED
+    | {"attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5},
     "llama3": {
         "max_position_embeddings": 16384,
         "rope_parameters": {
@@ -141,6 +155,9 @@ def make_model(
             noise = torch.randn(parameter.shape, generator=generator)
             # Norms about the factor 1, from which some count their weights.
             parameter.copy_(parameter + 0.1 * noise if "norm" in name else 0.08 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
 

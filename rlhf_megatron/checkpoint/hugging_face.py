@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.hf_export import Companions, write_checkpoint
 from rlhf_megatron.models.lora import Adaptation, whole_adapter_blocks, write_peft
-from rlhf_megatron.models.weight_map import Block, whole_blocks
+from rlhf_megatron.models.weight_map import Block, stays_float32, whole_blocks
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.plan import Shard, ShardSpec, elements, plan_regather
 from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
@@ -81,8 +81,8 @@ def _write_gathered(
     held = {shard: sources.blocks_of(shard) for shard in sources.ranks}
     tensors = (
         pair
-        for blocks in _portions(wanted, dtype)
-        for pair in _gather(blocks, _part(sources.shard_of, held, blocks), parameters, writer, dtype, device)
+        for kind, blocks in _portions(wanted, dtype)
+        for pair in _gather(blocks, _part(sources.shard_of, held, blocks), parameters, writer, kind, device)
     )
     problem: OSError | NotFiniteError | None = None
     if dist.get_rank() == writer:
@@ -99,11 +99,14 @@ def _write_gathered(
         raise problem
 
 
-def _portions(blocks: Sequence[Block], dtype: torch.dtype) -> list[list[Block]]:
-    """``blocks`` in runs of about ``PORTION_BYTES``."""
-    ends = itertools.accumulate(elements(block.region) * dtype.itemsize for block in blocks)
-    numbered = zip(blocks, (end // PORTION_BYTES for end in ends), strict=True)
-    return [[block for block, _ in run] for _, run in itertools.groupby(numbered, key=lambda pair: pair[1])]
+def _portions(wanted: Sequence[Block], dtype: torch.dtype) -> Iterator[tuple[torch.dtype, list[Block]]]:
+    """Yields runs of about ``PORTION_BYTES`` of ``wanted``, of one type each: ``dtype``, then what stays float32."""
+    for kind, stays in ((dtype, False), (torch.float32, True)):
+        blocks = [block for block in wanted if stays_float32(block.tensor) == stays]
+        ends = itertools.accumulate(elements(block.region) * kind.itemsize for block in blocks)
+        numbered = zip(blocks, (end // PORTION_BYTES for end in ends), strict=True)
+        for _, run in itertools.groupby(numbered, key=lambda pair: pair[1]):
+            yield kind, [block for block, _ in run]
 
 
 def _part(shard_of: Mapping[int, Shard], held: Mapping[Shard, Sequence[Block]], wanted: Sequence[Block]) -> ShardSpec:

@@ -33,8 +33,12 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     kept: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
     distributed = is_distributed(role)
+    groups = role.shard.trainable.groups
+    for name, parameter in role.shard.trainable.module.named_parameters():
+        if not parameter.requires_grad and not groups.dp_cp.rank():  # which no optimizer has
+            pieces[name] = {"start": 0, "stop": parameter.numel(), "shape": list(parameter.shape)}
+            kept[f"{role.name}/weights/{name}"] = parameter.detach().float().reshape(-1)
     for owned in owned_ranges(role):
-        groups = role.shard.trainable.groups
         group = groups.expt_dp if is_expert(owned.name) else groups.dp_cp
         if group.rank() and not distributed:
             continue  # the first data-parallel rank has the same

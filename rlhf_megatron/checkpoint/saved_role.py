@@ -23,7 +23,7 @@ from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.architecture import Architecture, Head
 from rlhf_megatron.models.description import LATER_FIELDS, stored_form, without_silent_fields
 from rlhf_megatron.models.lora import Adaptation, adapter_blocks, whole_adapter_blocks
-from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, whole_blocks
+from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, stays_float32, whole_blocks
 from rlhf_megatron.regather.plan import Copy, ShardSpec, plan_regather
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.untrusted import reason_of, shown
@@ -222,7 +222,7 @@ class SavedRole:
         for block in blocks:
             whole = torch.empty([stop for _, stop in block.region])
             self.fill(whole, copies[block.parameter], "weights")
-            yield block.tensor, whole.to(dtype)
+            yield block.tensor, whole if stays_float32(block.tensor) else whole.to(dtype)
 
     def _read(self, position: int, name: str, kind: str) -> Tensor:
         """A parameter of the writer's layout, joined from the ranges of its data-parallel ranks."""

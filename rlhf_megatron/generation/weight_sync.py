@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.models.architecture import Architecture, check_generates
+from rlhf_megatron.models.weight_map import tensor_shapes
 from rlhf_megatron.recipe import RLRecipe, role_ranks
-from rlhf_megatron.regather.execute import Regather
+from rlhf_megatron.regather.by_type import RegatherByType
 from rlhf_megatron.regather.learned_rollout import check_engine, learned_rollout_blocks
 from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
 from rlhf_megatron.regather.plan import RankPlan, plan_regather
@@ -70,9 +71,9 @@ class WeightSync:
         roles = [role_ranks(recipe, name, context.world_size) for name in recipe.roles_made]
         # Ahead of learning, the reward model judges and the engine generates by turns, without a time for sleep.
         self._sleeps = not recipe.rollout_is_ahead and not set(replica.ranks).isdisjoint(itertools.chain(*roles))
-        self.regather = self._make_regather(plan)
+        self.regather = self._make_regather(plan, architecture)
 
-    def _make_regather(self, plan: RankPlan) -> Regather:
+    def _make_regather(self, plan: RankPlan, architecture: Architecture) -> RegatherByType:
         """The transfer of ``plan``, by the way that the machine and the recipe allow; collective over the world."""
         context, recipe, section = self._context, self._context.recipe, self._context.recipe.rollout
         source_dtype = getattr(torch, recipe.model.dtype)
@@ -87,8 +88,9 @@ class WeightSync:
         elif not self.engine:  # where rank 0 has one, that line is its own
             given = plan.bytes_sent(dtype.itemsize) / 1e9
             context.say(f"regathering: {given:.3g} GB go to the rollout's ranks {section.ranks}, from rank 0")
-        return Regather(
+        return RegatherByType(
             plan,
+            tensor_shapes(architecture),
             dtype,
             context.device,
             staging_bytes=recipe.regather.buffer_mb << 20,

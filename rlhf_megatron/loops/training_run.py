@@ -129,7 +129,7 @@ def set_up(
     first_step = _first_step(recipe, checkpoint)
     report = Report(context.folder, recipe, first_step) if context.rank == 0 else None
     context.console = report.console if report else None
-    for line in (*notes, *data.notes):
+    for line in (*notes, *architecture.notes, *data.notes):
         context.say(line)
     if gpus.problem:
         context.say(f"warning: the use of GPUs is not logged: {gpus.problem}")

@@ -124,6 +124,10 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number wi
 _TYPE_NAMES |= {list: "a list", dict: "an object"}
 
 
+# Two names of the number of layers for multi-token prediction, which are neither trained nor exported.
+LAYERS_LEFT_OUT = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
 @dataclasses.dataclass(frozen=True)
 class FamilyFields:
     """The fields of one ``model_type`` beside those of every decoder.

@@ -23,10 +23,29 @@ class SharedExpert:
 
 
 @dataclasses.dataclass(frozen=True)
+class Routing:
+    """How a router scores and chooses experts, where it does not simply take the largest of a softmax.
+
+    ``corrected``: each expert has a bias that is added for the choice alone, and is not trained.
+    ``groups``: the experts are chosen within the ``chosen_groups`` best of so many equal groups; a group counts by the
+    sum of its ``counted_of_group`` best experts.
+    ``scale``: the factor of the chosen experts' weights.
+    """
+
+    score: Literal["softmax", "sigmoid"]
+    corrected: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    counted_of_group: int = 1
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Experts:
     """A mixture of experts in place of a feed-forward layer (arXiv 1701.06538); every token reaches its ``chosen``.
 
-    The router's weights are a softmax over all experts; with ``normalized`` those of the chosen are made to sum to 1.
+    The router's weights are a softmax over all experts, or what ``routing`` says; with ``normalized`` those of the
+    chosen are made to sum to 1.
     """
 
     count: int
@@ -34,6 +53,7 @@ class Experts:
     feed_forward: int
     normalized: bool
     shared: SharedExpert | None = None
+    routing: Routing | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +94,7 @@ class Architecture:
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
     ``zero_centred_norms``: the factors of norms are 1 + their weights.
+    ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are left out.
     """
 
     family: str
@@ -99,6 +120,7 @@ class Architecture:
     window: int | None = None
     zero_centred_norms: bool = False
     scales: Scales = Scales()
+    prediction_layers: int = 0
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -112,6 +134,14 @@ class Architecture:
     def layer_ropes(self) -> tuple[Rope | None, ...]:
         """The position embeddings of each decoder layer, None where it has none."""
         return self.mixed_ropes or (self.rope,) * self.layers
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about what is left out of the model, for the person who starts a run."""
+        if not self.prediction_layers:
+            return ()
+        field = f"num_nextn_predict_layers={self.prediction_layers}"
+        return (f"layers for multi-token prediction ({field}) are left out of training, rollout and export",)
 
     def for_rows(self, longest: int | None) -> Architecture:
         """The same model in a run whose rows have at most ``longest`` tokens (``Rope.for_rows``)."""
@@ -157,7 +187,7 @@ class Architecture:
             columns = "columns of an expert (moe_intermediate_size)"
             _check_divides("expert_tensor", layout.expert_parts, self.experts.feed_forward, columns)
             if self.experts.shared:
-                columns = "columns of the shared expert (shared_expert_intermediate_size)"
+                columns = "columns of the shared experts"
                 _check_divides("tensor", layout.tensor, self.experts.shared.feed_forward, columns)
 
 
@@ -169,8 +199,8 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 
 
 # Keys that came after the first checkpoints, which do not have them.
-LATER_FIELDS = ("mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "scales")
-_LATER_FIELDS_OF_EXPERTS = ("shared",)
+LATER_FIELDS = ("mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "scales", "prediction_layers")
+_LATER_FIELDS_OF_EXPERTS = ("shared", "routing")
 
 
 def stored_form(architecture: Architecture) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf_megatron.data.chat_template import read_template
 from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Head, classifier_config, read_config
+from rlhf_megatron.models.config_fields import LAYERS_LEFT_OUT
 from rlhf_megatron.models.hf_files import INDEX_FILE, SINGLE_FILE
 
 # A model folder's files beside its weights: configs, the tokenizer, the chat template, and code for either.
@@ -127,6 +128,7 @@ def _name_shards(folder: Path, shards: Sequence[Sequence[str]], total: int) -> N
 def _write_config(folder: Path, model: Path, dtype: torch.dtype, head: Head) -> None:
     config = read_config(model) | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)  # its name before transformers 5
+    config |= {field: 0 for field in LAYERS_LEFT_OUT if field in config}
     if head == "scalar":
         config = classifier_config(config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -45,6 +45,8 @@ class CheckpointFiles:
         self._files: dict[str, Any] = {}
         self._file_of = self._locate()
         self._shapes = tensor_shapes(architecture)
+        behind = range(architecture.layers, architecture.layers + architecture.prediction_layers)
+        self._left_out = tuple(f"model.layers.{layer}." for layer in behind)
         self._new_head: RandomWeights | None = None
         if new_head_seed is not None and SCORE in self._shapes and SCORE not in self._file_of:
             self._new_head = RandomWeights(architecture, new_head_seed, torch.device("cpu"))
@@ -108,6 +110,8 @@ class CheckpointFiles:
 
     def _check_surplus(self, name: str, path: Path) -> None:
         """A tensor of the decoder that nothing reads belongs to another model; heads of other uses do no harm."""
+        if name.startswith(self._left_out):
+            return
         if name.startswith(_DECODER) and name != _OUTPUT and not name.endswith(_FORMER_BUFFER):
             raise ModelError(
                 f"{path}: {shown(name)} is no tensor of the model that config.json describes; they do not belong "

@@ -23,6 +23,7 @@ __all__ = [
     "layer_of",
     "megatron_blocks",
     "rollout_blocks",
+    "stays_float32",
     "tensor_shapes",
     "whole_blocks",
 ]
@@ -34,6 +35,12 @@ def is_expert(name: str) -> bool:
     An expert that all tokens reach is none.
     """
     return ".experts." in name
+
+
+def stays_float32(name: str) -> bool:
+    """Returns whether a parameter, or a checkpoint's tensor, is float32 whatever the model's type: correction biases
+    of experts, which decide between scores that bfloat16 would make equal."""
+    return name.endswith(("e_score_correction_bias", ".expert_bias"))
 
 
 def layer_of(tensor: str) -> int | None:

@@ -45,7 +45,7 @@ class RandomWeights:
         shape = self._shapes[tensor]
         if tensor.endswith("norm.weight"):
             whole = torch.full(shape, self._of_norms, device=self._device)
-        elif tensor.endswith(".bias"):
+        elif tensor.endswith("bias"):
             whole = torch.zeros(shape, device=self._device)
         else:
             digest = hashlib.sha256(f"{self._seed}/{tensor}".encode()).digest()

@@ -38,7 +38,7 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
     memory_lines = list(_memory_lines(recipe, memory, architectures["actor"]))
     sections = [
         ("Recipe", resolved_yaml(recipe, redact).rstrip().splitlines()),
-        ("Model", [_model_line(recipe, model), *_adapter_lines(recipe, model)]),
+        ("Model", [_model_line(recipe, model), *model.notes, *_adapter_lines(recipe, model)]),
         ("Layouts", list(_layout_lines(recipe, architectures, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", [regather_summary] if regather_summary else []),

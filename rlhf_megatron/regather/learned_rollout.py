@@ -19,7 +19,7 @@ from rlhf_megatron.models.learned_map import (
     stored_map,
     write_map,
 )
-from rlhf_megatron.models.weight_map import Block, has_rollout_table, tensor_shapes
+from rlhf_megatron.models.weight_map import Block, has_rollout_table, stays_float32, tensor_shapes
 from rlhf_megatron.topology.exchange import gather_objects, refused_by_all
 
 _FOLDER = ".weight_maps"  # within recipe.run_root, beside the runs
@@ -55,7 +55,8 @@ def learned_rollout_blocks(
         if dist.get_rank() in first:
             from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
 
-            trace = trace_rank(folder, shapes, tensor, first.index(dist.get_rank()), expert_parallel, dtype)
+            exact, rank = set(filter(stays_float32, shapes)), first.index(dist.get_rank())
+            trace = trace_rank(folder, shapes, tensor, rank, expert_parallel, dtype, exact)
             own = rank_blocks(trace, shapes, str(folder))
     gathered = gather_objects(own)
     learned = [gathered[rank] for rank in first]

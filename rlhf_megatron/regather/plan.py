@@ -89,6 +89,15 @@ class RankPlan:
         receives = [copy for copy in self.receives if copy.source not in ranks]
         return RankPlan(self.rank, sends, receives, self.local)
 
+    def split(self, apart: Callable[[str], bool]) -> tuple[RankPlan, RankPlan]:
+        """The plan of all tensors but those that are to be kept ``apart``, by name, and the plan of these."""
+        sides = (self.sends, self.receives, self.local)
+        usual, others = (
+            RankPlan(self.rank, *([copy for copy in side if apart(copy.tensor) == wanted] for side in sides))
+            for wanted in (False, True)
+        )
+        return usual, others
+
     def bytes_received(self, element_bytes: int) -> int:
         """Bytes that reach this rank from others."""
         return sum(copy.elements for copy in self.receives) * element_bytes

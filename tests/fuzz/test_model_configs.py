@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.config_fields import _ONLY, _READ, _TYPES
+from rlhf_megatron.models.families import grouped_experts
 from rlhf_megatron.models.families.mixture import EXPERT_FIELDS
 
 SIZES = {
@@ -19,10 +20,15 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 GEMMA3 = {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
+GROUPED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 WHOLE = {
     "gemma": SIZES,
     "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
     "gemma3_text": SIZES | GEMMA3,
+    "glm4_moe": SIZES | GROUPED,
     "llama": SIZES,
     "mistral": SIZES | {"sliding_window": None},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -35,7 +41,7 @@ WHOLE = {
 OF_LAYERS = ["decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"]
 FIELDS = [*sorted(_READ | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
 FIELDS += [*GEMMA3, "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"]
-FIELDS += [*OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
+FIELDS += [*sorted(grouped_experts.FIELDS), *OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
      "false", "bfloat16", "torch.bfloat16", "\x1b\n", [], ["full_attention"] * 2, ["sliding_attention"] * 2, [1, 2],
@@ -101,15 +107,22 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     else:
         assert not any(within) and read.window is None
     if read.experts:
-        assert (read.experts.count, read.experts.chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
+        count = getattr(theirs, "n_routed_experts", None) or theirs.num_experts
+        assert (read.experts.count, read.experts.chosen) == (count, theirs.num_experts_per_tok)
         assert read.experts.normalized == getattr(theirs, "norm_topk_prob", True)
         assert read.experts.feed_forward == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         # A mixture in a layer is what transformers builds there; see Qwen2MoeDecoderLayer and Qwen3MoeDecoderLayer.
         sparse = [
             layer not in getattr(theirs, "mlp_only_layers", [])
+            and layer >= getattr(theirs, "first_k_dense_replace", 0)
             and (layer + 1) % getattr(theirs, "decoder_sparse_step", 1) == 0
             for layer in range(read.layers)
         ]
         assert [kind.feed_forward == "experts" for kind in read.layer_kinds] == sparse
         shared = read.experts.shared.feed_forward if read.experts.shared else 0
-        assert shared == getattr(theirs, "shared_expert_intermediate_size", 0)
+        count_shared = getattr(theirs, "n_shared_experts", 0) * read.experts.feed_forward
+        assert shared == getattr(theirs, "shared_expert_intermediate_size", count_shared)
+        if read.experts.routing:
+            groups = (theirs.n_group, theirs.topk_group, theirs.routed_scaling_factor)
+            routing = read.experts.routing
+            assert (routing.groups, routing.chosen_groups, routing.scale) == groups

@@ -112,6 +112,21 @@ GEMMA3 = without(GEMMA2, "hidden_act") | {
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
     "vocab_size": 262144,
 }  # fmt: skip
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 3, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 131072,
+    "model_type": "glm4_moe", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+    "num_hidden_layers": 92, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
+    "use_cache": True, "use_qk_norm": True, "vocab_size": 151552,
+}  # fmt: skip
+GLM_AIR = GLM | {
+    "first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "n_routed_experts": 128, "num_hidden_layers": 46, "routed_scaling_factor": 1.0, "use_qk_norm": False,
+}  # fmt: skip
 PUBLISHED = {
     "Gemma 2B": GEMMA,
     "Gemma 2 2B": GEMMA2,
@@ -132,6 +147,9 @@ PUBLISHED = {
             "sliding_attention": {"rope_theta": 10000, "rope_type": "default"},
         }
     },
+    "GLM-4.5": GLM,
+    "GLM-4.5-Air": GLM_AIR,
+    "GLM-4.6 and 4.7": GLM | {"max_position_embeddings": 202752},
     "Llama 2": without(LLAMA, "rope_theta", "mlp_bias", "attention_bias", "attention_dropout", "rope_scaling")
     | {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None}
     | {"_name_or_path": "meta-llama/Llama-2-7b-hf", "torch_dtype": "float16", "max_length": 4096},
@@ -219,9 +237,17 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         )
 
 
-def test_two_of_mixtrals_experts_work_on_a_token() -> None:
-    read = parse_architecture(MIXTRAL, "here")  # its makers say 46.7B parameters, of which a token uses 12.9B
-    assert (round(model_parameters(read) / 1e8), round(active_parameters(read) / 1e8)) == (467, 129)
+@pytest.mark.parametrize(
+    "config, billions, active",  # as their makers say, who leave GLM's embeddings and output layer out of the active
+    [(MIXTRAL, 46.7, 12.9), (GLM, 353, 32 + 1.6), (GLM_AIR, 106, 12 + 1.2)],
+    ids=["Mixtral 8x7B", "GLM-4.5", "GLM-4.5-Air"],
+)
+def test_mixtures_have_the_parameters_that_their_makers_count(
+    config: dict[str, Any], billions: float, active: float
+) -> None:
+    read = parse_architecture(config, "here")
+    assert model_parameters(read) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert active_parameters(read) / 1e9 == pytest.approx(active, rel=0.02)
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 4096}

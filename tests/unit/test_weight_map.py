@@ -255,7 +255,15 @@ MIXTRAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [QWEN2_MOE, MIXTRAL], ids=["qwen2_moe", "mixtral"])
+GLM = {
+    "model_type": "glm4_moe", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 100,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 2, "use_qk_norm": True,
+    "attention_bias": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [QWEN2_MOE, MIXTRAL, GLM], ids=["qwen2_moe", "mixtral", "glm4_moe"])
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize(
     "layout",
@@ -276,7 +284,7 @@ def test_layers_that_differ_are_held_once(
     a = parse_architecture(config, "here")
     if config is QWEN2_MOE:
         assert [kind.feed_forward == "experts" for kind in a.layer_kinds] == [False, False, False, True, False, True]
-    else:
+    elif config is MIXTRAL:
         assert "model.layers.5.block_sparse_moe.experts.3.w2.weight" in tensor_shapes(a)
     a.check_layout(layout)
     tensors = checkpoint(a)

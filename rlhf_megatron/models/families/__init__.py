@@ -11,6 +11,7 @@ _MODULES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3_text",
+    "glm4_moe": "glm4_moe",
     "llama": "llama",
     "mistral": "mistral",
     "mixtral": "mixtral",

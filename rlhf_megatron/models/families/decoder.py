@@ -51,6 +51,7 @@ class Decoder:
     """A Family; see there for its methods.
 
     ``max_positions``, ``rope_theta``: max_position_embeddings and rope_theta of a config without.
+    ``partial_rotary``: positions turn a part of a head where the config says so.
     ``windows``: which layers have a sliding window; None: no layer of the family.
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
     ``vllm_mixes_windows``: in vLLM too some layers may have a window and others not.
@@ -65,6 +66,7 @@ class Decoder:
     expert_names: mixture.ExpertNames = mixture.USUAL_NAMES
     max_positions: int = 32768
     rope_theta: float = 10_000.0
+    partial_rotary: bool = False
     windows: WindowFields | None = None
     norms: NormNames = NORMS_BEFORE
     zero_centred_norms: bool = False
@@ -94,7 +96,7 @@ class Decoder:
             vocabulary=vocabulary,
             max_positions=max_positions,
             norm_epsilon=number(path, "rms_norm_eps", config, 1e-6),
-            rope=read_rope(path, config, head_dim, max_positions, self.rope_theta),
+            rope=read_rope(path, config, head_dim, max_positions, self.rope_theta, partial=self.partial_rotary),
             tied_embeddings=flag(path, "tie_word_embeddings", config),
             query_key_norm=self.query_key_norm,
             qkv_bias=self.qkv_bias,
@@ -122,6 +124,7 @@ class Decoder:
         )
 
         from rlhf_megatron.models.attention import packed_attention
+        from rlhf_megatron.models.router import ScoreRouter
         from rlhf_megatron.models.self_attention import StackedSelfAttention
 
         count = architecture.experts.count if architecture.experts and kind.feed_forward == "experts" else None
@@ -142,6 +145,10 @@ class Decoder:
             attention = packed_attention(architecture.scales.attention_cap)
             spec.submodules.self_attention.submodules.core_attention = attention
         self._finish_sublayers(architecture, spec, implementation)
+        if count is not None and architecture.experts and architecture.experts.routing:
+            spec.submodules.mlp.keywords["submodules"].router = functools.partial(
+                ScoreRouter, experts=architecture.experts
+            )
         spec.submodules.self_attention.module = StackedSelfAttention
         spec.submodules.self_attention.params["rotary"] = rotary
         return spec
@@ -208,7 +215,7 @@ class Decoder:
             names = _megatron_names(prefix, kinds[index], implementation)
             slots.extend(_layer_slots(a, kinds[index], f"model.layers.{index}.", names, self.norms, self.expert_names))
             if a.experts and kinds[index].feed_forward == "experts":
-                slots.extend(mixture.shared_slots(a.experts, f"model.layers.{index}.", prefix))
+                slots.extend(mixture.common_slots(a.experts, self.expert_names, f"model.layers.{index}.", prefix))
         if coordinates.pipeline == layout.pipeline - 1:
             slots.extend(_head_slots(a, layout))
         blocks = [

@@ -22,12 +22,17 @@ EXPERT_TYPES: dict[str, tuple[type, ...]] = {"output_router_logits": (bool,), "r
 
 @dataclasses.dataclass(frozen=True)
 class ExpertNames:
-    """Names in a checkpoint and in vLLM: the module of router and experts in a layer, and an expert's matrices."""
+    """Names in a checkpoint and in vLLM: the module of router and experts in a layer, and an expert's matrices.
+
+    ``shared``: the module of the shared expert within it. ``correction``: the router's correction biases.
+    """
 
     module: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_expert"
+    correction: str = "gate.e_score_correction_bias"
 
 
 USUAL_NAMES = ExpertNames()
@@ -60,9 +65,11 @@ def expert_shapes(a: Architecture, layer: str, names: ExpertNames) -> Iterator[t
     assert a.experts is not None
     module = f"{layer}{names.module}."
     yield module + "gate.weight", (a.experts.count, a.hidden)
+    if a.experts.routing and a.experts.routing.corrected:
+        yield module + names.correction, (a.experts.count,)
     widths = {f"{module}experts.{expert}.": a.experts.feed_forward for expert in range(a.experts.count)}
     if a.experts.shared:
-        widths[module + "shared_expert."] = a.experts.shared.feed_forward
+        widths[f"{module}{names.shared}."] = a.experts.shared.feed_forward
     for expert, width in widths.items():
         yield f"{expert}{names.gate}.weight", (width, a.hidden)
         yield f"{expert}{names.up}.weight", (width, a.hidden)
@@ -71,16 +78,22 @@ def expert_shapes(a: Architecture, layer: str, names: ExpertNames) -> Iterator[t
         yield module + "shared_expert_gate.weight", (1, a.hidden)
 
 
-def shared_slots(experts: Experts, tensor_prefix: str, prefix: str) -> Iterator[Slot]:
-    """Yield the slots of a layer's shared expert, which is cut over the tensor ranks, in Megatron's parameters."""
+def common_slots(experts: Experts, names: ExpertNames, tensor_prefix: str, prefix: str) -> Iterator[Slot]:
+    """Yield the slots of what all tokens of a layer reach beside the router's matrix, in Megatron's parameters.
+
+    A shared expert is cut over the tensor ranks.
+    """
+    module = f"{tensor_prefix}{names.module}."
+    if experts.routing and experts.routing.corrected:
+        yield Slot(module + names.correction, "whole", prefix + "mlp.router.expert_bias")
     if experts.shared is None:
         return
-    expert, parameters = tensor_prefix + "mlp.shared_expert.", prefix + "mlp.shared_experts."
-    yield Slot(expert + "gate_proj.weight", "gate", parameters + "linear_fc1.weight")
-    yield Slot(expert + "up_proj.weight", "up", parameters + "linear_fc1.weight")
-    yield Slot(expert + "down_proj.weight", "columns", parameters + "linear_fc2.weight")
+    expert, parameters = f"{module}{names.shared}.", prefix + "mlp.shared_experts."
+    yield Slot(f"{expert}{names.gate}.weight", "gate", parameters + "linear_fc1.weight")
+    yield Slot(f"{expert}{names.up}.weight", "up", parameters + "linear_fc1.weight")
+    yield Slot(f"{expert}{names.down}.weight", "columns", parameters + "linear_fc2.weight")
     if experts.shared.gated:
-        yield Slot(tensor_prefix + "mlp.shared_expert_gate.weight", "whole", parameters + "gate_weight")
+        yield Slot(module + "shared_expert_gate.weight", "whole", parameters + "gate_weight")
 
 
 def _expert_blocks(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
 from rlhf_megatron.untrusted import shown
 
 Shapes = dict[str, tuple[int, ...]]
+_EXACT_CASTS = {f"{kind}->{torch.float32}" for kind in (torch.bfloat16, torch.float16)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,13 @@ class LoadTrace:
 
 
 def trace_rank(
-    folder: str | Path, shapes: Mapping[str, tuple[int, ...]], tensor: int, rank: int, expert_parallel: bool, dtype: str
+    folder: str | Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensor: int,
+    rank: int,
+    expert_parallel: bool,
+    dtype: str,
+    float32: Collection[str] = (),
 ) -> LoadTrace:
     """Trace tensor rank `rank` of `tensor` in this process, which has no engine yet; see `prepare_environment`.
 
@@ -50,6 +57,7 @@ def trace_rank(
         shapes: of the checkpoint's tensors by name.
         expert_parallel: whether each rank holds some experts whole instead of a part of each.
         dtype: of checkpoint and parameters, a name such as "bfloat16".
+        float32: tensors that are of that type in any model.
 
     Raises:
         RolloutError: vLLM cannot build the model here; some need a GPU for it.
@@ -72,16 +80,24 @@ def trace_rank(
                 **backend,
             ).create_engine_config()
             with load_tracing.as_rank(config, tensor, rank, expert_parallel):
-                return trace_model(load_tracing.build_on_meta(config), shapes, getattr(torch, dtype))
+                return trace_model(load_tracing.build_on_meta(config), shapes, getattr(torch, dtype), float32)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         reason = shown(str(error).strip().partition("\n")[0], 300)
         raise RolloutError(f"{folder}: vLLM cannot build this model without its weights: {reason}") from error
 
 
 @torch.no_grad()
-def trace_model(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> LoadTrace:
+def trace_model(
+    model: torch.nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    float32: Collection[str] = (),
+) -> LoadTrace:
     """Trace `load_weights` of a model of vLLM's, on whatever device it is; its parameters stay as they are."""
-    probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    probes = {
+        name: torch.empty(shape, dtype=torch.float32 if name in float32 else dtype, device="meta")
+        for name, shape in shapes.items()
+    }
     parameters = _loadable(model)
     with CopyRecorder(probes, parameters) as recorder:
         model.load_weights(iter(probes.items()))  # type: ignore[operator]
@@ -97,7 +113,7 @@ def _problems(recorder: CopyRecorder, trained: set[str], parameters: Mapping[str
         yield f"{name} is computed ({operation})"
     for name, operation in dict.fromkeys(recorder.constant):
         yield f"{name} is written from no checkpoint tensor ({operation})"
-    for cast in sorted(recorder.casts):
+    for cast in sorted(recorder.casts - _EXACT_CASTS):
         yield f"tensors are cast ({cast})"
     written: Counter[str] = Counter()
     for copy in [*recorder.copies, *recorder.fills]:
