@@ -63,6 +63,7 @@ CASES = {
     **dense("window in some layers", "qwen2_window"),
     **mixture("shared expert and a dense layer", "qwen2_moe"),
     **mixture("Mixtral", "mixtral"),
+    **mixture("sigmoid scores and correction biases", "glm4_moe"),
 }
 
 

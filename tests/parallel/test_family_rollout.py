@@ -58,6 +58,8 @@ CASES = {
     "layers without positions": Case("smollm3", grid=False),
     "layers without positions, TP2": Case("smollm3", {"tensor": 2}, 2),
     "YaRN": Case("qwen2_yarn", fields=DIVIDED, grid=False),
+    "sigmoid scores and correction biases": Case("glm4_moe", experts=True, grid=False),
+    "sigmoid scores and correction biases, EP2": Case("glm4_moe", {"data": 2, "expert": 2}, 2, experts=True),
     "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),
 }
 
