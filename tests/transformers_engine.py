@@ -160,7 +160,9 @@ class TransformersEngine:
         seed: int,
         load_format: str = "dummy",
         shared: Mapping[str, Tensor] | None = None,
+        records_experts: bool = False,
     ) -> None:
+        assert not records_experts
         assert section.layout.tensor == 1 and section.quantization is None
         torch_dtype = getattr(torch, section.dtype or dtype)
         with preserved_random_state():

@@ -22,6 +22,13 @@ NAMES = (
     ),
     PrivateName("megatron.core.utils", "make_tp_sharded_tensor_for_checkpoint", "checkpoints of tied embeddings"),
     PrivateName("megatron.core.transformer.torch_norm", "WrappedTorchNorm", "norms under sequence parallelism"),
+    # Router replay.
+    PrivateName("megatron.core.transformer.moe.router", "TopKRouter.router_replay", "experts chosen elsewhere"),
+    PrivateName(
+        "megatron.core.transformer.moe.router_replay",
+        "RouterReplay.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)",
+        "experts that are chosen elsewhere",
+    ),
     # Machines without a GPU.
     PrivateName(_RANDOM, "_get_cuda_rng_state", "random states of the CPU"),
     PrivateName(_RANDOM, "_set_cuda_rng_state", "random states of the CPU"),

@@ -43,4 +43,5 @@ def part_of(micro: MicroBatch, parts: int, part: int) -> MicroBatch:
         outputs=outputs[kept],
         targets=micro.targets[kept],
         kept=kept,
+        expert_choices=None if micro.expert_choices is None else micro.expert_choices[held],
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data.balance import deal
+from rlhf_megatron.data.expert_choices import unknown
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 
 
@@ -91,6 +92,7 @@ class MicroBatch:
     targets: Tensor  # [m] int64: the sampled tokens, or the last ones
     fields: dict[str, Tensor]  # [n] each: advantages, weights and so on
     batch_indices: Tensor  # [n] int64: where each sampled token stands in the whole batch, or which row it is there
+    expert_choices: Tensor | None = None  # [t, layers, chosen]: of these layers with experts, where they are replayed
 
 
 def make_micro_batch(
@@ -103,6 +105,7 @@ def make_micro_batch(
     row_alignment: int = 1,
     alignment: int = 1,
     device: torch.device | str = "cpu",
+    replayed_layers: Sequence[int] = (),
 ) -> MicroBatch:
     """Packs ``rows`` of ``batch``, to be read at the sampled tokens, or ``per_row`` at the last that is no padding.
 
@@ -110,7 +113,7 @@ def make_micro_batch(
     Each row is padded to a multiple of ``row_alignment`` (context parallelism cuts it evenly), behind its tokens, where
     no real token attends to it. The number of tokens is rounded up to ``alignment``, a multiple of ``row_alignment``
     (sequence parallelism splits it evenly), and is at least that, so that an empty micro-batch still has a shape to
-    send through the pipeline.
+    send through the pipeline. ``replayed_layers``: those of the batch's expert choices that go with it.
     """
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
     where = _joined([torch.arange(start, stop) for start, stop in spans])
@@ -123,6 +126,11 @@ def make_micro_batch(
     tokens = torch.zeros(sum(lengths), dtype=torch.int64)
     tokens[packed] = batch.tokens[where]
     positions = torch.cat([torch.arange(length) for length in lengths])
+    choices = None
+    if replayed_layers and batch.expert_choices is not None:
+        of_rows = batch.expert_choices[where][:, list(replayed_layers)]
+        choices = of_rows.new_full((len(tokens), *of_rows.shape[1:]), unknown(of_rows.dtype))
+        choices[packed] = of_rows
     if per_row:
         last = [_last_token(batch.tokens[start:stop], pad_token_id) for start, stop in spans]
         read = torch.tensor(last, dtype=torch.int64) + boundaries[: len(rows)]
@@ -141,6 +149,7 @@ def make_micro_batch(
         targets=_moved(tokens[read], device),
         fields={name: _moved(values[batch_indices], device) for name, values in fields.items()},
         batch_indices=_moved(batch_indices, device),
+        expert_choices=None if choices is None else _moved(choices, device),
     )
 
 

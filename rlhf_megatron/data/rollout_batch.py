@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.data.expert_choices import ChoiceShape
+
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBatch:
@@ -35,6 +37,7 @@ class RolloutBatch:
     penalties: Tensor | None = None  # [T] float32: taken from the reward at each token, such as a KL divergence
     correction: Tensor | None = None  # [T] float32: factor of the loss weights against mismatch with the rollout
     baseline_rewards: Tensor | None = None  # [R] float32: of a greedy response to the row's prompt
+    expert_choices: Tensor | None = None  # [T, layers, chosen]: which experts the rollout took (``expert_choices``)
 
     @property
     def rows(self) -> int:
@@ -116,6 +119,7 @@ TOKEN_FIELDS = frozenset(
         "returns",
         "penalties",
         "correction",
+        "expert_choices",
     ]
 )
 
@@ -124,12 +128,17 @@ _WHOLE_NUMBERS = frozenset(["tokens", "cu_seqlens", "group_id", "row_id", "weigh
 _FLAGS = frozenset(["response_mask", "truncated"])
 
 
-def checked_batch(fields: Mapping[str, Any], vocabulary: int) -> RolloutBatch:
-    """The batch with these fields, which were read from a file.
+def checked_batch(fields: Mapping[str, Any], vocabulary: int, choices: ChoiceShape | None = None) -> RolloutBatch:
+    """The batch with these fields, which were read from a file; with ``choices``, those of experts included.
 
     Raises ValueError or TypeError where they are not those of one batch, or a token is none of the ``vocabulary``.
     """
-    batch = RolloutBatch(**fields)
+    fields = dict(fields)
+    of_experts = fields.pop("expert_choices", None)
+    if choices:
+        of_experts = choices.unknown(len(fields["tokens"])) if of_experts is None else of_experts
+        choices.check(of_experts, len(fields["tokens"]))
+    batch = RolloutBatch(**fields, expert_choices=of_experts if choices else None)
     sizes = {"cu_seqlens": len(batch.row_id) + 1}
     for name, value in fields.items():
         wanted = sizes.get(name, len(batch.tokens) if name in TOKEN_FIELDS else len(batch.row_id))
@@ -205,10 +214,12 @@ def batch_from_rows(
     truncated: Sequence[bool] | None = None,
     rewards: Sequence[float] | None = None,
     sampled: Sequence[Sequence[bool] | None] | None = None,
+    expert_choices: Sequence[Tensor | None] | None = None,
+    choices: ChoiceShape | None = None,
 ) -> RolloutBatch:
     """Packs rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own.
 
-    ``sampled``: which tokens of a response were; None: all.
+    ``sampled``: which tokens of a response were; None: all. With ``choices`` the batch has ``expert_choices``.
     """
     count = len(prompts)
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
@@ -229,4 +240,5 @@ def batch_from_rows(
         row_id=torch.tensor(range(count) if row_id is None else row_id, dtype=torch.int64),
         weight_version=torch.tensor(versions, dtype=torch.int64),
         truncated=torch.tensor([False] * count if truncated is None else truncated, dtype=torch.bool),
+        expert_choices=choices.of_rows(lengths.tolist(), expert_choices or [None] * count) if choices else None,
     )

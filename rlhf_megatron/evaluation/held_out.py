@@ -60,7 +60,8 @@ def _answers(
     settings = recipe.evaluation
     sampling = dataclasses.replace(worker.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=-1)
     groups = [Group(prompt) for prompt in prompts]
-    generated = worker.generate(groups, settings.samples_per_prompt, sampling, NO_STEP)  # the same seeds every time
+    samples = settings.samples_per_prompt
+    generated = worker.generate(groups, samples, sampling, NO_STEP, for_training=False)  # the same seeds every time
     worker.gather(generated)
     worker.reset_prefix_cache()  # a run that is resumed here has none either
     return gather_tables(

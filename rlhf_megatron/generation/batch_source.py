@@ -97,14 +97,16 @@ class Collector:
         """Resumes where ``state`` was taken."""
         self._surplus = self.restored_batch(state["surplus"])
         responses = self._context.recipe.batch.responses_per_prompt
-        self._waiting = groups_from_state(state["waiting"], responses, self._train.read, self._vocabulary)
+        self._waiting = groups_from_state(
+            state["waiting"], responses, self._train.read, self._vocabulary, self._worker.choices
+        )
 
     def restored_batch(self, state: dict[str, Any]) -> RolloutBatch | None:
         """Returns the batch of a ``batch_state``; None for none, and where its rewards are not what the recipe asks
         for now."""
         if not state:
             return None
-        batch, settings = checked_batch(state, self._vocabulary), self._context.recipe.algorithm
+        batch, settings = checked_batch(state, self._vocabulary, self._worker.choices), self._context.recipe.algorithm
         saved = (batch.scores is not None, batch.baseline_rewards is not None)
         if saved == (settings.overlong_buffer.enable, settings.advantage == "remax"):
             return batch

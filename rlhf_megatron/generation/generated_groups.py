@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.opening import Data
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, concatenate
@@ -123,22 +124,22 @@ class GroupScoring:
 class GroupPacker:
     """Packs groups in a thread while others are generated."""
 
-    def __init__(self, executor: Executor, groups: Sequence[Group]) -> None:
-        """``groups`` as asked for."""
-        self._executor, self._groups = executor, groups
+    def __init__(self, executor: Executor, groups: Sequence[Group], choices: ChoiceShape | None = None) -> None:
+        """``groups`` as asked for; with ``choices``, those of experts are packed too."""
+        self._executor, self._groups, self._choices = executor, groups, choices
         self._packed: dict[int, Future[RolloutBatch]] = {}
 
     def begin(self, index: int, rows: Sequence[Completion]) -> None:
         """Packs the rows of one group."""
-        self._packed[index] = self._executor.submit(_pack, self._groups[index].prompt, index, list(rows))
+        self._packed[index] = self._executor.submit(_pack, self._groups[index].prompt, index, list(rows), self._choices)
 
     def batch(self, groups: Sequence[int]) -> RolloutBatch:
         """Returns the rows of ``groups``, of those that were begun here, in their order; without rewards."""
         parts = [self._packed[index].result() for index in groups if index in self._packed]
-        return concatenate(parts) if parts else batch_from_rows([], [], [])
+        return concatenate(parts) if parts else batch_from_rows([], [], [], choices=self._choices)
 
 
-def _pack(prompt: Prompt, index: int, rows: Sequence[Completion]) -> RolloutBatch:
+def _pack(prompt: Prompt, index: int, rows: Sequence[Completion], choices: ChoiceShape | None) -> RolloutBatch:
     return batch_from_rows(
         [prompt.token_ids] * len(rows),
         [completion.token_ids for completion in rows],
@@ -148,6 +149,8 @@ def _pack(prompt: Prompt, index: int, rows: Sequence[Completion]) -> RolloutBatc
         weight_version=[completion.weight_version for completion in rows],
         truncated=[completion.finish_reason == "length" for completion in rows],
         sampled=[completion.sampled for completion in rows],
+        expert_choices=[completion.expert_choices for completion in rows],
+        choices=choices,
     )
 
 

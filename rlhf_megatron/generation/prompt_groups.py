@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rollout.engine import Completion, Request
@@ -111,7 +113,31 @@ def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
         "token_ids": torch.tensor([token for row in completions for token in row.token_ids], dtype=torch.int64),
         "logprobs": torch.tensor([value for row in completions for value in row.logprobs], dtype=torch.float64),
         "weight_versions": torch.tensor([version for row in completions for version in row.weight_versions]).long(),
-    }
+    } | _choices_state([row.expert_choices for row in completions])
+
+
+def _choices_state(choices: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """The rows' choices of experts, one behind the other; nothing where none are recorded."""
+    known = [of_row for of_row in choices if of_row is not None]
+    if not known:
+        return {}
+    lengths = torch.tensor([0 if of_row is None else len(of_row) for of_row in choices])
+    return {"expert_choices": torch.cat(known), "expert_choice_lengths": lengths}
+
+
+def _choices_from_state(state: dict[str, Any], rows: int, choices: ChoiceShape | None) -> Sequence[Tensor | None]:
+    """Each row's choices; None for all where they are not recorded now, or were not then.
+
+    Raises ValueError where they are not those of so many rows.
+    """
+    if choices is None or "expert_choices" not in state:
+        return [None] * rows
+    lengths = state["expert_choice_lengths"].tolist()
+    if len(lengths) != rows or min(lengths, default=0) < 0:
+        raise ValueError(f"groups that wait have expert choices of {len(lengths)} rows, and not of {rows}")
+    choices.check(state["expert_choices"], sum(lengths))
+    of_rows: Sequence[Tensor] = state["expert_choices"].split(lengths)
+    return of_rows
 
 
 def _check(state: dict[str, Any], vocabulary: int) -> None:
@@ -144,11 +170,13 @@ def groups_from_state(
     responses_per_prompt: int,
     read: Callable[[Sequence[tuple[int, int]]], Sequence[Prompt | None]],
     vocabulary: int,
+    choices: ChoiceShape | None = None,
 ) -> list[Group]:
     """Returns the groups of a ``groups_state``, of a recipe with so many responses now.
 
     ``read`` gives the prompts at (part, row) of the data, None where one is left out now, as its group is then. Where a
-    prompt has other tokens now (another chat template), its responses begin anew.
+    prompt has other tokens now (another chat template), its responses begin anew. ``choices``: of experts, where they
+    are recorded now.
     """
     if not state:
         return []
@@ -162,8 +190,13 @@ def groups_from_state(
     ]
     begun: list[dict[int, Completion]] = [{} for _ in prompts]
     end = 0
-    for index, number, length, ending in state["rows"].tolist():
+    rows = state["rows"].tolist()
+    for (index, number, length, ending), of_experts in zip(
+        rows, _choices_from_state(state, len(rows), choices), strict=True
+    ):
         start, end = end, end + length
+        if of_experts is not None and len(of_experts) > positions[index][2] + length:
+            raise ValueError("groups that wait have expert choices of more tokens than their rows have")
         if number >= responses_per_prompt or not same[index]:
             continue
         begun[index][number] = Completion(
@@ -172,5 +205,6 @@ def groups_from_state(
             state["logprobs"][start:end].tolist(),
             _ENDINGS[ending],
             state["weight_versions"][start:end].tolist(),
+            expert_choices=of_experts,
         )
     return [Group(prompt, rows) for prompt, rows in zip(prompts, begun, strict=True) if prompt is not None]

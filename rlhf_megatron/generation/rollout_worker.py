@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.generation.conversations import Conversations, TurnFunction
@@ -47,6 +48,7 @@ class RolloutWorker:
     Attributes:
         sampling: how the recipe draws tokens.
         weight_sync: this rank's engine, and its weights.
+        choices: of experts, where the actor replays the rollout's.
     """
 
     def __init__(
@@ -58,9 +60,12 @@ class RolloutWorker:
         scorer: Scorer | None,
         turn_function: TurnFunction | None,
         reward_model: RewardModel | None,
+        choices: ChoiceShape | None = None,
     ) -> None:
         """``scorer`` and, where responses have several turns, ``turn_function`` are on the rank that leads a replica;
-        ``reward_model`` is on all that generate, if the recipe has one."""
+        ``reward_model`` is on all that generate, if the recipe has one. ``choices``: of experts, where batches have
+        them."""
+        self.choices = choices
         section = context.recipe.rollout
         self._context, self._team, self._replica = context, context.generators, replica
         self._section, self._tokenizer, self.weight_sync = section, tokenizer, weight_sync
@@ -84,6 +89,7 @@ class RolloutWorker:
         step: int,
         first_row: int = 0,
         wanted: int | None = None,
+        for_training: bool = True,
     ) -> GeneratedGroups:
         """Answers this replica's share of ``groups``, each with ``responses_per_prompt``; scores are on their way.
 
@@ -91,9 +97,10 @@ class RolloutWorker:
 
         With ``wanted``, so many groups are enough: what else has begun or finished by then is left for another time.
         ``first_row``: how many rows this step has generated before, so that no sampling seed comes twice.
+        ``for_training``: what only training reads goes with the rows.
         """
         whole = [index for index, group in enumerate(groups) if group.whole() == responses_per_prompt]
-        packer = GroupPacker(self._packing_thread, groups)
+        packer = GroupPacker(self._packing_thread, groups, self.choices if for_training else None)
         conversations = self._conversations(groups, responses_per_prompt)
         scoring = GroupScoring(
             self._scorer,

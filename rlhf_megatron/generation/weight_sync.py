@@ -146,6 +146,7 @@ def build_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mappin
                     recipe.data.max_prompt_length,
                     recipe.seed,
                     shared=shared,
+                    records_experts=recipe.algorithm.replays_experts,
                 )
         dist.barrier()  # engines compile at different speeds, and the wait for the slowest is the engines' time
     return engine

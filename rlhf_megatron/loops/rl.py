@@ -39,6 +39,7 @@ from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.teams import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
+from rlhf_megatron.models.router_replay import choice_shape
 from rlhf_megatron.recipe import AlgorithmSection, RLRecipe
 from rlhf_megatron.roles.outputs import TokenOutputs
 from rlhf_megatron.roles.placed import PlacedRole, compute_concurrently
@@ -129,7 +130,8 @@ def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
     judge = recipe.reward_model
     reward_model = run.roles.build_reward_model(judge, run.tokenizer) if judge else None
     weight_sync = WeightSync(context, replica, run.actor, run.architecture)
-    return RolloutWorker(context, replica, run.tokenizer, weight_sync, scorer, turn_function, reward_model)
+    choices = choice_shape(run.architecture) if recipe.algorithm.replays_experts else None
+    return RolloutWorker(context, replica, run.tokenizer, weight_sync, scorer, turn_function, reward_model, choices)
 
 
 def with_outputs(

@@ -12,7 +12,7 @@ from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.lora import Adaptation, PeftAdapter
 from rlhf_megatron.models.weight_source import RandomWeights, WeightSource
 from rlhf_megatron.planning.feasibility import check_tokens, longest_row
-from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RoleSection, role_ranks
+from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RLRecipe, RoleSection, role_ranks
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime.run_context import RunContext
@@ -67,6 +67,7 @@ class RoleBuilder:
                 optimizer=optimizer,
                 training_steps=updates,
                 deterministic=recipe.deterministic,
+                replays_experts=name == "actor" and isinstance(recipe, RLRecipe) and recipe.algorithm.replays_experts,
                 span=context.span,
                 team=context.generators if name == "reward_model" else context.learners,
             )

@@ -43,6 +43,7 @@ def check_architectures(recipe: Recipe, architectures: Mapping[str, Architecture
         _check_window(recipe, name, section, layout, model)
     if isinstance(recipe, RLRecipe):
         _check_rollout(recipe.rollout.layout, architectures["actor"])
+        _check_router_replay(recipe, architectures["actor"])
     _check_adapters(recipe, architectures["actor"])
     _check_positions(recipe, architectures)
 
@@ -73,6 +74,19 @@ def _check_rollout(layout: RolloutLayoutSection, architecture: Architecture) -> 
         raise RecipeError(
             f"rollout.layout.tensor={tensor} does not divide the model's {count} {what}; use a divisor of {count}, or "
             "pipeline"
+        )
+
+
+def _check_router_replay(recipe: RLRecipe, architecture: Architecture) -> None:
+    """Refuse replay of routers that are not there, or whose choices vLLM forgets with the tokens of its cache."""
+    if not recipe.algorithm.replays_experts:
+        return
+    if architecture.experts is None:
+        raise RecipeError("algorithm.router_replay=rollout: the model is dense, without routers; leave it out")
+    if all(kind.attention == "window" for kind in architecture.layer_kinds):
+        raise RecipeError(
+            "algorithm.router_replay=rollout: every layer has a sliding window, and vLLM's cache forgets what was "
+            "chosen for tokens before it; leave it out"
         )
 
 

@@ -227,12 +227,19 @@ class AlgorithmSection(Section):
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     """Old policy: the actor before the step's updates (recompute), or the rollout. auto: the actor, from the update's
     own forward pass if the step has one update."""
+    router_replay: Literal["off", "rollout"] = "off"
+    """rollout: the actor of a model with experts takes those that the rollout took, with weights of its own (R3)."""
     filter_groups: FilterGroupsSection = FilterGroupsSection()
     """DAPO's dynamic sampling: replace groups whose rewards are all equal."""
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()
     """DAPO's soft length penalty."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     """Importance weights for the mismatch of trainer and rollout."""
+
+    @property
+    def replays_experts(self) -> bool:
+        """True if the actor takes the rollout's choices of experts."""
+        return self.router_replay == "rollout"
 
     @property
     def divides_by_std(self) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -21,6 +20,7 @@ from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import deterministic_kernels
 from rlhf_megatron.models.flops import attention_cost
+from rlhf_megatron.models.router_replay import ReplayedSequences
 from rlhf_megatron.roles.outputs import Output, Scalars, joined
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.pipeline import PipelineLinks
@@ -30,9 +30,18 @@ class Passes:
     """Those of one rank's part of a model. ``run`` is collective over the model's ranks, with the same batch."""
 
     def __init__(
-        self, architecture: Architecture, layout: Layout, config: TransformerConfig, groups: Any, chunks: Sequence[Any]
+        self,
+        architecture: Architecture,
+        layout: Layout,
+        config: TransformerConfig,
+        groups: Any,
+        chunks: Sequence[Any],
+        replayed_layers: Sequence[int] = (),
     ) -> None:
-        """``chunks``: the model's pieces on this rank, one for each virtual pipeline stage."""
+        """``chunks``: the model's pieces on this rank, one for each virtual pipeline stage. ``replayed_layers``: whose
+        routers replay the batch's expert choices (``install_replay``).
+        """
+        self._replayed_layers = replayed_layers
         self._architecture, self._layout, self._config, self._groups = architecture, layout, config, groups
         self._chunks = list(chunks)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -101,8 +110,16 @@ class Passes:
             row_alignment=self._row_alignment,
             alignment=alignment,
             device=self._device,
+            replayed_layers=self._replayed_layers,
         )
         return part_of(whole, self._layout.context, self._groups.cp.rank())
+
+    def _choices_of_rank(self, micro: MicroBatch) -> Tensor | None:
+        """The choices of the tokens that this rank's routers see: with sequence parallelism a part."""
+        choices, groups = micro.expert_choices, self._groups
+        if choices is None or not self._config.sequence_parallel:
+            return choices
+        return choices.chunk(groups.tp.size())[groups.tp.rank()]
 
     def _forward_step(
         self, micro_batches: Iterator[MicroBatch], model: Any, output: Output, loss_of: Callable[..., Tensor]
@@ -110,7 +127,7 @@ class Passes:
         micro = next(micro_batches)
         # Transformer Engine's context parallelism asks for the boundaries with padding, which here are the boundaries.
         padded = micro.cu_seqlens if self._layout.context > 1 else None
-        packed = PackedSeqParams(
+        packed = ReplayedSequences(
             qkv_format="thd",
             cu_seqlens_q=micro.cu_seqlens,
             cu_seqlens_kv=micro.cu_seqlens,
@@ -118,6 +135,7 @@ class Passes:
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=micro.longest,
             max_seqlen_kv=micro.longest,
+            expert_choices=self._choices_of_rank(micro),
         )
 
         def read(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:

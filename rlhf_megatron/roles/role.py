@@ -20,6 +20,7 @@ from torch import Tensor
 from rlhf_megatron.data.packing import MicroBatch
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.router_replay import install_replay
 from rlhf_megatron.models.weight_source import WeightSource
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import ShardSpec
@@ -55,11 +56,13 @@ class Role:
         optimizer: OptimizerSection | None = None,
         training_steps: int = 1,
         deterministic: bool = False,
+        replays_experts: bool = False,
         span: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     ) -> None:
         """Without ``optimizer`` the model is frozen. Weights are unset until ``load``.
 
         ``deterministic``: kernels that give the same bits each time, where ``prepare_environment`` was told so too.
+        ``replays_experts``: routers take the experts that a batch's ``expert_choices`` name.
         ``span``: records the parts of an update.
         """
         self.name, self.architecture, self.layout, self.section = name, architecture, layout, section
@@ -70,7 +73,8 @@ class Role:
         self.ranks, self.groups = shard.ranks, shard.groups
         self.trainer = Trainer(optimizer, shard, dtype, training_steps) if optimizer is not None else None
         chunks = self.trainer.chunks if self.trainer and not shard.adapters else shard.chunks
-        self._passes = Passes(architecture, layout, shard.config, shard.groups, chunks)
+        replayed = install_replay(architecture, shard.chunks) if replays_experts else ()
+        self._passes = Passes(architecture, layout, shard.config, shard.groups, chunks, replayed)
         self.memory = RoleMemory(section.offload, chunks, self.trainer)
         self._reduction = RoleReduction(shard.groups, shard.ranks, self.device)
         self._output = _default_output(shard, temperature, section)
@@ -123,10 +127,10 @@ class Role:
     # ---- computing
 
     def base_logprobs(self, batch: RolloutBatch) -> TokenOutputs:
-        """``logprobs`` of the model without its adapters."""
+        """``logprobs`` of the model without its adapters, by its own choice of experts: it is a reference."""
         assert self.shard.adapters is not None, f"{self.name} has no adapters"
         with self.shard.adapters.left_out(self.parameters()):
-            return self.logprobs(batch)
+            return self.logprobs(batch.with_fields(expert_choices=None))
 
     def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
         """Logprob and entropy of every sampled token of ``batch``, without gradients; of a language head."""

@@ -47,6 +47,8 @@ class Completion:
     finish_reason: str  # "stop" or "length"; "abort": it was given up, and can be resumed
     weight_versions: list[int]  # of the weights that sampled each token
     sampled: list[bool] | None = None  # which tokens are the model's, where an environment has spoken between its turns
+    # [tokens, layers, chosen] of prompt and response, as far as known, where the engine records them
+    expert_choices: Tensor | None = dataclasses.field(default=None, compare=False)
 
     @property
     def turns(self) -> int:

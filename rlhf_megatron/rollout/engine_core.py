@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from torch import Tensor
+
 from rlhf_megatron.rollout.engine import Sampling
 
 
@@ -30,6 +32,7 @@ class EngineOutput:
     token_ids: list[int]
     logprobs: list[float]  # of each token, under the distribution that it was drawn from
     finish_reason: str  # "stop", "length" or "abort"; an engine's own word for anything else is an error
+    expert_choices: Tensor | None = None  # of the request's tokens and these, where they are recorded
 
 
 class EngineCore(Protocol):

@@ -22,6 +22,7 @@ def make_engine(
     seed: int,
     load_format: str = "dummy",
     shared: Mapping[str, Tensor] | None = None,
+    records_experts: bool = False,
     name: str = "vllm",
 ) -> RolloutEngine:
     """Make this rank's engine of a replica; collective over the whole world.
@@ -32,9 +33,10 @@ def make_engine(
         max_prompt_length: in tokens.
         seed: of what the engine draws beside the requests' own seeds.
         load_format: "dummy" for weights that `parameters` takes later, "auto" for those of `model_path`.
+        records_experts: completions say which experts each token reached.
         shared: with dummy weights, tensors that parameters of these names are to be views of; they must never move.
 
     Raises:
         RolloutError: config.json or the recipe's rollout section is not right, or there is too little memory.
     """
-    return ENGINES[name](model_path, section, dtype, max_prompt_length, seed, load_format, shared)
+    return ENGINES[name](model_path, section, dtype, max_prompt_length, seed, load_format, shared, records_experts)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from rlhf_megatron.data.expert_choices import merged
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, Sampling
 from rlhf_megatron.rollout.engine_core import EngineCore, EngineOutput, EngineRequest
 from rlhf_megatron.rollout.environment_turns import Answer, EnvironmentTurns
@@ -260,7 +261,7 @@ class GenerationScheduler:
             raise RuntimeError(
                 f"{self._core.name} ended row {request.row_id} with {output.finish_reason!r} after {len(tokens)} tokens"
             )
-        versions, sampled = [self._version] * len(tokens), None
+        versions, sampled, choices = [self._version] * len(tokens), None, output.expert_choices
         self._sampled_tokens += len(tokens)
         if begun:
             if begun.sampled is not None:
@@ -268,4 +269,5 @@ class GenerationScheduler:
             tokens = [*begun.token_ids, *tokens]
             logprobs = [*begun.logprobs, *logprobs]
             versions = [*begun.weight_versions, *versions]
-        return Completion(request.row_id, tokens, logprobs, output.finish_reason, versions, sampled)
+            choices = merged(begun.expert_choices, choices)
+        return Completion(request.row_id, tokens, logprobs, output.finish_reason, versions, sampled, choices)

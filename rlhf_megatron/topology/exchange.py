@@ -22,12 +22,12 @@ _Group = dist.ProcessGroup | None
 
 
 def gather_tensors(tensor: Tensor, group: _Group = None) -> list[Tensor]:
-    """Every rank's 1-D CPU tensor, of any length, on every rank, in rank order."""
+    """Every rank's CPU tensor, of any length but otherwise one shape, on every rank, in rank order."""
     lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     lengths[dist.get_rank(group)] = len(tensor)
     dist.all_reduce(lengths, group=group)
     missing = int(lengths.max()) - len(tensor)
-    padded = torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor.contiguous()
+    padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
     received = [torch.empty_like(padded) for _ in range(len(lengths))]
     dist.all_gather(received, padded, group)
     return [part[:length] for part, length in zip(received, lengths.tolist(), strict=True)]
@@ -48,10 +48,11 @@ def gather_batches(batch: RolloutBatch, group: _Group = None) -> RolloutBatch:
         value = getattr(batch, field.name)
         if value is None or field.name in merged:
             continue
-        is_flag = value.dtype == torch.bool  # gloo moves no booleans
-        parts = gather_tensors(value.to(torch.uint8) if is_flag else value, group)
+        # gloo moves neither booleans nor short integers
+        as_bytes = value.dtype in (torch.bool, torch.int16)
+        parts = gather_tensors(value.contiguous().view(torch.uint8) if as_bytes else value, group)
         joined = in_order(parts, lengths, rows) if field.name in TOKEN_FIELDS else torch.cat(parts)[order]
-        merged[field.name] = joined.bool() if is_flag else joined
+        merged[field.name] = joined.view(value.dtype) if as_bytes else joined
     return RolloutBatch(**merged)
 
 

@@ -60,6 +60,7 @@ class Case(NamedTuple):
     others: int = 0
     is_learned: bool = False
     fields: Mapping[str, Any] = MappingProxyType({})
+    algorithm: Mapping[str, Any] = MappingProxyType({})
 
 
 CASES = {
@@ -69,6 +70,7 @@ CASES = {
         {"tensor": 2, "expert": 2, "expert_tensor": 1},
         others=1,
         is_learned=True,
+        algorithm={"router_replay": "rollout"},
     ),
     "LongRoPE": Case("llama", fields={"rope_parameters": LONGROPE}),
 }
@@ -77,7 +79,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_vllm_follows_the_trainer(tmp_path: Path, case: Case) -> None:
     (tmp_path / "reward.py").write_text(LENGTH_REWARD)
-    recipe = RECIPE | {"actor": RECIPE["actor"] | {"layout": dict(case.layout)}}
+    changes = {"actor": RECIPE["actor"] | {"layout": dict(case.layout)}, "algorithm": dict(case.algorithm)}
+    recipe = RECIPE | changes
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(recipe))
     make_model(tmp_path, layers=1)  # for its tokenizer
     vocabulary = len(load_model(tmp_path / "model").get_input_embeddings().weight)

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from parallel.ranks import run_ranks
-from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, checked_batch, marked_in_rows, on_tokens
+from rlhf_megatron.data.expert_choices import ChoiceShape, is_known, merged
+from rlhf_megatron.data.rollout_batch import (
+    RolloutBatch,
+    batch_from_rows,
+    checked_batch,
+    concatenate,
+    marked_in_rows,
+    on_tokens,
+)
 from rlhf_megatron.topology.exchange import gather_batches
 
 SHARES = [[4, 0, 7], [], [6, 1, 9, 3], [8], [5, 2]]  # rows of each rank
@@ -76,6 +84,29 @@ SOUND = batch_from_rows([[1, 2], [3]], [[4], [5, 6]], [[-0.5], [-0.25, -1.0]], r
 
 def test_a_batch_that_was_saved_is_read() -> None:
     assert checked_batch(fields_of(SOUND), 7).lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("experts", [4, 256])
+def test_expert_choices_stay_with_their_rows(experts: int) -> None:
+    shape = ChoiceShape(experts, layers=2, chosen=1)
+    given = torch.tensor([[[row], [experts - 1]] for row in range(2)], dtype=shape.dtype)
+    batch = batch_from_rows([[1, 2], [3]], [[4], [5, 6]], expert_choices=[given, None], choices=shape)
+    assert batch.expert_choices is not None and batch.expert_choices.dtype == shape.dtype
+    assert is_known(batch.expert_choices).tolist() == [True, True, False, False, False, False]
+    turned = concatenate([batch, batch]).select([3, 2]).expert_choices
+    assert turned is not None and torch.equal(turned[3:], batch.expert_choices[:3]) and not is_known(turned[:3]).any()
+    whole = merged(given, shape.of_rows([4], [torch.zeros(3, 2, 1, dtype=shape.dtype)]))
+    assert whole is not None and torch.equal(whole[:2], given), "those that a token was sampled by"
+    assert whole[2].tolist() == [[0], [0]] and is_known(whole).tolist() == [True, True, True, False]
+    read = checked_batch(fields_of(batch), 7, shape)
+    assert read.expert_choices is batch.expert_choices
+    assert checked_batch(fields_of(batch), 7).expert_choices is None, "they are not replayed now"
+    missing = checked_batch(fields_of(SOUND), 7, shape).expert_choices
+    assert missing is not None and not is_known(missing).any(), "they were not recorded then"
+    with pytest.raises(ValueError, match=f"expert choices are beyond the model's {experts} experts"):
+        checked_batch(fields_of(batch) | {"expert_choices": batch.expert_choices - 1}, 7, shape)
+    with pytest.raises(ValueError, match="expert choices are a tensor of"):
+        checked_batch(fields_of(batch) | {"expert_choices": batch.expert_choices[:5]}, 7, shape)
 
 
 @pytest.mark.parametrize(

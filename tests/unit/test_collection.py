@@ -67,7 +67,7 @@ class Answers:
 
     def __init__(self, rewards: list[tuple[float, float]]) -> None:
         self.rewards, self.first_rows, self.version = rewards, list[int](), 1
-        self.sampling = Sampling(1.0, 1.0, -1, 10, ())
+        self.sampling, self.choices = Sampling(1.0, 1.0, -1, 10, ()), None
 
     def generate(
         self, groups: list[Group], responses: int, sampling: Any, step: int, first_row: int, wanted: int | None

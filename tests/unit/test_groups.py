@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf_megatron.checkpoint.storage import TensorFile, join_tensors, split_tensors, write_tensors
+from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.generation.prompt_groups import Group, groups_from_state, groups_state, requests_for
 from rlhf_megatron.rollout.engine import Completion
@@ -50,6 +51,28 @@ def test_a_checkpoint_keeps_groups_exactly(tmp_path: Any) -> None:
     fewer = groups_from_state(state["waiting"], 2, read, VOCABULARY)
     assert [sorted(group.begun) for group in fewer] == [[0], [], [1]], "responses that are no longer asked for"
     assert fewer[2] == GROUPS[2]
+
+
+def test_a_checkpoint_keeps_expert_choices(tmp_path: Any) -> None:
+    shape = ChoiceShape(experts=300, layers=2, chosen=1)
+    choices = torch.arange(10, dtype=shape.dtype).reshape(5, 2, 1)
+    begun = {0: dataclasses.replace(completion(0, 3, "abort"), expert_choices=choices), 1: completion(1, 2, "abort")}
+    plain, tensors = split_tensors({"waiting": groups_state([Group(prompt(7), begun)])}, "parts")
+    write_tensors(tmp_path / "step-1", "rank-0.safetensors", tensors, {})
+    [path] = tmp_path.rglob("*.safetensors")
+    with TensorFile(path) as file:
+        state = join_tensors(json.loads(json.dumps(plain)), file)["waiting"]
+    [group] = groups_from_state(state, 3, read, VOCABULARY, shape)
+    kept = group.begun[0].expert_choices
+    assert kept is not None and torch.equal(kept, choices) and group.begun[1].expert_choices.shape[0] == 0
+    [group] = groups_from_state(state, 3, read, VOCABULARY)
+    assert group.begun[0].expert_choices is None, "they are not replayed now"
+    for name, value in {"expert_choices": choices + 300, "expert_choice_lengths": torch.tensor([7, -2])}.items():
+        with pytest.raises(ValueError, match="expert choices"):
+            groups_from_state(state | {name: value}, 3, read, VOCABULARY, shape)
+    with pytest.raises(ValueError, match="more tokens than their rows have"):
+        moved = {"expert_choices": choices.repeat(2, 1, 1), "expert_choice_lengths": torch.tensor([10, 0])}
+        groups_from_state(state | moved, 3, read, VOCABULARY, shape)
 
 
 def test_groups_without_a_token_are_kept_too() -> None:

@@ -369,6 +369,7 @@ def test_layouts_that_fill_the_world_pass(small: Path) -> None:
         ),
         (["rollout.layout.tensor=8"], "rollout.layout.tensor=8 does not divide the model's 28 attention heads"),
         (["rollout.layout.tensor=7"], "rollout.layout.tensor=7 neither divides the model's 4 key-value heads"),
+        (["algorithm.router_replay=rollout"], "algorithm.router_replay=rollout: the model is dense, without routers"),
         (["rollout.max_response_length=1000"], "= 1100 is beyond the model's 1024 positions"),
         ([*SFT, "data.max_response_length=925"], "= 1025 is beyond the model's 1024 positions"),
         ([*SFT, "data.max_prompt_length=1025"], "data.max_prompt_length=1025 is beyond the model's 1024 positions"),

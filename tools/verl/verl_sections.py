@@ -227,7 +227,20 @@ def put_algorithm(command: Command, tree: Tree) -> None:
             put("overlong_buffer.enable", True)
             put("overlong_buffer.len", take(f"{buffer}.len"))
             put("overlong_buffer.penalty_factor", take(f"{buffer}.penalty_factor", 1.0))
+    put_router_replay(command, tree)
     put_correction(command, tree)
+
+
+def put_router_replay(command: Command, tree: Tree) -> None:
+    """The rollout's choices of experts, which verl's mode R3 replays."""
+    keys = (f"{ACTOR}.megatron.router_replay.mode", f"{ACTOR}.router_replay.mode")
+    mode = str(command.first(*keys, default="disabled"))
+    if command.take(f"{ROLLOUT}.enable_rollout_routing_replay", mode == "R3") and mode == "R3":
+        tree.put("algorithm.router_replay", "rollout")
+    elif mode != "disabled":
+        command.remark(
+            f"{ACTOR}.router_replay.mode", "here is R3, the replay of the rollout's experts; none are replayed"
+        )
 
 
 def put_divergence(command: Command, tree: Tree) -> None:

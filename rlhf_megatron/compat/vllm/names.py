@@ -91,6 +91,34 @@ NAMES = (
         "a kernel of ours for sampled tokens",
         absent="vLLM's own: the same numbers, slower for small models",
     ),
+    # Choices of experts, by slots of the cache (compat.vllm.expert_choices).
+    PrivateName("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config(kv_cache_config)", "routers before graphs"),
+    PrivateName(
+        "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model(scheduler_output)", "after a step; runner V1"
+    ),
+    PrivateName(
+        "vllm.v1.worker.gpu.model_runner", "GPUModelRunner.execute_model(scheduler_output)", "after a step; runner V2"
+    ),
+    PrivateName("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model_state", "slots of a step; runner V1"),
+    PrivateName("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.execute_model_state", "slots of a step; runner V2"),
+    PrivateName("vllm.v1.worker.gpu_model_runner", "ExecuteModelState.slot_mappings", "slots of a step; runner V1"),
+    PrivateName(
+        "vllm.v1.worker.gpu.model_runner", "ExecuteModelState.slot_mappings_by_layer", "slots of a step; runner V2"
+    ),
+    PrivateName(
+        _LAYERS + "fused_moe.router.base_router", "BaseRouter.set_capture_fn(capture_fn)", "what a router chooses"
+    ),
+    PrivateName(_LAYERS + "fused_moe.router.base_router", "BaseRouter.global_num_experts", "the type of choices"),
+    PrivateName(_LAYERS + "fused_moe.router.base_router", "BaseRouter.top_k", "the shape of choices"),
+    PrivateName(_LAYERS + "fused_moe.runner.moe_runner", "MoERunner.router", "the routers of a model"),
+    PrivateName(_LAYERS + "fused_moe.runner.moe_runner", "MoERunner._quant_method", "kernels that route themselves"),
+    PrivateName("vllm.v1.core.kv_cache_manager", "KVCacheManager.free(request)", "requests that have ended"),
+    PrivateName("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids(request_id)", "slots of a request"),
+    PrivateName("vllm.v1.request", "Request.is_finished", "requests that have ended"),
+    PrivateName("vllm.v1.request", "Request.num_computed_tokens", "tokens with choices"),
+    PrivateName("vllm.v1.request", "Request.num_tokens", "tokens with choices"),
+    PrivateName("vllm.v1.kv_cache_interface", "FullAttentionSpec", "a cache of all tokens"),
+    PrivateName("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", "a cache of all tokens"),
     # Parameters that are views (compat.vllm.shared_weights).
     PrivateName(_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", "our loader in place of the dummy one"),
     PrivateName(_LOADER + ".base_loader", "BaseModelLoader.load_model", "our loader"),

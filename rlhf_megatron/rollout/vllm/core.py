@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from rlhf_megatron.compat.vllm import internals
+from rlhf_megatron.compat.vllm.expert_choices import ChoiceRecorder
 from rlhf_megatron.rollout.engine import Sampling
 from rlhf_megatron.rollout.engine_core import EngineOutput, EngineRequest
 
@@ -14,11 +16,12 @@ class VllmCore:
 
     name = "vLLM"
 
-    def __init__(self, engine: Any) -> None:
-        """Wrap an LLMEngine."""
-        self._engine = engine
+    def __init__(self, engine: Any, recorder: ChoiceRecorder | None = None) -> None:
+        """Wrap an LLMEngine, whose choices of experts a `recorder` has."""
+        self._engine, self._recorder = engine, recorder
         self.max_num_seqs, self.block_size, self.enable_prefix_caching = internals.scheduling_limits(engine)
         self._numbers: dict[str, int] = {}  # by vLLM's own, longer name of a request
+        self._names: dict[int, str] = {}  # the latest of each number
 
     def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
         """See EngineCore."""
@@ -27,17 +30,24 @@ class VllmCore:
         name = self._engine.add_request(str(request.number), prompt, parameters)
         internals.keep_logprobs_as_numbers(self._engine, name)
         self._numbers[name] = request.number
+        self._names[request.number] = name
 
     def step(self) -> list[EngineOutput]:
         """See EngineCore."""
-        return [_output_of(output) for output in self._engine.step() if output.finished]
+        return [self._with_choices(_output_of(output)) for output in self._engine.step() if output.finished]
 
     def abort_requests(self) -> list[EngineOutput]:
         """See EngineCore."""
-        outputs = [_output_of(output) for output in internals.abort_all(self._engine)]
+        outputs = [self._with_choices(_output_of(output)) for output in internals.abort_all(self._engine)]
         internals.drain(self._engine)
         self._numbers.clear()
+        self._names.clear()
         return outputs
+
+    def _with_choices(self, output: EngineOutput) -> EngineOutput:
+        if self._recorder is None:
+            return output
+        return dataclasses.replace(output, expert_choices=self._recorder.take(self._names[output.number]))
 
     def running(self) -> dict[int, int]:
         """See EngineCore."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
-from rlhf_megatron.compat.vllm import internals, logprobs, shared_weights
+from rlhf_megatron.compat.vllm import expert_choices, internals, logprobs, shared_weights
 from rlhf_megatron.compat.vllm.names import check_version
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, RolloutError, Sampling
@@ -49,6 +49,7 @@ class VllmEngine:
         seed: int,
         load_format: str = "dummy",
         shared: Mapping[str, Tensor] | None = None,
+        records_experts: bool = False,
     ) -> None:
         """Make the engine; the arguments are those of `engines.make_engine`, and `load_format` is vLLM's.
 
@@ -66,9 +67,12 @@ class VllmEngine:
         arguments = engine_arguments(section, dtype, seed, self._max_length, self._on_gpu)
         with _starting(self._on_gpu):
             arguments |= {"model": model_path, "load_format": load_format, "use_tqdm_on_load": False}
-            self._llm: Any = _make_llm(arguments, section.quantization is not None, shared or {}, self._max_length)
+            with expert_choices.recorded() if records_experts else contextlib.nullcontext() as recorder:
+                self._llm: Any = _make_llm(arguments, section.quantization is not None, shared or {}, self._max_length)
         self._engine: Any = self._llm.llm_engine
-        self._core = VllmCore(self._engine)
+        if recorder is not None:
+            recorder.follow(internals.scheduler(self._engine))
+        self._core = VllmCore(self._engine, recorder)
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters().items()}
         self._ranks = ReplicaRanks(internals.tensor_group() if section.layout.tensor > 1 else None)
         self._lengths = ResponseLengths()

@@ -1,0 +1,71 @@
+"""Which experts each token of a row reached, layer by layer, for router replay (arXiv 2510.11370).
+
+A tensor of them is [tokens, layers with experts, chosen], in the smallest type; its largest value says that nothing is
+known of a token, such as the last of a row, which no engine computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceShape:
+    """The choices of one token: so many of the ``experts`` in each of the ``layers`` that have some."""
+
+    experts: int
+    layers: int
+    chosen: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest type that has a value beyond the experts."""
+        return torch.uint8 if self.experts <= torch.iinfo(torch.uint8).max else torch.int16
+
+    def unknown(self, tokens: int) -> Tensor:
+        """Choices of ``tokens`` tokens of which nothing is known."""
+        return torch.full((tokens, self.layers, self.chosen), unknown(self.dtype), dtype=self.dtype)
+
+    def of_rows(self, lengths: Sequence[int], rows: Sequence[Tensor | None]) -> Tensor:
+        """The choices of rows of these lengths, one behind the other; each may know less tokens than its row has."""
+        whole = self.unknown(sum(lengths))
+        for row, place in zip(rows, whole.split(list(lengths)), strict=True):
+            if row is not None:
+                place[: len(row)] = row
+        return whole
+
+    def check(self, choices: Tensor, tokens: int) -> None:
+        """Raises ValueError where ``choices`` are not those of ``tokens`` tokens, or an expert is none of the model."""
+        wanted = (tokens, self.layers, self.chosen)
+        if choices.shape != wanted or choices.dtype != self.dtype:
+            raise ValueError(
+                f"expert choices are a tensor of {list(choices.shape)} {choices.dtype}, and not {list(wanted)}"
+            )
+        of_known = choices[is_known(choices)]
+        if bool(((of_known < 0) | (of_known >= self.experts)).any()):
+            raise ValueError(f"expert choices are beyond the model's {self.experts} experts")
+
+
+def unknown(dtype: torch.dtype) -> int:
+    """The value that says that nothing is known of a token."""
+    return torch.iinfo(dtype).max
+
+
+def is_known(choices: Tensor) -> Tensor:
+    """[tokens] bool: of which tokens the choices are known."""
+    return choices[:, 0, 0] != unknown(choices.dtype)
+
+
+def merged(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
+    """The choices of a row that went on: those with which its tokens were sampled first, where they are known."""
+    if earlier is None or later is None:
+        return earlier if later is None else later
+    whole = earlier.new_full((max(len(earlier), len(later)), *earlier.shape[1:]), unknown(earlier.dtype))
+    for choices in (later, earlier):
+        known = is_known(choices)
+        whole[: len(choices)][known] = choices[known]
+    return whole

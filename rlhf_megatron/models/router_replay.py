@@ -1,0 +1,89 @@
+"""Router replay: routers of a Megatron model take the experts that they are told, with weights of their own (R3, arXiv
+2510.11370).
+
+The choices travel with the boundaries of the packed rows, which every layer gets, also where its activations are
+recomputed in the backward pass: so each router replays its own micro-batch's, whatever ran meanwhile. Megatron's
+`RouterReplay` keeps one list of routers for the whole process, and replays in the order of its calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rlhf_megatron.data.expert_choices import ChoiceShape, is_known
+from rlhf_megatron.models.architecture import Architecture
+
+
+def choice_shape(architecture: Architecture) -> ChoiceShape | None:
+    """The choices of a token of this model; None where it has no experts."""
+    experts = architecture.experts
+    return ChoiceShape(experts.count, len(layers_with_experts(architecture)), experts.chosen) if experts else None
+
+
+def layers_with_experts(architecture: Architecture) -> list[int]:
+    """The layers that have a router, rising."""
+    return [layer for layer, kind in enumerate(architecture.layer_kinds) if kind.feed_forward == "experts"]
+
+
+@dataclasses.dataclass
+class ReplayedSequences(PackedSeqParams):
+    """Boundaries of packed rows, with the choices of this rank's tokens: [t, layers of this rank, chosen]."""
+
+    expert_choices: Tensor | None = None
+
+
+class ReplayedRouter:
+    """Stands in for Megatron's RouterReplay in one router; without ``choices`` the router's own are taken."""
+
+    choices: Tensor | None = None  # [t, chosen]
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, experts) of those to take for each token: its own where nothing is known, such as of padding."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.choices is None:
+            return values, own
+        taken = torch.where(is_known(self.choices[:, None])[:, None], self.choices.long(), own)
+        return scores.gather(1, taken), taken
+
+
+def install_replay(architecture: Architecture, chunks: Sequence[torch.nn.Module]) -> list[int]:
+    """Has the routers of this rank's ``chunks`` replay what comes with ``ReplayedSequences``.
+
+    Returns which of the model's layers with experts, counted among these, are here.
+    """
+    numbers = {layer: number for number, layer in enumerate(layers_with_experts(architecture))}
+    layers: list[Any] = [layer for chunk in chunks for layer in _of_chunk(chunk)]
+    routed = [layer for layer in layers if layer.layer_number - 1 in numbers]
+    for index, layer in enumerate(routed):
+        layer.mlp.router.router_replay = ReplayedRouter()
+        layer.register_forward_pre_hook(_tell_router(layer.mlp.router.router_replay, index), with_kwargs=True)
+    return [numbers[layer.layer_number - 1] for layer in routed]
+
+
+def _of_chunk(chunk: Any) -> Sequence[Any]:
+    layers: Sequence[Any] = chunk.decoder.layers
+    return layers
+
+
+def _tell_router(router: ReplayedRouter, index: int) -> Callable[..., None]:
+    """A hook that runs before a layer and gives its router the choices of the layer's tokens."""
+
+    def tell(_: Any, __: Any, named: dict[str, Any]) -> None:
+        choices = getattr(named.get("packed_seq_params"), "expert_choices", None)
+        router.choices = None if choices is None else choices[:, index]
+
+    return tell
