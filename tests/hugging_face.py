@@ -32,6 +32,8 @@ CONFIGS = {
     "glm4_moe": Glm4MoeConfig,
     "llama": LlamaConfig,
     "llama3": LlamaConfig,
+    "llama_attention_biases": LlamaConfig,
+    "llama_biases": LlamaConfig,
     "mistral": MistralConfig,
     "mistral_linear": MistralConfig,
     "mistral_window": MistralConfig,
@@ -41,6 +43,7 @@ CONFIGS = {
     "qwen2_moe": Qwen2MoeConfig,
     "qwen2_yarn": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_biases": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_moe_plain": Qwen3MoeConfig,
     "smollm3": SmolLM3Config,
@@ -90,6 +93,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "llama_attention_biases": {"attention_bias": True},
+    "llama_biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": None},
     "mistral_linear": {
         "sliding_window": None,
@@ -107,12 +112,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "qwen3_biases": {"attention_bias": True},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
     "smollm3": {"no_rope_layer_interval": 2},
 }
-# Of these families, and with the same tensors.
-VARIANTS = {"llama3", "mistral_linear", "mistral_window", "qwen2_window", "qwen2_yarn", "qwen3_moe_plain"}
+# Of these families.
+VARIANTS = {
+    "llama3",
+    "llama_attention_biases",
+    "llama_biases",
+    "qwen3_biases",
+    "mistral_linear",
+    "mistral_window",
+    "qwen2_window",
+    "qwen2_yarn",
+    "qwen3_moe_plain",
+}
 PAD = 0  # never among random rows
 
 

@@ -119,6 +119,8 @@ class Architecture:
     mixed_ropes: tuple[Rope | None, ...] = ()
     window: int | None = None
     zero_centred_norms: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     scales: Scales = Scales()
     prediction_layers: int = 0
 
@@ -199,7 +201,10 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 
 
 # Keys that came after the first checkpoints, which do not have them.
-LATER_FIELDS = ("mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "scales", "prediction_layers")
+LATER_FIELDS = (
+    "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias", "scales",
+    "prediction_layers",
+)  # fmt: skip
 _LATER_FIELDS_OF_EXPERTS = ("shared", "routing")
 
 

@@ -55,6 +55,8 @@ def both(name: str, family: str, **fields: Any) -> dict[str, Case]:
 
 
 CASES = {
+    **both("biases", "llama_biases"),
+    "biases of attention": Case("llama_attention_biases"),
     "layers without positions": Case("smollm3", grid=False),
     "layers without positions, TP2": Case("smollm3", {"tensor": 2}, 2),
     "YaRN": Case("qwen2_yarn", fields=DIVIDED, grid=False),

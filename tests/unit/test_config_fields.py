@@ -175,6 +175,8 @@ PUBLISHED = {
     | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
     "Qwen3 with YaRN": QWEN3
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    "biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "biases of attention": QWEN3 | {"attention_bias": True},
     "deepseek-coder": without(LLAMA, "rope_scaling") | {"rope_scaling": {"factor": 4.0, "type": "linear"}},
     "SmolLM3": SMOLLM3,
     "SmolLM3 by its interval": without(SMOLLM3, "no_rope_layers", "layer_types"),
@@ -359,6 +361,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
     (LLAMA, {"bias": True}, "bias is True"),
     (LLAMA, {"qkv_bias": True}, "qkv_bias is True"),
+    (LLAMA, {"qkv_bias": False, "attention_bias": True}, "qkv_bias is False"),
     (LLAMA, {"attention_bias": "no"}, "attention_bias is 'no'"),
     (QWEN2, {"qk_norm": True}, "qk_norm is True"),
     (QWEN3, {"use_qk_norm": False}, "use_qk_norm is False"),

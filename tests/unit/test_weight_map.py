@@ -164,7 +164,6 @@ CONFIG = {
         ("hidden_act", "gelu"),
         ("mlp_only_layers", [0]),
         ("decoder_sparse_step", 2),
-        ("attention_bias", True),
         ("layer_types", ["full_attention", "sliding_attention"]),
         ("layer_types", 5),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
 from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.families import mixture
+from rlhf_megatron.models.families.bias_fields import NO_BIASES, BiasFields
 from rlhf_megatron.models.families.config_reading import read_heads
+from rlhf_megatron.models.families.decoder_tensors import (
+    decoder_shapes,
+    head_slots,
+    layer_slots,
+    megatron_names,
+    rollout_names,
+)
 from rlhf_megatron.models.families.norm_names import NORMS_BEFORE, NormNames
 from rlhf_megatron.models.families.rope_reading import read_rope
 from rlhf_megatron.models.families.windows import WindowFields, mixed_layers, read_windows
 from rlhf_megatron.models.rectangles import (
-    SCORE,
     Block,
-    Cut,
     Implementation,
     Shapes,
     Slot,
@@ -37,14 +43,6 @@ if TYPE_CHECKING:
 NO_ATTENTION_BIAS: dict[str, Any] = {"attention_bias": False, "qkv_bias": False}
 Activation = Literal["silu", "gelu_tanh"]
 
-# Megatron's names of the norms before attention and feed-forward layer: Transformer Engine fuses a norm with the linear
-# layer after it.
-_MEGATRON_NORMS: dict[Implementation, tuple[str, str]] = {
-    "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
-    "transformer_engine": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
-}
-_ROUTER_NORM = "pre_mlp_layernorm.weight"  # in front of a router there is no linear layer to fuse it with
-
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
@@ -52,9 +50,11 @@ class Decoder:
 
     ``max_positions``, ``rope_theta``: max_position_embeddings and rope_theta of a config without.
     ``partial_rotary``: positions turn a part of a head where the config says so.
+    ``qkv_bias``: always there; ``bias_fields`` have those that the config decides on.
     ``windows``: which layers have a sliding window; None: no layer of the family.
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
     ``vllm_mixes_windows``: in vLLM too some layers may have a window and others not.
+    ``vllm_has_output_bias``: attention's output has a bias in vLLM where it has one in transformers.
     """
 
     classes: str
@@ -62,6 +62,7 @@ class Decoder:
     language_class: str = ""
     query_key_norm: bool = False
     qkv_bias: bool = False
+    bias_fields: BiasFields = NO_BIASES
     experts: bool = False
     expert_names: mixture.ExpertNames = mixture.USUAL_NAMES
     max_positions: int = 32768
@@ -73,6 +74,7 @@ class Decoder:
     activation: Activation = "silu"
     vllm_divides_heads: bool = False
     vllm_mixes_windows: bool = False
+    vllm_has_output_bias: bool = True
     has_rollout_table: bool = True
 
     # ---- description
@@ -85,6 +87,7 @@ class Decoder:
         heads, key_value_heads, head_dim = read_heads(path, config, self.fields.absent)
         token_ids(path, "bos_token_id", config, vocabulary)
         pad = token_ids(path, "pad_token_id", config, vocabulary)
+        qkv_bias, output_bias, mlp_bias = self.bias_fields.read(path, config)
         return Architecture(
             family=config["model_type"],
             layers=layers,
@@ -99,18 +102,20 @@ class Decoder:
             rope=read_rope(path, config, head_dim, max_positions, self.rope_theta, partial=self.partial_rotary),
             tied_embeddings=flag(path, "tie_word_embeddings", config),
             query_key_norm=self.query_key_norm,
-            qkv_bias=self.qkv_bias,
+            qkv_bias=self.qkv_bias or qkv_bias,
             pad_token_id=pad[0] if pad else None,
             end_token_ids=token_ids(path, "eos_token_id", config, vocabulary),
             experts=mixture.read_experts(path, config) if self.experts else None,
             mixed_layers=mixed_layers(within, "experts" if self.experts else "dense"),
             window=window,
             zero_centred_norms=self.zero_centred_norms,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
         )
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
         """See Family."""
-        return _tensor_shapes(architecture, self.norms, self.expert_names)
+        return decoder_shapes(architecture, self.norms, self.expert_names)
 
     # ---- trainer
 
@@ -145,6 +150,7 @@ class Decoder:
             attention = packed_attention(architecture.scales.attention_cap)
             spec.submodules.self_attention.submodules.core_attention = attention
         self._finish_sublayers(architecture, spec, implementation)
+        _add_biases(architecture, kind, spec)
         if count is not None and architecture.experts and architecture.experts.routing:
             spec.submodules.mlp.keywords["submodules"].router = functools.partial(
                 ScoreRouter, experts=architecture.experts
@@ -212,12 +218,12 @@ class Decoder:
             first = chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
             slots.append(Slot("model.embed_tokens.weight", "vocabulary", first))
         for prefix, index in held_layers(a, layout, coordinates.pipeline):
-            names = _megatron_names(prefix, kinds[index], implementation)
-            slots.extend(_layer_slots(a, kinds[index], f"model.layers.{index}.", names, self.norms, self.expert_names))
+            names = megatron_names(prefix, kinds[index], implementation)
+            slots.extend(layer_slots(a, kinds[index], f"model.layers.{index}.", names, self.norms, self.expert_names))
             if a.experts and kinds[index].feed_forward == "experts":
                 slots.extend(mixture.common_slots(a.experts, self.expert_names, f"model.layers.{index}.", prefix))
         if coordinates.pipeline == layout.pipeline - 1:
-            slots.extend(_head_slots(a, layout))
+            slots.extend(head_slots(a, layout))
         blocks = [
             block
             for slot in slots
@@ -236,8 +242,8 @@ class Decoder:
         slots = [Slot("model.embed_tokens.weight", "vocabulary", "model.embed_tokens.weight")]
         for index in layers:
             prefix = f"model.layers.{index}."
-            names = _rollout_names(prefix, self.expert_names)
-            slots.extend(_layer_slots(a, kinds[index], prefix, names, self.norms, self.expert_names))
+            names = rollout_names(prefix, self.expert_names)
+            slots.extend(layer_slots(a, kinds[index], prefix, names, self.norms, self.expert_names))
         slots.append(Slot("model.norm.weight", "whole", "model.norm.weight"))
         if not a.tied_embeddings:
             slots.append(Slot("lm_head.weight", "vocabulary", "lm_head.weight"))
@@ -251,6 +257,8 @@ class Decoder:
             return f"head_dim is {a.head_dim}, and vLLM takes hidden_size / num_attention_heads for {a.family}"
         if not self.vllm_mixes_windows and len({kind.attention for kind in a.layer_kinds}) > 1:
             return f"some layers have a sliding window, and vLLM has one in all layers of {a.family} or in none"
+        if a.output_bias and not self.vllm_has_output_bias:
+            return f"attention_bias is true, and vLLM gives the output of attention in {a.family} no bias"
         for rope in a.layer_ropes:
             if rope and rope.positions_in_vllm is not None and rope.positions_in_vllm < a.max_positions:
                 return (
@@ -291,6 +299,19 @@ class Decoder:
         return tokens if kind.attention == "full" or architecture.window is None else min(tokens, architecture.window)
 
 
+def _add_biases(a: Architecture, kind: LayerKind, spec: Any) -> None:
+    """Have those linear layers of a ``spec`` biases that Megatron's config gives none."""
+    from rlhf_megatron.models.biases import with_bias
+
+    attention = spec.submodules.self_attention.submodules
+    if a.output_bias:
+        attention.linear_proj = with_bias(attention.linear_proj)
+    if a.mlp_bias and kind.feed_forward == "dense":
+        feed_forward = spec.submodules.mlp.keywords["submodules"]
+        feed_forward.linear_fc1 = with_bias(feed_forward.linear_fc1)
+        feed_forward.linear_fc2 = with_bias(feed_forward.linear_fc2)
+
+
 def _window_settings(a: Architecture) -> dict[str, Any]:
     """Megatron counts the keys before a token's own, and the layers of all stages."""
     if a.window is None:
@@ -303,103 +324,3 @@ def _causal_pairs(tokens: float, window: int | None) -> float:
     """Return the pairs of a token with itself and those before it, ``window`` at most, in a row of ``tokens``."""
     before_it_is_full = tokens if window is None else min(tokens, window)
     return before_it_is_full * (before_it_is_full + 1) / 2 + (tokens - before_it_is_full) * before_it_is_full
-
-
-@functools.cache
-def _tensor_shapes(a: Architecture, norms: NormNames, expert_names: mixture.ExpertNames) -> dict[str, tuple[int, ...]]:
-    query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocabulary, a.hidden)}
-    for index, kind in enumerate(a.layer_kinds):
-        layer = f"model.layers.{index}."
-        shapes.update((f"{layer}{norm}.weight", (a.hidden,)) for norm in norms.names if norm)
-        for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
-            shapes[f"{layer}self_attn.{part}_proj.weight"] = (rows, a.hidden)
-            if a.qkv_bias:
-                shapes[f"{layer}self_attn.{part}_proj.bias"] = (rows,)
-            if a.query_key_norm and part != "v":
-                shapes[f"{layer}self_attn.{part}_norm.weight"] = (a.head_dim,)
-        shapes[layer + "self_attn.o_proj.weight"] = (a.hidden, query)
-        if kind.feed_forward == "experts":
-            shapes.update(mixture.expert_shapes(a, layer, expert_names))
-            continue
-        shapes[layer + "mlp.gate_proj.weight"] = (a.feed_forward, a.hidden)
-        shapes[layer + "mlp.up_proj.weight"] = (a.feed_forward, a.hidden)
-        shapes[layer + "mlp.down_proj.weight"] = (a.hidden, a.feed_forward)
-    shapes["model.norm.weight"] = (a.hidden,)
-    if a.head == "scalar":
-        shapes[SCORE] = (1, a.hidden)
-    elif not a.tied_embeddings:
-        shapes["lm_head.weight"] = (a.vocabulary, a.hidden)
-    return shapes
-
-
-def _layer_slots(
-    a: Architecture,
-    kind: LayerKind,
-    tensor_prefix: str,
-    names: dict[str, str],
-    norms: NormNames,
-    expert_names: mixture.ExpertNames,
-) -> Iterator[Slot]:
-    """Yield the slots of a decoder layer but for its experts; ``names``: the parameter of each part in a framework."""
-    for norm, parameter in zip(norms.names, ("input_norm", "attention_norm", "mlp_norm", "output_norm"), strict=True):
-        if norm:
-            yield Slot(f"{tensor_prefix}{norm}.weight", "whole", names[parameter])
-    cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
-    for part, cut in cuts:
-        yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
-        if a.qkv_bias:
-            yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias")
-    if a.query_key_norm:
-        yield Slot(tensor_prefix + "self_attn.q_norm.weight", "whole", names["query_norm"])
-        yield Slot(tensor_prefix + "self_attn.k_norm.weight", "whole", names["key_norm"])
-    yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"])
-    if kind.feed_forward == "experts":
-        yield Slot(f"{tensor_prefix}{expert_names.module}.gate.weight", "whole", names["router"])
-        return  # the experts are cut over other ranks than the rest of the layer
-    yield Slot(tensor_prefix + "mlp.gate_proj.weight", "gate", names["gate_up"])
-    yield Slot(tensor_prefix + "mlp.up_proj.weight", "up", names["gate_up"])
-    yield Slot(tensor_prefix + "mlp.down_proj.weight", "columns", names["down"])
-
-
-def _head_slots(a: Architecture, layout: Layout) -> Iterator[Slot]:
-    """Yield the slots of what Megatron's last pipeline stage has behind its layers."""
-    last = chunk_prefix(layout, layout.virtual_pipeline - 1)
-    yield Slot("model.norm.weight", "whole", last + "decoder.final_layernorm.weight")
-    if a.head == "scalar":
-        yield Slot(SCORE, "whole", last + "output_layer.weight")
-    elif not a.tied_embeddings:
-        yield Slot("lm_head.weight", "vocabulary", last + "output_layer.weight")
-    elif layout.pipeline > 1:  # the last stage has a copy of its own; its gradients are added to the first's
-        yield Slot("model.embed_tokens.weight", "vocabulary", last + "output_layer.weight")
-
-
-def _megatron_names(prefix: str, kind: LayerKind, implementation: Implementation) -> dict[str, str]:
-    input_norm, mlp_norm = _MEGATRON_NORMS[implementation]
-    return {
-        "input_norm": prefix + input_norm,
-        "qkv": prefix + "self_attention.linear_qkv",
-        "query_norm": prefix + "self_attention.q_layernorm.weight",
-        "key_norm": prefix + "self_attention.k_layernorm.weight",
-        "output": prefix + "self_attention.linear_proj.weight",
-        "attention_norm": prefix + "self_attn_bda.norm.weight",
-        "output_norm": prefix + "mlp_bda.norm.weight",
-        "mlp_norm": prefix + (_ROUTER_NORM if kind.feed_forward == "experts" else mlp_norm),
-        "router": prefix + "mlp.router.weight",
-        "gate_up": prefix + "mlp.linear_fc1.weight",
-        "down": prefix + "mlp.linear_fc2.weight",
-    }
-
-
-def _rollout_names(prefix: str, expert_names: mixture.ExpertNames) -> dict[str, str]:
-    return {
-        "input_norm": prefix + "input_layernorm.weight",
-        "qkv": prefix + "self_attn.qkv_proj",
-        "query_norm": prefix + "self_attn.q_norm.weight",
-        "key_norm": prefix + "self_attn.k_norm.weight",
-        "output": prefix + "self_attn.o_proj.weight",
-        "mlp_norm": prefix + "post_attention_layernorm.weight",
-        "router": f"{prefix}{expert_names.module}.gate.weight",
-        "gate_up": prefix + "mlp.gate_up_proj.weight",
-        "down": prefix + "mlp.down_proj.weight",
-    }

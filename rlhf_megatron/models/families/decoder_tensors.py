@@ -1,0 +1,135 @@
+"""The tensors of the usual decoder: their shapes, and the parameter of each in Megatron and in vLLM."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from rlhf_megatron.models.description import Architecture, LayerKind
+from rlhf_megatron.models.families import mixture
+from rlhf_megatron.models.families.norm_names import NormNames
+from rlhf_megatron.models.rectangles import SCORE, Cut, Implementation, Slot, chunk_prefix
+from rlhf_megatron.topology.layout import Layout
+
+# Megatron's names of the norms before attention and feed-forward layer: Transformer Engine fuses a norm with the linear
+# layer after it.
+_MEGATRON_NORMS: dict[Implementation, tuple[str, str]] = {
+    "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+    "transformer_engine": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
+}
+_ROUTER_NORM = "pre_mlp_layernorm.weight"  # in front of a router there is no linear layer to fuse it with
+
+
+@functools.cache
+def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.ExpertNames) -> dict[str, tuple[int, ...]]:
+    """Return every tensor of a checkpoint and its shape, in the model's order."""
+    query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocabulary, a.hidden)}
+    for index, kind in enumerate(a.layer_kinds):
+        layer = f"model.layers.{index}."
+        shapes.update((f"{layer}{norm}.weight", (a.hidden,)) for norm in norms.names if norm)
+        for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
+            shapes[f"{layer}self_attn.{part}_proj.weight"] = (rows, a.hidden)
+            if a.qkv_bias:
+                shapes[f"{layer}self_attn.{part}_proj.bias"] = (rows,)
+            if a.query_key_norm and part != "v":
+                shapes[f"{layer}self_attn.{part}_norm.weight"] = (a.head_dim,)
+        shapes[layer + "self_attn.o_proj.weight"] = (a.hidden, query)
+        if a.output_bias:
+            shapes[layer + "self_attn.o_proj.bias"] = (a.hidden,)
+        if kind.feed_forward == "experts":
+            shapes.update(mixture.expert_shapes(a, layer, expert_names))
+            continue
+        for part, (rows, columns) in _feed_forward_shapes(a).items():
+            shapes[f"{layer}mlp.{part}.weight"] = (rows, columns)
+            if a.mlp_bias:
+                shapes[f"{layer}mlp.{part}.bias"] = (rows,)
+    shapes["model.norm.weight"] = (a.hidden,)
+    if a.head == "scalar":
+        shapes[SCORE] = (1, a.hidden)
+    elif not a.tied_embeddings:
+        shapes["lm_head.weight"] = (a.vocabulary, a.hidden)
+    return shapes
+
+
+def _feed_forward_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
+    up, down = (a.feed_forward, a.hidden), (a.hidden, a.feed_forward)
+    return {"gate_proj": up, "up_proj": up, "down_proj": down}
+
+
+def layer_slots(
+    a: Architecture,
+    kind: LayerKind,
+    tensor_prefix: str,
+    names: dict[str, str],
+    norms: NormNames,
+    expert_names: mixture.ExpertNames,
+) -> Iterator[Slot]:
+    """Yield the slots of a decoder layer but for its experts; ``names``: the parameter of each part in a framework."""
+    for norm, parameter in zip(norms.names, ("input_norm", "attention_norm", "mlp_norm", "output_norm"), strict=True):
+        if norm:
+            yield Slot(f"{tensor_prefix}{norm}.weight", "whole", names[parameter])
+    cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
+    for part, cut in cuts:
+        yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
+        if a.qkv_bias:
+            yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias")
+    if a.query_key_norm:
+        yield Slot(tensor_prefix + "self_attn.q_norm.weight", "whole", names["query_norm"])
+        yield Slot(tensor_prefix + "self_attn.k_norm.weight", "whole", names["key_norm"])
+    yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"] + ".weight")
+    if a.output_bias:
+        yield Slot(tensor_prefix + "self_attn.o_proj.bias", "whole", names["output"] + ".bias")
+    if kind.feed_forward == "experts":
+        yield Slot(f"{tensor_prefix}{expert_names.module}.gate.weight", "whole", names["router"])
+        return  # the experts are cut over other ranks than the rest of the layer
+    for kind_of_tensor in ("weight", "bias") if a.mlp_bias else ("weight",):
+        down: Cut = "columns" if kind_of_tensor == "weight" else "whole"
+        yield Slot(f"{tensor_prefix}mlp.gate_proj.{kind_of_tensor}", "gate", f"{names['gate_up']}.{kind_of_tensor}")
+        yield Slot(f"{tensor_prefix}mlp.up_proj.{kind_of_tensor}", "up", f"{names['gate_up']}.{kind_of_tensor}")
+        yield Slot(f"{tensor_prefix}mlp.down_proj.{kind_of_tensor}", down, f"{names['down']}.{kind_of_tensor}")
+
+
+def head_slots(a: Architecture, layout: Layout) -> Iterator[Slot]:
+    """Yield the slots of what Megatron's last pipeline stage has behind its layers."""
+    last = chunk_prefix(layout, layout.virtual_pipeline - 1)
+    yield Slot("model.norm.weight", "whole", last + "decoder.final_layernorm.weight")
+    if a.head == "scalar":
+        yield Slot(SCORE, "whole", last + "output_layer.weight")
+    elif not a.tied_embeddings:
+        yield Slot("lm_head.weight", "vocabulary", last + "output_layer.weight")
+    elif layout.pipeline > 1:  # the last stage has a copy of its own; its gradients are added to the first's
+        yield Slot("model.embed_tokens.weight", "vocabulary", last + "output_layer.weight")
+
+
+def megatron_names(prefix: str, kind: LayerKind, implementation: Implementation) -> dict[str, str]:
+    """Return Megatron's parameter of each part of a layer whose parameters' names begin with ``prefix``."""
+    input_norm, mlp_norm = _MEGATRON_NORMS[implementation]
+    return {
+        "input_norm": prefix + input_norm,
+        "qkv": prefix + "self_attention.linear_qkv",
+        "query_norm": prefix + "self_attention.q_layernorm.weight",
+        "key_norm": prefix + "self_attention.k_layernorm.weight",
+        "output": prefix + "self_attention.linear_proj",
+        "attention_norm": prefix + "self_attn_bda.norm.weight",
+        "output_norm": prefix + "mlp_bda.norm.weight",
+        "mlp_norm": prefix + (_ROUTER_NORM if kind.feed_forward == "experts" else mlp_norm),
+        "router": prefix + "mlp.router.weight",
+        "gate_up": prefix + "mlp.linear_fc1",
+        "down": prefix + "mlp.linear_fc2",
+    }
+
+
+def rollout_names(prefix: str, expert_names: mixture.ExpertNames) -> dict[str, str]:
+    """Return vLLM's parameter of each part of a layer whose parameters' names begin with ``prefix``."""
+    return {
+        "input_norm": prefix + "input_layernorm.weight",
+        "qkv": prefix + "self_attn.qkv_proj",
+        "query_norm": prefix + "self_attn.q_norm.weight",
+        "key_norm": prefix + "self_attn.k_norm.weight",
+        "output": prefix + "self_attn.o_proj",
+        "mlp_norm": prefix + "post_attention_layernorm.weight",
+        "router": f"{prefix}{expert_names.module}.gate.weight",
+        "gate_up": prefix + "mlp.gate_up_proj",
+        "down": prefix + "mlp.down_proj",
+    }
