@@ -36,6 +36,8 @@ class ScoreRouter(TopKRouter):
         """logits [s, 1, experts] -> weights and a map of the chosen, both [s, experts]."""
         scores = expert_scores(logits.flatten(0, -2), self._routing)
         chosen = chosen_experts(scores, self.expert_bias, self._routing, self._experts.chosen)
+        if self.router_replay is not None:
+            chosen = self.router_replay.taken(chosen)
         weights = scores.gather(1, chosen)
         if self._experts.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

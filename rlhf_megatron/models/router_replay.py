@@ -56,8 +56,14 @@ class ReplayedRouter:
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.choices is None:
             return values, own
-        taken = torch.where(is_known(self.choices[:, None])[:, None], self.choices.long(), own)
+        taken = self.taken(own)
         return scores.gather(1, taken), taken
+
+    def taken(self, own: Tensor) -> Tensor:
+        """[t, chosen]: the experts to take where a router would choose its ``own``."""
+        if self.choices is None:
+            return own
+        return torch.where(is_known(self.choices[:, None])[:, None], self.choices.long(), own)
 
 
 def install_replay(architecture: Architecture, chunks: Sequence[torch.nn.Module]) -> list[int]:

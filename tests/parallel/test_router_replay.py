@@ -38,25 +38,30 @@ CASES = {
     "TP2 and EP2": Case("qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}),
     "CP2": Case("qwen3_moe", {"context": 2}),
     "DP2 EP2": Case("qwen3_moe_plain", {"data": 2, "expert": 2}),
+    "sigmoid scores, TP2": Case("glm4_moe", {"tensor": 2}),
 }
 
 
-def random_choices(lengths: Sequence[int], layers: int, seed: int) -> list[Tensor]:
-    """For each token two of four experts in each layer, whatever a router would say; of some nothing is known."""
+def random_choices(lengths: Sequence[int], routers: Sequence[Any], seed: int) -> list[Tensor]:
+    """Experts for each token in each layer, whatever a router would say; of some tokens nothing is known."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for length in lengths:
-        scores = torch.rand(length, layers, 4, generator=generator)
-        choices = scores.topk(2).indices
+        scores = torch.rand(length, len(routers), routers[0].num_experts, generator=generator)
+        choices = scores.topk(routers[0].top_k).indices
         choices[torch.rand(length, generator=generator) < 0.2] = UNKNOWN
         rows.append(choices)
     return rows
 
 
+def routers_of(model: Any) -> list[Any]:
+    """The routers of transformers' model, in the order of their layers."""
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
 @contextmanager
 def told(model: Any, choices: Sequence[Tensor]) -> Iterator[None]:
     """Have the routers of transformers' model take these experts, row by row in turn, again and again."""
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
 
     def replay(layer: int, calls: list[int]) -> Any:
         def hook(router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,14 +69,15 @@ def told(model: Any, choices: Sequence[Tensor]) -> Iterator[None]:
             given = choices[calls[0] % len(choices)][:, layer]
             calls[0] += 1
             taken = torch.where(given == UNKNOWN, own, given)
-            weights = logits.softmax(-1).gather(-1, taken)
+            scores = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
+            weights = scores.gather(-1, taken)
             if router.norm_topk_prob:
                 weights = weights / weights.sum(-1, keepdim=True)
-            return logits, weights, taken
+            return logits, weights * getattr(router, "routed_scaling_factor", 1.0), taken
 
         return hook
 
-    handles = [router.register_forward_hook(replay(layer, [0])) for layer, router in enumerate(routers)]
+    handles = [router.register_forward_hook(replay(layer, [0])) for layer, router in enumerate(routers_of(model))]
     yield
     for handle in handles:
         handle.remove()
@@ -85,7 +91,7 @@ def test_given_experts_are_followed(tmp_path: Path) -> None:
         folder = tmp_path / case.family
         if not folder.exists():
             make_model(folder, case.family, tied=False)
-        choices[name] = random_choices(lengths, layers=3 if case.family == "qwen2_moe" else 4, seed=5)
+        choices[name] = random_choices(lengths, routers_of(load_model(folder)), seed=5)
         arguments[name] = {
             "model": str(folder),
             "layout": case.layout,
@@ -113,9 +119,8 @@ def test_given_experts_are_followed(tmp_path: Path) -> None:
 def test_choices_of_vllm_are_those_of_transformers(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen2_moe", tied=False, hidden_size=128, head_dim=32)
     model = load_model(tmp_path / "model")
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     chosen: list[Tensor] = []
-    for router in routers:
+    for router in routers_of(model):
         router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
     rows = run_ranks(record, 1, {"model": str(tmp_path / "model"), "max_num_seqs": 4})[0]
     for tokens, choices in rows:
