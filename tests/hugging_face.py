@@ -11,10 +11,13 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Cohere2Config,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -26,10 +29,13 @@ from transformers import (
 )
 
 CONFIGS = {
+    "cohere": CohereConfig,
+    "cohere2": Cohere2Config,
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
     "glm4_moe": Glm4MoeConfig,
+    "granite": GraniteConfig,
     "llama": LlamaConfig,
     "llama3": LlamaConfig,
     "llama_attention_biases": LlamaConfig,
@@ -64,6 +70,8 @@ _GROUPED = {
     "topk_group": 1,
 }
 SPECIAL: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": WINDOW, "sliding_window_pattern": 2},
     # Caps near the products that they cap.
     "gemma2": {
         "sliding_window": WINDOW,
@@ -74,7 +82,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "sliding_window": WINDOW,
         "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 24,
+        "query_pre_attn_scalar": 48,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
@@ -82,6 +90,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": _GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 0.5,
+    },
     "llama3": {
         "max_position_embeddings": 16384,
         "rope_parameters": {

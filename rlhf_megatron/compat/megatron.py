@@ -74,10 +74,10 @@ def tie_embeddings_over_own_groups() -> None:
     why="the norm of layers without Transformer Engine refuses sequence parallelism, which needs no more than a mark",
 )
 def build_norms_for_sequence_parallelism() -> None:
-    """Have megatron-core make `make_rms_norm` where it would take torch's norm."""
+    """Have megatron-core make `make_norm` where it would take torch's norm."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    WrappedTorchNorm.__new__ = make_rms_norm
+    WrappedTorchNorm.__new__ = make_norm
 
 
 class ZeroCentredRMSNorm(torch.nn.RMSNorm):
@@ -89,17 +89,22 @@ class ZeroCentredRMSNorm(torch.nn.RMSNorm):
         return torch.nn.functional.rms_norm(values.float(), self.normalized_shape, factor, self.eps).type_as(values)
 
 
-def make_rms_norm(_: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.RMSNorm:
-    """Make an RMSNorm whose weight says whether its gradient is of a part of the sequence.
+def make_norm(_: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:
+    """Make a norm, without a bias, whose weight says whether its gradient is of a part of the sequence.
 
     Gradients of weights with this mark are summed over the tensor-parallel ranks.
 
     Raises:
-        NotImplementedError: another norm than RMSNorm.
+        NotImplementedError: neither RMSNorm nor LayerNorm, or a LayerNorm whose weight is counted from 1.
     """
-    if config.normalization != "RMSNorm":
-        raise NotImplementedError(f"{config.normalization} in layers without Transformer Engine")
-    kind = ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else torch.nn.RMSNorm
-    norm = kind(hidden_size, eps=eps)
-    norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    match config.normalization, config.layernorm_zero_centered_gamma:
+        case "RMSNorm", False:
+            norm: torch.nn.Module = torch.nn.RMSNorm(hidden_size, eps=eps)
+        case "RMSNorm", True:
+            norm = ZeroCentredRMSNorm(hidden_size, eps=eps)
+        case "LayerNorm", False:
+            norm = torch.nn.LayerNorm(hidden_size, eps=eps, bias=False)
+        case normalization, _:
+            raise NotImplementedError(f"{normalization}, zero-centred, in layers without Transformer Engine")
+    norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
     return norm

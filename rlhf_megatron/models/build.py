@@ -12,6 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
     TransformerBlockSubmodules,
@@ -153,4 +154,6 @@ def _layer_specs(
     first = get_transformer_layer_offset(config, virtual_stage, rank)
     kinds = architecture.layer_kinds[first : first + get_num_layers_to_build(config, virtual_stage, rank)]
     spec_of = {kind: family.layer_spec(architecture, kind, implementation, rotary) for kind in set(kinds)}
-    return TransformerBlockSubmodules(layer_specs=[spec_of[kind] for kind in kinds], layer_norm=LayerNormImpl)
+    # Transformer Engine's LayerNorm has a bias.
+    norm: Any = WrappedTorchNorm if config.normalization == "LayerNorm" else LayerNormImpl
+    return TransformerBlockSubmodules(layer_specs=[spec_of[kind] for kind in kinds], layer_norm=norm)

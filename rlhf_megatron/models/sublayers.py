@@ -64,3 +64,23 @@ def scale_embeddings(embedding: torch.nn.Module, scales: Scales) -> None:
         return output * (torch.tensor(factor).to(output.dtype).item() if is_rounded else factor)
 
     embedding.register_forward_hook(after)
+
+
+class ParallelLayer(TransformerLayer):
+    """A layer whose attention and feed-forward layer read the same norm, and are both added to the residual stream."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Any = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, Any]:
+        """See TransformerLayer: [s, 1, hidden] -> the same, and the context as it is."""
+        normed = self.input_layernorm(hidden_states)
+        attention, _bias = self.self_attention(
+            normed, attention_mask=attention_mask, packed_seq_params=packed_seq_params
+        )
+        feed_forward, _bias = self.mlp(normed)
+        return hidden_states + attention + feed_forward, context

@@ -24,11 +24,17 @@ GROUPED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 8.0,
+}  # fmt: skip
 WHOLE = {
+    "cohere": SIZES,
+    "cohere2": SIZES | {"sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 0.5},
     "gemma": SIZES,
     "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
     "gemma3_text": SIZES | GEMMA3,
     "glm4_moe": SIZES | GROUPED,
+    "granite": SIZES | GRANITE,
     "llama": SIZES,
     "mistral": SIZES | {"sliding_window": None},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -40,7 +46,15 @@ WHOLE = {
 }
 OF_LAYERS = ["decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"]
 FIELDS = [*sorted(_READ | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
-FIELDS += [*GEMMA3, "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"]
+FIELDS += [
+    "layer_norm_eps",
+    "logit_scale",
+    *GRANITE,
+    *GEMMA3,
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_activation",
+]
 FIELDS += [*sorted(grouped_experts.FIELDS), *OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
@@ -80,7 +94,8 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     assert read.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert read.vocabulary == theirs.vocab_size
     assert read.max_positions == theirs.max_position_embeddings
-    assert read.norm_epsilon == theirs.rms_norm_eps
+    epsilon = theirs.layer_norm_eps if read.family.startswith("cohere") else theirs.rms_norm_eps
+    assert read.norm_epsilon == epsilon
     assert read.tied_embeddings == theirs.tie_word_embeddings
     of_type = theirs.rope_parameters if "full_attention" in theirs.rope_parameters else {}
     parameters = of_type.get("full_attention", theirs.rope_parameters)
@@ -90,10 +105,14 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
         thetas = [of_type[kind]["rope_theta"] for kind in theirs.layer_types]
         assert [rope and rope.theta for rope in read.layer_ropes] == thetas
     turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
+    if read.family == "cohere2":
+        turning = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning[: read.layers]]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert activation == ("gelu_pytorch_tanh" if read.zero_centred_norms else "silu")
     assert getattr(theirs, "is_causal", True)
+    if read.family == "granite":
+        assert read.scales.residual == theirs.residual_multiplier and read.scales.logits == 1 / theirs.logits_scaling
     if read.family in ("gemma2", "gemma3_text"):
         caps = theirs.attn_logit_softcapping, theirs.final_logit_softcapping
         assert (read.scales.attention_cap, read.scales.logit_cap) == caps

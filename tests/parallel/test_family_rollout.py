@@ -38,6 +38,7 @@ class Case(NamedTuple):
     fields: Mapping[str, Any] = MappingProxyType({})
     experts: bool = False
     grid: bool = True
+    tied: bool = False
 
     @property
     def launch(self) -> tuple[int, int, bool]:
@@ -60,6 +61,14 @@ CASES = {
     "layers without positions": Case("smollm3", grid=False),
     "layers without positions, TP2": Case("smollm3", {"tensor": 2}, 2),
     "YaRN": Case("qwen2_yarn", fields=DIVIDED, grid=False),
+    "soft caps, norms around sublayers": Case("gemma2", grid=False, tied=True),
+    "soft caps, norms around sublayers, TP2": Case("gemma2", {"pipeline": 2}, 2),
+    "two rotary tables": Case("gemma3_text"),
+    "two rotary tables, TP2": Case("gemma3_text", {"pipeline": 2}, 2),
+    "Gemma, TP2": Case("gemma", {"pipeline": 2}, 2),
+    **both("factors", "granite"),
+    "parallel sublayers": Case("cohere", tied=True),
+    "parallel sublayers, some without positions, TP2": Case("cohere2", {"pipeline": 2}, 2, {"sliding_window": 256}),
     "sigmoid scores and correction biases": Case("glm4_moe", experts=True, grid=False),
     "sigmoid scores and correction biases, EP2": Case("glm4_moe", {"data": 2, "expert": 2}, 2, experts=True),
     "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),
@@ -79,7 +88,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def arguments(home: Path, name: str, case: Case) -> dict[str, Any]:
-    folder = make_model(home / name, case.family, tied="pipeline" in case.layout, vocabulary=VOCABULARY, **case.fields)
+    tied = case.tied or "pipeline" in case.layout
+    folder = make_model(home / name, case.family, tied=tied, vocabulary=VOCABULARY, **case.fields)
     return {
         "model": str(folder),
         "layout": dict(case.layout),

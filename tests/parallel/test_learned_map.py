@@ -24,7 +24,7 @@ from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
 ALL = sorted(CONFIGS.keys() - VARIANTS)
-TIED = ("gemma", "gemma2", "qwen3")  # Gemmas in vLLM always
+TIED = ("cohere", "cohere2", "gemma", "gemma2", "qwen3")  # in vLLM Gemmas and Cohere's always
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 TABLES = [family for family in ALL if FAMILIES[family].has_rollout_table]
 

@@ -105,6 +105,13 @@ GEMMA = without(GEMMA2, *OF_GEMMA2) | {
     "hidden_size": 2048, "intermediate_size": 16384, "model_type": "gemma", "num_hidden_layers": 18,
     "num_key_value_heads": 1,
 }  # fmt: skip
+GRANITE = without(LLAMA, "rope_scaling") | {
+    "architectures": ["GraniteForCausalLM"], "attention_dropout": 0.1, "attention_multiplier": 0.0078125,
+    "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "intermediate_size": 12800,
+    "logits_scaling": 16.0, "max_position_embeddings": 4096, "model_type": "granite", "num_hidden_layers": 40,
+    "pad_token_id": 0, "residual_multiplier": 0.22, "rope_scaling": None, "rope_theta": 10000,
+    "tie_word_embeddings": True, "vocab_size": 49155,
+}  # fmt: skip
 GEMMA3 = without(GEMMA2, "hidden_act") | {
     "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "eos_token_id": [1, 106],
     "final_logit_softcapping": None, "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
@@ -127,8 +134,31 @@ GLM_AIR = GLM | {
     "first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408,
     "n_routed_experts": 128, "num_hidden_layers": 46, "routed_scaling_factor": 1.0, "use_qk_norm": False,
 }  # fmt: skip
+COHERE = without(LLAMA, "rms_norm_eps", "rope_scaling", "mlp_bias", "tie_word_embeddings") | {
+    "architectures": ["CohereForCausalLM"], "bos_token_id": 5, "eos_token_id": 255001, "hidden_size": 8192,
+    "intermediate_size": 22528, "layer_norm_eps": 1e-05, "logit_scale": 0.0625, "max_position_embeddings": 8192,
+    "model_max_length": 131072, "model_type": "cohere", "num_attention_heads": 64, "num_hidden_layers": 40,
+    "num_key_value_heads": 64, "pad_token_id": 0, "rope_theta": 8000000.0, "use_qk_norm": False, "vocab_size": 256000,
+}  # fmt: skip
+COHERE2 = without(COHERE, "model_max_length", "use_qk_norm") | {
+    "architectures": ["Cohere2ForCausalLM"], "cache_implementation": "hybrid", "head_dim": 128, "hidden_size": 4096,
+    "intermediate_size": 14336, "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 132096,
+    "model_type": "cohere2", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rope_scaling": None,
+    "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+    "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+    "use_parallel_embedding": True,
+}  # fmt: skip
 PUBLISHED = {
+    "Command R": COHERE,
+    "Command R, all defaults": without(COHERE, "layer_norm_eps", "logit_scale", "rope_theta"),
+    "Command R7B": COHERE2,
+    "Command R7B, all defaults": without(COHERE2, "sliding_window", "sliding_window_pattern", "head_dim"),
     "Gemma 2B": GEMMA,
+    "Granite 3.0 8B": GRANITE,
+    "Granite, all defaults": without(
+        GRANITE, "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+    ),
     "Gemma 2 2B": GEMMA2,
     "Gemma 2 27B": GEMMA2
     | {"head_dim": 128, "hidden_size": 4608, "intermediate_size": 36864, "num_attention_heads": 32}
@@ -219,14 +249,26 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         kinds = [of_type[kind] for kind in theirs.layer_types]
         assert [rope and rope.theta for rope in read.layer_ropes] == [given["rope_theta"] for given in kinds]
     turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
+    if read.family == "cohere2":
+        turning = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning]
     assert read.tied_embeddings == theirs.tie_word_embeddings
     assert (read.vocabulary, read.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
-    assert read.norm_epsilon == theirs.rms_norm_eps
+    of_layers = read.family.startswith("cohere")  # which have LayerNorm
+    assert read.norm_epsilon == (theirs.layer_norm_eps if of_layers else theirs.rms_norm_eps)
+    if of_layers:
+        assert read.scales == Scales(logits=theirs.logit_scale) and read.rope.interleaved
     if read.family == "mixtral":
         assert read.experts == Experts(theirs.num_local_experts, theirs.num_experts_per_tok, 14336, normalized=True)
-    of_gemmas = theirs.sliding_window if read.family in ("gemma2", "gemma3_text") else None
-    assert read.window == (4096 if name == "Mistral 7B v0.1" else of_gemmas)
+    mixed = theirs.sliding_window if read.family in ("cohere2", "gemma2", "gemma3_text") else None
+    assert read.window == (4096 if name == "Mistral 7B v0.1" else mixed)
+    if read.family == "granite":
+        assert read.scales == Scales(
+            embedding=theirs.embedding_multiplier,
+            attention=theirs.attention_multiplier,
+            residual=theirs.residual_multiplier,
+            logits=1.0 / theirs.logits_scaling,
+        )
     if read.family in ("gemma", "gemma2", "gemma3_text"):
         assert (getattr(theirs, "hidden_activation", None) or theirs.hidden_act) == "gelu_pytorch_tanh"
     if read.family in ("gemma2", "gemma3_text"):
@@ -269,6 +311,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], list[int]]] = {  # and the layers with 
         [*range(1, 28, 2)],
     ),
     "qwen3_moe": (QWEN3_CODER | SLIDING, list(range(28))),
+    "cohere2": (COHERE2, [layer for layer in range(32) if layer % 4 != 3]),
     "gemma2": (GEMMA2, list(range(0, 26, 2))),
     "gemma3_text": (GEMMA3 | {"sliding_window": 4096}, [layer for layer in range(26) if layer % 6 != 5]),
     "gemma3_text, by type": (
@@ -304,6 +347,11 @@ def test_windows_are_in_the_layers_where_transformers_has_them(name: str) -> Non
 @pytest.mark.parametrize("name", WINDOWS)
 def test_vllm_has_a_window_in_all_layers_or_in_none_but_for_some_families(name: str) -> None:
     read = parse_architecture(WINDOWS[name][0], "here")
+    if read.family == "cohere2":
+        with pytest.raises(ModelError, match="sliding_window is 4096, and vLLM's window has one token more in cohere2"):
+            check_generates(read, "here")
+        check_generates(parse_architecture(COHERE2 | {"max_position_embeddings": 4096}, "here"), "here")
+        return
     if not read.mixed_layers or read.family in ("gemma2", "gemma3_text"):
         check_generates(read, "here")
         return
@@ -502,6 +550,21 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GEMMA3, {"rope_scaling": 5}, "rope_scaling"),
     (GEMMA3, {"rope_local_base_freq": -1}, "rope_theta is -1"),
     (GEMMA3, {"vision_config": {}}, "vision_config"),
+    (GRANITE, {"residual_multiplier": 0.0}, "residual_multiplier is 0.0; it must be a number above 0"),
+    (GRANITE, {"embedding_multiplier": None}, "embedding_multiplier is null, which transformers refuses"),
+    (GRANITE, {"logits_scaling": "16"}, "logits_scaling is '16'"),
+    (GRANITE, {"layer_types": ["sliding_attention"] * 40}, "layer_types"),
+    (GRANITE, {"sliding_window": 4096}, "sliding_window is 4096"),
+    (GRANITE, {"mlp_bias": True}, "mlp_bias is True"),
+    (COHERE, {"use_qk_norm": True}, "use_qk_norm is True"),
+    (COHERE, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, .*; supported: layer_norm_eps, of LayerNorm"),
+    (COHERE, {"logit_scale": None}, "logit_scale is null, which transformers refuses"),
+    (COHERE, {"layer_norm_eps": 0}, "layer_norm_eps is 0"),
+    (COHERE, {"sliding_window": 4096}, "sliding_window"),
+    (COHERE2, {"use_parallel_block": False}, "use_parallel_block is False"),
+    (COHERE2, {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
+    (COHERE2, {"rotary_pct": 0.5}, "rotary_pct is 0.5"),
+    (COHERE2, {"layer_types": ["sliding_attention"]}, "layer_types has 1 layers"),
     (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
     (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0; it must be a whole number above 0"),
     (MIXTRAL, {"num_experts": 8}, "num_experts is 8, which this version does not know"),

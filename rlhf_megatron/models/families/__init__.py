@@ -8,10 +8,13 @@ from rlhf_megatron.models.families.contract import Family
 
 # Hugging Face's model_type and the module of this package that has its FAMILY.
 _MODULES = {
+    "cohere": "cohere",
+    "cohere2": "cohere2",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3_text",
     "glm4_moe": "glm4_moe",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "mistral",
     "mixtral": "mixtral",

@@ -39,7 +39,7 @@ FAMILY = Gemma(
     FamilyFields(
         read=frozenset({"hidden_act"}),
         types=GEMMA_TYPES,
-        only=NO_ATTENTION_BIAS | {"hidden_activation": GELU},
+        only=NO_ATTENTION_BIAS | {"hidden_activation": GELU, "sliding_window": None},
         never_null=("num_key_value_heads", "head_dim"),
         absent={"num_key_value_heads": 16, "head_dim": 256},
     ),
