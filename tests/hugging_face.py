@@ -21,6 +21,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -44,6 +46,8 @@ CONFIGS = {
     "mistral_linear": MistralConfig,
     "mistral_window": MistralConfig,
     "mixtral": MixtralConfig,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
     "qwen2": Qwen2Config,
     "qwen2_window": Qwen2Config,
     "qwen2_moe": Qwen2MoeConfig,
@@ -116,6 +120,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "mistral_window": {"sliding_window": WINDOW},
     "mixtral": {"num_local_experts": 4, "sliding_window": WINDOW},
+    "olmo3": {
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    },
     "qwen2_window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "head_dim": 16},
     "qwen2_yarn": {

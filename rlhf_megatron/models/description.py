@@ -93,6 +93,7 @@ class Architecture:
     ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
+    ``query_key_norm``: of each head; ``wide_query_key_norm``: of all heads of a token together.
     ``zero_centred_norms``: the factors of norms are 1 + their weights.
     ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are left out.
     """
@@ -121,6 +122,7 @@ class Architecture:
     zero_centred_norms: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    wide_query_key_norm: bool = False
     scales: Scales = Scales()
     prediction_layers: int = 0
 
@@ -173,6 +175,11 @@ class Architecture:
                 f"layout.tensor={layout.tensor} neither divides the model's {self.key_value_heads} key-value heads "
                 "(num_key_value_heads) nor is a multiple; change it"
             )
+        if self.wide_query_key_norm and self.key_value_heads % layout.tensor:
+            raise ModelError(
+                f"layout.tensor={layout.tensor} does not divide the model's {self.key_value_heads} key-value heads "
+                "(num_key_value_heads), over all of which keys are normed; use a divisor"
+            )
         self._check_feed_forward(layout)
         layout.stage_layers(self.layers)
 
@@ -202,7 +209,8 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 
 # Keys that came after the first checkpoints, which do not have them.
 LATER_FIELDS = (
-    "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias", "scales",
+    "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias",
+    "wide_query_key_norm", "scales",
     "prediction_layers",
 )  # fmt: skip
 _LATER_FIELDS_OF_EXPERTS = ("shared", "routing")

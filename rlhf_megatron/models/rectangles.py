@@ -17,7 +17,7 @@ Region = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a Hug
 Shapes = Mapping[str, tuple[int, ...]]
 Implementation = Literal["local", "transformer_engine"]
 SCORE = "score.weight"  # the scalar head, as in Hugging Face's sequence classification
-Cut = Literal["whole", "columns", "gate", "up", "vocabulary", "query", "key", "value"]
+Cut = Literal["whole", "columns", "rows", "gate", "up", "vocabulary", "query", "key", "value"]
 
 
 class Block(NamedTuple):
@@ -36,8 +36,8 @@ class Block(NamedTuple):
 class Slot:
     """The place of one Hugging Face tensor in a fused parameter, cut by rows or columns over the tensor ranks.
 
-    ``cut``: "columns", "whole" (replicated), "vocabulary" (rows, padded), "gate" and "up" (rows, one behind the other)
-    or a role in attention ("query", "key", "value").
+    ``cut``: "columns", "rows", "whole" (replicated), "vocabulary" (rows, padded), "gate" and "up" (rows, one behind the
+    other) or a role in attention ("query", "key", "value").
     """
 
     tensor: str
@@ -91,6 +91,8 @@ def slot_blocks(
             yield Block(slot.tensor, ((0, shape[0]), *rest), slot.parameter, (0, *tail))
         case "columns":
             yield Block(slot.tensor, ((0, shape[0]), split(shape[1], parts, part)), slot.parameter, (0, 0))
+        case "rows":
+            yield Block(slot.tensor, (split(shape[0], parts, part), *rest), slot.parameter, (0, *tail))
         case "gate" | "up":
             offset = shape[0] // parts if slot.cut == "up" else 0
             yield Block(slot.tensor, (split(shape[0], parts, part), *rest), slot.parameter, (offset, *tail))

@@ -9,6 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from rlhf_megatron.models.rotary import Rotary
+from rlhf_megatron.models.wide_norm import WideNorm
 
 
 class StackedSelfAttention(SelfAttention):
@@ -16,11 +17,14 @@ class StackedSelfAttention(SelfAttention):
 
     Queries and keys are turned by the layer's own rotary table before Megatron sees them: its model has no position
     embeddings. With fewer key-value heads than tensor ranks Megatron cuts through groups, and that stays as it is
-    (see ``rectangles``).
+    (see ``rectangles``). ``wide_norms``: queries and keys are normed over all heads together.
     """
 
-    def __init__(self, config: Any, *args: Any, rotary: Rotary, **options: Any) -> None:
+    def __init__(self, config: Any, *args: Any, rotary: Rotary, wide_norms: bool = False, **options: Any) -> None:
         super().__init__(config, *args, **options)
+        if wide_norms:
+            self.q_layernorm = WideNorm(config, self.num_attention_heads_per_partition, self.pg_collection.tp)
+            self.k_layernorm = WideNorm(config, self.num_query_groups_per_partition, self.pg_collection.tp)
         self._rotary = rotary
         self._packed: Any = None  # Megatron's PackedSeqParams, while in forward
 

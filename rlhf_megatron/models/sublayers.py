@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from rlhf_megatron.models.description import Scales
+from rlhf_megatron.models.rectangles import Implementation
 
 
 class SublayerOutput(torch.nn.Module):
@@ -52,6 +54,17 @@ class DecoderLayer(TransformerLayer):
             return SublayerOutput(norm, residual_scale)
 
         self.self_attn_bda, self.mlp_bda = output(), output()
+
+
+def remove_norms_before(spec: Any, implementation: Implementation) -> None:
+    """Take the norms before attention and feed-forward layer, which is dense, out of Megatron's ``spec`` of a layer."""
+    if implementation == "local":
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
+        return
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    spec.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    spec.submodules.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
 
 
 def scale_embeddings(embedding: torch.nn.Module, scales: Scales) -> None:

@@ -38,6 +38,8 @@ WHOLE = {
     "llama": SIZES,
     "mistral": SIZES | {"sliding_window": None},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": SIZES,
+    "olmo3": SIZES,
     "qwen2": SIZES,
     "qwen3": SIZES,
     "qwen3_moe": SIZES | EXPERTS,

@@ -72,6 +72,8 @@ CASES = {
     "Command R, one rank": Case("cohere", True, {}, grid=True),
     "Command R, TP2": Case("cohere", False, {"tensor": 2}, grid=True),
     **dense("parallel sublayers", "cohere2"),
+    **dense("norms after sublayers and of all heads", "olmo2"),
+    **dense("windows and two rotary tables", "olmo3"),
     **mixture("shared expert and a dense layer", "qwen2_moe"),
     **mixture("Mixtral", "mixtral"),
     **mixture("sigmoid scores and correction biases", "glm4_moe"),

@@ -69,6 +69,8 @@ CASES = {
     **both("factors", "granite"),
     "parallel sublayers": Case("cohere", tied=True),
     "parallel sublayers, some without positions, TP2": Case("cohere2", {"pipeline": 2}, 2, {"sliding_window": 256}),
+    **both("norms after sublayers and of all heads", "olmo2"),
+    **both("windows and two rotary tables", "olmo3"),
     "sigmoid scores and correction biases": Case("glm4_moe", experts=True, grid=False),
     "sigmoid scores and correction biases, EP2": Case("glm4_moe", {"data": 2, "expert": 2}, 2, experts=True),
     "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),

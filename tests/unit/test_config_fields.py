@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import published_dense
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import (
     Experts,
@@ -224,6 +225,7 @@ PUBLISHED = {
     "all defaults written out": QWEN2
     | {"return_dict": True, "output_attentions": False, "chunk_size_feed_forward": 0, "is_encoder_decoder": False}
     | {"pruned_heads": {}, "temperature": 1.0, "bad_words_ids": None, "top_k": 50, "task_specific_params": None},
+    **published_dense.PUBLISHED,
 }
 
 
@@ -260,8 +262,8 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         assert read.scales == Scales(logits=theirs.logit_scale) and read.rope.interleaved
     if read.family == "mixtral":
         assert read.experts == Experts(theirs.num_local_experts, theirs.num_experts_per_tok, 14336, normalized=True)
-    mixed = theirs.sliding_window if read.family in ("cohere2", "gemma2", "gemma3_text") else None
-    assert read.window == (4096 if name == "Mistral 7B v0.1" else mixed)
+    has_windows = "sliding_attention" in (getattr(theirs, "layer_types", None) or ())
+    assert read.window == (theirs.sliding_window if has_windows or name == "Mistral 7B v0.1" else None)
     if read.family == "granite":
         assert read.scales == Scales(
             embedding=theirs.embedding_multiplier,

@@ -18,6 +18,8 @@ _MODULES = {
     "llama": "llama",
     "mistral": "mistral",
     "mixtral": "mixtral",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",

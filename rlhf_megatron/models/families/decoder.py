@@ -48,7 +48,7 @@ Activation = Literal["silu", "gelu_tanh"]
 class Decoder:
     """A Family; see there for its methods.
 
-    ``max_positions``, ``rope_theta``: max_position_embeddings and rope_theta of a config without.
+    ``max_positions``, ``norm_epsilon``, ``rope_theta``: what transformers takes for absent fields.
     ``partial_rotary``: positions turn a part of a head where the config says so.
     ``qkv_bias``: always there; ``bias_fields`` have those that the config decides on.
     ``windows``: which layers have a sliding window; None: no layer of the family.
@@ -61,11 +61,13 @@ class Decoder:
     fields: FamilyFields
     language_class: str = ""
     query_key_norm: bool = False
+    wide_query_key_norm: bool = False
     qkv_bias: bool = False
     bias_fields: BiasFields = NO_BIASES
     experts: bool = False
     expert_names: mixture.ExpertNames = mixture.USUAL_NAMES
     max_positions: int = 32768
+    norm_epsilon: float = 1e-6
     rope_theta: float = 10_000.0
     partial_rotary: bool = False
     windows: WindowFields | None = None
@@ -98,7 +100,7 @@ class Decoder:
             head_dim=head_dim,
             vocabulary=vocabulary,
             max_positions=max_positions,
-            norm_epsilon=number(path, "rms_norm_eps", config, 1e-6),
+            norm_epsilon=number(path, "rms_norm_eps", config, self.norm_epsilon),
             rope=read_rope(path, config, head_dim, max_positions, self.rope_theta, partial=self.partial_rotary),
             tied_embeddings=flag(path, "tie_word_embeddings", config),
             query_key_norm=self.query_key_norm,
@@ -111,6 +113,7 @@ class Decoder:
             zero_centred_norms=self.zero_centred_norms,
             output_bias=output_bias,
             mlp_bias=mlp_bias,
+            wide_query_key_norm=self.wide_query_key_norm,
         )
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
@@ -156,7 +159,7 @@ class Decoder:
                 ScoreRouter, experts=architecture.experts
             )
         spec.submodules.self_attention.module = StackedSelfAttention
-        spec.submodules.self_attention.params["rotary"] = rotary
+        spec.submodules.self_attention.params |= {"rotary": rotary, "wide_norms": architecture.wide_query_key_norm}
         return spec
 
     def _finish_sublayers(self, architecture: Architecture, spec: Any, implementation: Implementation) -> None:
@@ -167,8 +170,10 @@ class Decoder:
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-        from rlhf_megatron.models.sublayers import DecoderLayer
+        from rlhf_megatron.models.sublayers import DecoderLayer, remove_norms_before
 
+        if self.norms.before_attention is None:
+            remove_norms_before(spec, implementation)
         spec.module = DecoderLayer
         norm = TENorm if implementation == "transformer_engine" else WrappedTorchNorm
         spec.params |= {"output_norm": norm if normed else None, "residual_scale": scale or 1.0}

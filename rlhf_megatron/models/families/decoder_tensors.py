@@ -32,8 +32,8 @@ def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.Expe
             shapes[f"{layer}self_attn.{part}_proj.weight"] = (rows, a.hidden)
             if a.qkv_bias:
                 shapes[f"{layer}self_attn.{part}_proj.bias"] = (rows,)
-            if a.query_key_norm and part != "v":
-                shapes[f"{layer}self_attn.{part}_norm.weight"] = (a.head_dim,)
+            if part != "v" and (a.query_key_norm or a.wide_query_key_norm):
+                shapes[f"{layer}self_attn.{part}_norm.weight"] = (rows if a.wide_query_key_norm else a.head_dim,)
         shapes[layer + "self_attn.o_proj.weight"] = (a.hidden, query)
         if a.output_bias:
             shapes[layer + "self_attn.o_proj.bias"] = (a.hidden,)
@@ -74,9 +74,10 @@ def layer_slots(
         yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
         if a.qkv_bias:
             yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias")
-    if a.query_key_norm:
-        yield Slot(tensor_prefix + "self_attn.q_norm.weight", "whole", names["query_norm"])
-        yield Slot(tensor_prefix + "self_attn.k_norm.weight", "whole", names["key_norm"])
+    if a.query_key_norm or a.wide_query_key_norm:
+        norm_cut: Cut = "rows" if a.wide_query_key_norm else "whole"
+        yield Slot(tensor_prefix + "self_attn.q_norm.weight", norm_cut, names["query_norm"])
+        yield Slot(tensor_prefix + "self_attn.k_norm.weight", norm_cut, names["key_norm"])
     yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"] + ".weight")
     if a.output_bias:
         yield Slot(tensor_prefix + "self_attn.o_proj.bias", "whole", names["output"] + ".bias")

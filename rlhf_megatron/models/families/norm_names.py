@@ -24,6 +24,12 @@ class NormNames:
 
 
 NORMS_BEFORE = NormNames()
+NORMS_AFTER = NormNames(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_feed_forward=None,
+    after_feed_forward="post_feedforward_layernorm",
+)
 NORMS_AROUND = NormNames(
     after_attention="post_attention_layernorm",
     before_feed_forward="pre_feedforward_layernorm",

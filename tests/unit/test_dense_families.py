@@ -1,0 +1,76 @@
+"""Families of dense layers: what their parts add to the weight map, and configs that would make other models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from published_dense import OLMO2, OLMO3
+from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
+from rlhf_megatron.models.rectangles import Implementation
+from rlhf_megatron.models.weight_map import megatron_blocks, tensor_shapes
+from rlhf_megatron.topology.layout import Layout
+from shards import checkpoint, filled
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+    "intermediate_size": 96,
+}  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": SIZES | {"attention_bias": True, "mlp_bias": True},
+    "olmo2": SIZES,
+    "olmo3": SIZES | {"attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(pipeline=2, virtual_pipeline=2)], ids=str)
+def test_every_element_is_held_once(layout: Layout, implementation: Implementation, family: str) -> None:
+    a = parse_architecture({"model_type": family} | SMALL[family], "here")
+    a.check_layout(layout)
+    seen = {name: torch.zeros(shape) for name, shape in tensor_shapes(a).items()}
+    for position in range(layout.size):
+        blocks = megatron_blocks(a, layout, position, implementation)
+        for parameter in filled(blocks, checkpoint(a)).values():
+            assert not parameter.isnan().any()
+        for block in blocks:
+            seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
+    for name, count in seen.items():
+        of_heads = a.wide_query_key_norm and ("q_norm" in name or "k_norm" in name)
+        is_whole = ("norm" in name and not of_heads) or name.endswith(("o_proj.bias", "down_proj.bias"))
+        assert (count == (layout.tensor if is_whole else 1)).all(), name
+
+
+def test_keys_that_are_normed_together_are_not_shared_by_ranks() -> None:
+    a = parse_architecture({"model_type": "olmo2"} | SIZES, "here")
+    with pytest.raises(ModelError, match="^layout.tensor=4 does not divide the model's 2 key-value heads .* normed"):
+        a.check_layout(Layout(tensor=4))
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "said"),
+    [
+        (OLMO2, {"sliding_window": 4096}, "sliding_window is 4096"),
+        (OLMO2, {"clip_qkv": 8.0}, "clip_qkv is 8.0, which this version does not know"),
+        (OLMO3, {"rope_theta": 10000.0}, "rope_theta is 10000.0, which is not supported; supported: 500000.0"),
+        (OLMO3, {"sliding_window": None}, "sliding_window is null"),
+        (OLMO3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .* an object of full_attention and"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(config: dict[str, Any], fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=f"^here/config.json: {said}"):
+        parse_architecture(config | fields, "here")
+
+
+def test_yarn_is_for_layers_without_a_window() -> None:
+    ropes = parse_architecture(OLMO3, "here").layer_ropes
+    assert [rope is not None and rope.scaling is not None for rope in ropes] == [False, False, False, True] * 8
+
+
+def test_biases_that_vllm_lacks_are_for_training_alone() -> None:
+    config = {"model_type": "qwen3", "head_dim": 16, "attention_bias": True} | SIZES
+    with pytest.raises(ModelError, match="attention_bias is true, and vLLM gives the output of attention in qwen3 no"):
+        check_generates(parse_architecture(config, "here"), "here")
