@@ -12,9 +12,9 @@ import torch
 
 from gpu.test_roles_on_gpu import LAYERS, ROWS, possible
 from hugging_face import load_model, make_model, random_rows, row_logprobs, train
+from parallel.parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, case
 from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
-from parallel.test_parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, case
 from rlhf_megatron.topology.layout import Layout
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")

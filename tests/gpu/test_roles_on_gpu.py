@@ -16,14 +16,17 @@ from torch import Tensor
 
 from hugging_face import load_model, make_model, random_rows, row_logprobs, train
 from parallel.layout_ranks import KINDS, learn_with_memory_away
+from parallel.parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, Case, case
 from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
+from parallel.test_family_parity import CASES as OF_FAMILIES
 from parallel.test_memory import check_cycles
-from parallel.test_parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, TRANSFORMERS, VOCABULARY, Case, case
+from parallel.test_parity import TRANSFORMERS
 from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
-GRID = TRANSFORMERS | {
+GRID = TRANSFORMERS | {name: case for name, case in OF_FAMILIES.items() if not case.grid}
+GRID |= {
     "one rank, Llama": Case("llama", True, {}),
     "one rank, Qwen2": Case("qwen2", False, {}),
     "CP2, all-gather": Case("qwen3", True, {"context": 2}, {"cp_comm_type": "all_gather"}),

@@ -11,9 +11,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from hugging_face import load_model, make_model, random_rows, row_logprobs, train
+from parallel.parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, Case, case
 from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
-from parallel.test_parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, Case, case
 from rlhf_megatron.topology.layout import Layout
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
