@@ -1,9 +1,9 @@
 """Layouts of a recipe that fit their GPUs, and the expected time of a step of each: arithmetic, no GPU and no weights.
 
-Tried are the actor's tensor and pipeline parallelism, with as many layers on each stage and with fewer on the one that
-has the vocabulary, what it recomputes and streams, and the rollout's tensor parallelism; roles without a layout of
-their own follow the actor. All else is as the recipe has it, but for virtual stages and a number of recomputed layers
-where the layout cannot have them.
+Tried are the actor's tensor, pipeline and expert parallelism, of whole experts, with as many layers on each stage and
+with fewer on the one that has the vocabulary, what it recomputes and streams, and the rollout's tensor parallelism;
+roles without a layout of their own follow the actor. All else is as the recipe has it, but for virtual stages and a
+number of recomputed layers where the layout cannot have them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rlhf_megatron.topology.role_layout import make_layout
 
 _AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
 _PIPELINES = (1, 2, 4, 8, 16)
+_EXPERT = (1, 4, 8, 16, 32, 64)
 _STREAMED = (0.0, 0.5, 1.0)
 
 
@@ -51,8 +52,8 @@ def find_layouts(recipe: RLRecipe, world: int) -> list[Candidate]:
     architectures = planned_architectures(recipe)
     if recipe.cluster.gpu is None:
         raise RecipeError("cluster.gpu: say what the GPUs are, such as cluster.gpu=H100")
-    if not has_figures(recipe, architectures):
-        raise RecipeError("only steps of reinforcement learning of dense models are reckoned, and not in float32")
+    if not has_figures(recipe):
+        raise RecipeError("only steps of reinforcement learning are reckoned, and not in float32")
     choices = _choices(recipe, architectures["actor"], world)
     fitting = [each for choice in choices if (each := _candidate(recipe, architectures, world, choice))]
     best: list[Candidate] = []
@@ -96,8 +97,13 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
         for edges in _edges(layers, head, pipeline)
     ]
     recomputed = (("none", None), ("full", recipe.actor.recompute.layers))
-    for tensor, (pipeline, first, last, chunks), streamed, (granularity, of_each), rollout in itertools.product(
-        degrees, stages, streams, recomputed, degrees
+    cuts = [
+        (tensor, *stage, expert)
+        for tensor, stage, expert in itertools.product(degrees, stages, (1,) if model.experts is None else _EXPERT)
+        if expert == 1 or world % (tensor * stage[0]) == world // stage[0] % expert == 0
+    ]
+    for (tensor, pipeline, first, last, chunks, expert), streamed, (granularity, of_each), rollout in itertools.product(
+        cuts, streams, recomputed, degrees
     ):
         yield {
             "actor.layout.tensor": tensor,
@@ -106,6 +112,8 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
             "actor.layout.last_stage_layers": last,
             "actor.layout.virtual_pipeline": chunks,
             "actor.layout.data": None,
+            "actor.layout.expert": expert,
+            "actor.layout.expert_tensor": None if model.experts is None else 1,
             "actor.sequence_parallel": tensor > 1,
             "actor.offload.streamed_optimizer": streamed,
             "actor.recompute.granularity": granularity,

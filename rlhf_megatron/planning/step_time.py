@@ -1,7 +1,8 @@
 """Expected time of a step of reinforcement learning, before any GPU has run it: arithmetic alone.
 
 What GPUs can do is from the vendor's data sheets, how much of it is reached from whole steps of 0.5B to 32B on H200s
-(docs/results.md), which the estimate meets within a sixth. Reward functions are not in it, nor what a slow link costs.
+(docs/results.md), which the estimate meets within a sixth; of models with experts, from one of those on one GPU.
+Reward functions are not in it, nor what a slow link costs but for the tokens that go to experts.
 """
 
 from __future__ import annotations
@@ -23,17 +24,30 @@ from rlhf_megatron.models.flops import (
 from rlhf_megatron.monitor.columns import GENERATING
 from rlhf_megatron.planning.memory import RolloutMemory, estimate
 from rlhf_megatron.planning.stage_memory import GB, keeps_logits, recomputed_layers
-from rlhf_megatron.recipe import Recipe, RLRecipe, RoleSection, role_ranks
+from rlhf_megatron.recipe import LayoutSection, Recipe, RLRecipe, RoleSection, role_ranks
+from rlhf_megatron.recipe.operations import ClusterSection
 from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.topology.role_layout import make_layout
 
 # Bytes per second of a GPU's memory, from the vendor's data sheets.
-_MEMORY_BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H800": 3.35e12, "H200": 4.8e12, "B200": 8.0e12}
+_MEMORY_BANDWIDTH = {
+    "A100": 2.04e12,
+    "A800": 2.04e12,
+    "B200": 8.0e12,
+    "GB200": 8.0e12,
+    "H100": 3.35e12,
+    "H20": 4.0e12,
+    "H200": 4.8e12,
+    "H800": 3.35e12,
+    "L40S": 0.864e12,
+}
 _SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
 
 # Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
 _BEST_SHARE, _COLUMNS_FOR_HALF = 0.67, 420.0
+_EXPERT_COLUMNS_FOR_HALF = 1700.0  # of one expert, which has few rows as well
 _SUMMED_BYTES_PER_SECOND = 275e9  # what a rank has from the others in an all-reduce of many tokens, over NVLink
+_LINK_BYTES_PER_SECOND = 40e9  # between nodes, for a GPU, where the recipe does not say
 _HOST_BYTES_PER_SECOND = 40e9  # of weights that come from page-locked memory
 _STREAMED_BYTES_PER_SECOND = 15e9  # each way, with several GPUs of a host at it
 # Generation: what of the memory's bandwidth reading weights and cache comes to, and what each token takes besides.
@@ -78,7 +92,7 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
     ``architectures``: of each role, with its head. Prompts are taken to be half as long as they may be, or as long in a
     benchmark that draws lengths; responses half as long, with a lognormal spread.
     """
-    if not has_figures(recipe, architectures):
+    if not has_figures(recipe):
         return None
     memory, gpu = estimate(recipe, architectures, world), recipe.cluster.gpu
     assert gpu is not None and memory.rollout is not None
@@ -92,7 +106,7 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
     placed = {name: role_ranks(recipe, name, world) for name in memory.roles}
     for name, ranks in placed.items():
         model, section = architectures[name], recipe.roles[name]
-        speed = len(ranks) * peak * _share_of_peak(model, layout_of(recipe, section).tensor, peak)
+        speed = len(ranks) * peak * _share_of_peak(model, layout_of(recipe, section), recipe.cluster, peak)
         if name != "actor" or recipe.old_logprobs == "recompute":
             phase = "score" if name == "reward_model" else "logprobs"
             passes[phase][name] = forward_flops(model, whole, sum(responses)) / speed
@@ -106,7 +120,7 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
             )
     if recipe.reference_is_base:
         ranks = placed["actor"]
-        speed = len(ranks) * peak * _share_of_peak(architectures["actor"], recipe.actor.layout.tensor, peak)
+        speed = len(ranks) * peak * _share_of_peak(architectures["actor"], recipe.actor.layout, recipe.cluster, peak)
         # With old logprobs the same ranks do one after the other.
         passes["logprobs"]["actor"] = passes["logprobs"].get("actor", 0.0) + (
             forward_flops(architectures["actor"], whole, sum(responses)) / speed
@@ -118,10 +132,9 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
     return ExpectedTime(taken, float(sum(whole)), prompt, fmean(responses), recipe.rollout_is_ahead)
 
 
-def has_figures(recipe: Recipe, architectures: Mapping[str, Architecture]) -> bool:
-    """Return whether ``expected_time`` has figures: for dense models in reinforcement learning, not in float32."""
-    dense = not any(model.experts for model in architectures.values())
-    return isinstance(recipe, RLRecipe) and recipe.cluster.gpu is not None and recipe.model.dtype != "float32" and dense
+def has_figures(recipe: Recipe) -> bool:
+    """Return whether ``expected_time`` has figures: for reinforcement learning, not in float32."""
+    return isinstance(recipe, RLRecipe) and recipe.cluster.gpu is not None and recipe.model.dtype != "float32"
 
 
 def lengths(recipe: RLRecipe, rows: int) -> tuple[float, list[float]]:
@@ -161,13 +174,40 @@ def _weights(model: Architecture) -> float:
     return forward_flops(model, [1], 1) / 2
 
 
-def _share_of_peak(model: Architecture, tensor: int, peak: float) -> float:
-    """Share of the peak that training comes to, less waiting for ``tensor`` ranks' sums, two in a layer each way."""
-    columns = model.hidden / tensor
-    share = _BEST_SHARE * columns / (columns + _COLUMNS_FOR_HALF)
-    computing = 2.0 * _weights(model) / tensor / (peak * share)
-    received = 8.0 * model.layers * model.hidden * (tensor - 1) / tensor
-    return share * computing / (computing + received / _SUMMED_BYTES_PER_SECOND)
+def _routed_weights(model: Architecture, experts: float) -> float:
+    """Return the weights of ``experts`` routed experts in all layers that have them."""
+    if model.experts is None:
+        return 0.0
+    layers = sum(kind.feed_forward == "experts" for kind in model.layer_kinds)
+    return 3.0 * layers * experts * model.hidden * model.experts.feed_forward
+
+
+def _share_of_peak(model: Architecture, layout: LayoutSection, cluster: ClusterSection, peak: float) -> float:
+    """Share of the peak that training comes to, less waiting for others: tensor-parallel sums and tokens to experts."""
+    tensor, weights = layout.tensor, _weights(model)
+
+    def seconds(weights: float, columns: float, columns_for_half: float) -> float:  # of a token's forward pass
+        return 2.0 * weights / tensor / (peak * _BEST_SHARE * columns / (columns + columns_for_half))
+
+    routed = _routed_weights(model, model.experts.chosen) if model.experts else 0.0
+    taken = seconds(weights - routed, model.hidden / tensor, _COLUMNS_FOR_HALF)
+    received = 8.0 * model.layers * model.hidden * (tensor - 1) / tensor  # of two sums in a layer
+    taken += received / _SUMMED_BYTES_PER_SECOND
+    if model.experts:
+        columns = model.experts.feed_forward / (layout.expert_tensor or tensor)
+        taken += seconds(routed, columns, _EXPERT_COLUMNS_FOR_HALF) + _exchange(model, layout, cluster)
+    return 2.0 * weights / tensor / peak / taken
+
+
+def _exchange(model: Architecture, layout: LayoutSection, cluster: ClusterSection) -> float:
+    """Seconds in which one token reaches its experts on other ranks and comes back, in all layers of a forward pass."""
+    assert model.experts is not None
+    layers = sum(kind.feed_forward == "experts" for kind in model.layer_kinds)
+    copies = model.experts.chosen * (layout.expert - 1) / layout.expert / layout.tensor
+    nodes = layout.expert * (layout.expert_tensor or layout.tensor) / cluster.gpus_per_node
+    outside = max(0.0, 1 - 1 / nodes)
+    link = _LINK_BYTES_PER_SECOND if cluster.link_gb_per_sec is None else 1e9 * cluster.link_gb_per_sec
+    return 4.0 * layers * model.hidden * copies * (outside / link + (1 - outside) / _SUMMED_BYTES_PER_SECOND)
 
 
 def _update(
@@ -201,6 +241,15 @@ def _update(
     return (seconds + streaming) * batch.passes
 
 
+def _read_weights(model: Architecture, sequences: float) -> float:
+    """Return the weights that a token of so many ``sequences`` reads, whose experts are drawn independently."""
+    if model.experts is None:
+        return _weights(model)
+    count, chosen = model.experts.count, model.experts.chosen
+    reached = count * (1 - (1 - chosen / count) ** sequences)
+    return _weights(model) + _routed_weights(model, reached - chosen)
+
+
 def _generate(
     recipe: RLRecipe,
     model: Architecture,
@@ -215,7 +264,7 @@ def _generate(
     own = responses[:: rollout.replicas]
     mean = fmean(own)
     in_cache = prompt + fmean(length * length for length in own) / (2 * mean)  # of a sequence, at a moment in between
-    of_token = kv_cache_bytes_per_token(model, 1, 2)
+    of_token, on_each_rank = (kv_cache_bytes_per_token(model, ranks, 2) for ranks in (1, tensor))
 
     def kept(tokens: float) -> float:  # of a sequence, in all layers; less than those that it has with a window
         return kv_cache_bytes(model, 1, 2, tokens) / of_token
@@ -223,9 +272,9 @@ def _generate(
     most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / kept(in_cache))))
 
     def seconds_of_token(sequences: float, tokens: float) -> float:
-        reading = 2.0 * _weights(model) / tensor / (bandwidth * _OF_WEIGHTS)
+        reading = 2.0 * _read_weights(model, sequences) / tensor / (bandwidth * _OF_WEIGHTS)
         computing = 2.0 * _weights(model) * sequences / tensor / (peak * _OF_PEAK_IN_ROLLOUT)
-        of_cache = of_token / tensor * sequences * kept(tokens)
+        of_cache = on_each_rank * sequences * kept(tokens)
         received = 2.0 * sequences * model.hidden * (tensor - 1)
         reducing = _ALL_REDUCE_SECONDS + received / _ALL_REDUCE_BYTES_PER_SECOND if tensor > 1 else 0.0
         return (

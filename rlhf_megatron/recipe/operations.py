@@ -164,7 +164,7 @@ class ClusterSection(Section):
     """GPUs per node."""
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
     """Memory per GPU, GB of 2^30 bytes; `--dry-run` compares its estimate with it."""
-    gpu: Literal["A100", "B200", "H100", "H200", "H800"] | None = None
+    gpu: Literal["A100", "A800", "B200", "GB200", "H100", "H20", "H200", "H800", "L40S"] | None = None
     """GPU model, for `--dry-run`'s estimate of step time."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
     """Inter-node bandwidth per GPU in GB/s, for the estimated time of a weight sync."""

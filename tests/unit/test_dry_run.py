@@ -233,9 +233,9 @@ def test_the_recipe_in_the_readme_and_its_plan_are_those_of_the_file() -> None:
     [
         ("qwen7b_grpo", [], "set cluster.gpu, such as cluster.gpu=H100"),
         (
-            "qwen3_30b_a3b_grpo",
-            ["cluster.gpu=H200"],
-            "there are no figures to reckon models with experts by, nor float32",
+            "qwen7b_grpo",
+            ["cluster.gpu=H200", "model.dtype=float32"],
+            "there are no figures to reckon float32 by",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ MEASURED = [
     for row in json.loads((ROOT / f"docs/results/{name}.json").read_text())["rows"]
     if "failed" not in row and "quantization" not in row["recipe"].get("rollout", {})
 ]
+MEASURED.append(json.loads((ROOT / "docs/results/step_experts.json").read_text())["rows"][-1])
 
 KEPT = "actor.kept_logits_gb=100"  # then an update is three forward passes
 
 
 def architecture_of(model: str) -> Architecture:
     """The architecture of a shape of the benchmark, such as 7B."""
+    if model == "30B-A3B-8-layers":
+        return dataclasses.replace(read_architecture(ROOT / "recipes/models/qwen3-30b-a3b"), layers=8)
     return read_architecture(ROOT / f"recipes/models/qwen2.5-{model.lower()}")
 
 
@@ -165,6 +169,27 @@ def test_responses_are_half_as_long_as_they_may_be_where_nothing_is_known(tmp_pa
     assert prompt == 128
     assert sum(responses) / 1000 == pytest.approx(2048, rel=0.1)
     assert max(responses) == 4096
+
+
+def test_tokens_travel_to_experts_of_other_ranks_and_farther_to_other_nodes(tmp_path: Path) -> None:
+    own, node, nodes = (
+        time_of(recipe_of(tmp_path, KEPT, f"actor.layout={layout}"), "30B-A3B-8-layers", 16).phases["update"]
+        for layout in ("{}", "{expert: 8, expert_tensor: 1}", "{expert: 16, expert_tensor: 1}")
+    )
+    # Eight of 128 experts of 2,048 numbers for each token, seven of which are elsewhere, there and back, thrice in all.
+    tokens = time_of(recipe_of(tmp_path), "30B-A3B-8-layers", 16).tokens / 16
+    assert node - own == pytest.approx(tokens * 3 * 8 * (8 * 7 / 8) * 2048 * 2 * 2 / 275e9, rel=0.02)
+    assert nodes - own > 3 * (node - own)
+
+
+def test_sequences_read_more_experts_than_one_reaches(tmp_path: Path) -> None:
+    model = architecture_of("30B-A3B-8-layers")
+    few = dataclasses.replace(model, experts=dataclasses.replace(model.experts, count=8))  # then each reaches all
+    recipe = recipe_of(tmp_path, "rollout.max_num_seqs=64")
+    of_all, of_eight = (
+        expected_time(recipe, role_architectures(recipe, each), 1).phases["generate"] for each in (model, few)
+    )
+    assert of_all > 1.5 * of_eight
 
 
 @pytest.mark.parametrize("override", ["cluster.gpu=null", "model.dtype=float32"])

@@ -80,4 +80,5 @@ def test_a_token_in_the_cache_has_a_key_and_a_value_in_each_layer(tmp_path: Path
 def test_a_gpu_is_known_by_its_name() -> None:
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops("NVIDIA H20") is peak_flops("NVIDIA GeForce RTX 4090") is None
+    assert peak_flops("NVIDIA H20") == 148e12 and peak_flops("NVIDIA GB200") > peak_flops("NVIDIA B200")
+    assert peak_flops("NVIDIA GeForce RTX 4090") is None

@@ -19,7 +19,15 @@ from rlhf_megatron.recipe import RecipeError, load_rl
 GPUS = ("cluster.gpu=H100", "cluster.gpu_memory_gb=80")
 
 
-@pytest.mark.parametrize("name, world", [("qwen7b_grpo", 8), ("qwen32b_dapo", 64), ("qwen70b_dapo", 96)])
+@pytest.mark.parametrize(
+    "name, world",
+    [
+        ("qwen7b_grpo", 8),
+        ("qwen32b_dapo", 64),
+        ("qwen70b_dapo", 96),
+        pytest.param("qwen3_30b_a3b_grpo", 16, marks=pytest.mark.grid),
+    ],
+)
 def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: int) -> None:
     path = ROOT / "recipes" / f"{name}.yaml"
     found = find_layouts(load_rl(path, GPUS), world)
@@ -85,7 +93,11 @@ def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
     "name, overrides, message",
     [
         ("qwen7b_grpo", [], "cluster.gpu: say what the GPUs are, such as cluster.gpu=H100"),
-        ("qwen3_30b_a3b_grpo", GPUS, "only steps of reinforcement learning of dense models are reckoned"),
+        (
+            "qwen7b_grpo",
+            [*GPUS, "model.dtype=float32"],
+            "only steps of reinforcement learning are reckoned, and not in",
+        ),
     ],
 )
 def test_what_cannot_be_reckoned_is_refused(name: str, overrides: list[str], message: str) -> None:
