@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -33,6 +35,10 @@ from transformers import (
 CONFIGS = {
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v2_lite": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
+    "deepseek_v3_plain": DeepseekV3Config,
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
@@ -73,9 +79,34 @@ _GROUPED = {
     "num_experts_per_tok": 3,
     "topk_group": 1,
 }
+_LATENT = {
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_DEEPSEEK_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "original_max_position_embeddings": 64,
+    },
+}
+_V3 = _LATENT | _GROUPED | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5}
+_V2 = _LATENT | _GROUPED | {"norm_topk_prob": False, "n_shared_experts": 2}
 SPECIAL: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5, "sliding_window": WINDOW, "sliding_window_pattern": 2},
+    "deepseek_v2": _V2 | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    "deepseek_v2_lite": _V2 | _DEEPSEEK_YARN | {"n_group": 1, "q_lora_rank": None},
+    "deepseek_v3": _V3 | _DEEPSEEK_YARN,
+    "deepseek_v3_plain": _V3 | {"q_lora_rank": None},
     # Caps near the products that they cap.
     "gemma2": {
         "sliding_window": WINDOW,
@@ -149,6 +180,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 # Of these families.
 VARIANTS = {
+    "deepseek_v2_lite",
+    "deepseek_v3_plain",
     "llama3",
     "llama_attention_biases",
     "llama_biases",

@@ -72,5 +72,5 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
         raise unsupported(path, "model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
     check_fields(path, config, family.fields)
-    check_class(path, config, family.classes, family.language_class)
+    check_class(path, config, family.classes, family.language_class, family.fields.native)
     return family.read(path, config)

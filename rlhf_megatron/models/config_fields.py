@@ -136,6 +136,7 @@ class FamilyFields:
     ``only``: fields and the one value of each that is supported, which is what an absent field means.
     ``never_null``: fields that transformers' class of this kind refuses as null.
     ``absent``: sizes that transformers takes for absent fields, where it does not derive them from others.
+    ``native``: folders have the makers' code too (``auto_map``), in place of which transformers and vLLM have theirs.
     """
 
     read: frozenset[str] = frozenset()
@@ -143,6 +144,7 @@ class FamilyFields:
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     never_null: tuple[str, ...] = ()
     absent: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    native: bool = False
 
 
 def read_model_json(path: Path) -> Any:
@@ -208,14 +210,20 @@ def _check_type(path: Path, field: str, value: object, types: tuple[type, ...]) 
         raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be {wanted}")
 
 
-def check_class(path: Path, config: Mapping[str, Any], classes: str, language_class: str = "") -> None:
-    """Raises ModelError where the config is for another class than the language model or classifier of ``classes``."""
+def check_class(
+    path: Path, config: Mapping[str, Any], classes: str, language_class: str = "", native: bool = False
+) -> None:
+    """Raises ModelError where the config is for another class than the language model or classifier of ``classes``.
+
+    ``native`` as in FamilyFields.
+    """
     known = [language_class or f"{classes}ForCausalLM", f"{classes}ForSequenceClassification"]
     named = config.get("architectures") or []
     if not isinstance(named, list) or any(name not in known for name in named):
         raise unsupported(path, "architectures", named, " or ".join(f'["{name}"]' for name in known))
     code = config.get("auto_map", {})
-    if not isinstance(code, dict) or any(name != "AutoTokenizer" for name in code):
+    ignored = ("AutoTokenizer", *(("AutoConfig", "AutoModel", "AutoModelForCausalLM") if native else ()))
+    if not isinstance(code, dict) or any(name not in ignored for name in code):
         raise ModelError(f"{shown(path)}: auto_map is {brief(code)}: models with code of their own are not supported")
     labels = config.get("id2label") or {}
     if not all(key.isdecimal() and isinstance(label, str) for key, label in labels.items()):

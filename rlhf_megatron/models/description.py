@@ -75,6 +75,26 @@ class Scales:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): the ranks of latents, and the parts of a head.
+
+    ``query_rank``: None: queries are not compressed. ``unturned``, ``turned``: the parts of queries and keys without
+    and with positions, which all heads' keys share. ``value``: the size of a value head.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    unturned: int
+    turned: int
+    value: int
+
+    @property
+    def query_head(self) -> int:
+        """The size of a query head."""
+        return self.unturned + self.turned
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerKind:
     """The parts of one decoder layer; layers of a kind have the same modules, tensors and cost.
 
@@ -96,6 +116,7 @@ class Architecture:
     ``query_key_norm``: of each head; ``wide_query_key_norm``: of all heads of a token together.
     ``zero_centred_norms``: the factors of norms are 1 + their weights.
     ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are left out.
+    ``latent``: attention is latent attention; ``head_dim`` is then the part of a head that turns.
     """
 
     family: str
@@ -125,6 +146,7 @@ class Architecture:
     wide_query_key_norm: bool = False
     scales: Scales = Scales()
     prediction_layers: int = 0
+    latent: Latent | None = None
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -211,7 +233,7 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 LATER_FIELDS = (
     "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias",
     "wide_query_key_norm", "scales",
-    "prediction_layers",
+    "prediction_layers", "latent",
 )  # fmt: skip
 _LATER_FIELDS_OF_EXPERTS = ("shared", "routing")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families import FAMILIES
@@ -36,10 +36,12 @@ def transformer_config(
     compute_dtype: torch.dtype = getattr(torch, dtype)
     stages = [sum(map(len, chunks)) for chunks in layout.stage_chunks(architecture.layers)]
     uneven = layout.pipeline > 1 and len(set(stages)) > 1
-    if architecture.experts is not None:
-        # Megatron sends each tensor rank's own tokens to the experts, so the sequence has to be cut.
+    if architecture.experts is not None or architecture.latent is not None:
+        # Megatron sends each tensor rank's own tokens to the experts, and sums gradients of whole down projections as
+        # those of a cut sequence.
         sequence_parallel = True
-    return TransformerConfig(
+    kind = TransformerConfig if architecture.latent is None else MLATransformerConfig
+    return kind(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,

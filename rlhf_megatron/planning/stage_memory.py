@@ -223,7 +223,12 @@ def _layer_activations(section: RoleSection, architecture: Architecture, layout:
     feed_forward = kept * a.feed_forward
     if experts is not None:
         feed_forward = experts.chosen * (kept * experts.feed_forward + 2 * a.hidden * layout.expert_parts)
-    inside = (2 * a.heads * a.head_dim + 2 * a.key_value_heads * a.head_dim + feed_forward) / layout.tensor
+    heads = 2 * a.heads * a.head_dim + 2 * a.key_value_heads * a.head_dim
+    if a.latent is not None:
+        heads = 2 * a.heads * (a.latent.query_head + a.latent.value)
+        latents = (a.latent.query_rank or 0) + a.latent.key_value_rank
+        outside += 2 * latents / _sequence_parts(section, a, layout)  # before and behind their norms
+    inside = (heads + feed_forward) / layout.tensor
     return size * (outside + inside)
 
 

@@ -27,9 +27,16 @@ GROUPED = {
 GRANITE = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 8.0,
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 16, "num_key_value_heads": 4, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "head_dim": 8,
+}  # fmt: skip
+V3 = {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 WHOLE = {
     "cohere": SIZES,
     "cohere2": SIZES | {"sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 0.5},
+    "deepseek_v2": SIZES | GROUPED | LATENT | {"n_group": 1, "topk_group": 1},
+    "deepseek_v3": SIZES | GROUPED | LATENT | V3,
     "gemma": SIZES,
     "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
     "gemma3_text": SIZES | GEMMA3,
@@ -57,7 +64,7 @@ FIELDS += [
     "final_logit_softcapping",
     "hidden_activation",
 ]
-FIELDS += [*sorted(grouped_experts.FIELDS), *OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
+FIELDS += [*LATENT, *V3, *sorted(grouped_experts.FIELDS), *OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
      "false", "bfloat16", "torch.bfloat16", "\x1b\n", [], ["full_attention"] * 2, ["sliding_attention"] * 2, [1, 2],

@@ -76,6 +76,10 @@ CASES = {
     **dense("windows and two rotary tables", "olmo3"),
     **mixture("shared expert and a dense layer", "qwen2_moe"),
     **mixture("Mixtral", "mixtral"),
+    **mixture("latent attention, yarn, groups by their best two", "deepseek_v3"),
+    **mixture("latent attention without ranks of queries", "deepseek_v3_plain"),
+    **mixture("latent attention, groups by their best", "deepseek_v2"),
+    **mixture("latent attention, yarn, softmax", "deepseek_v2_lite"),
     **mixture("sigmoid scores and correction biases", "glm4_moe"),
 }
 

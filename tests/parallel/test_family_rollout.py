@@ -48,6 +48,8 @@ class Case(NamedTuple):
 
 # vLLM takes hidden_size / num_attention_heads for the size of a head, whatever config.json says.
 DIVIDED = {"hidden_size": 128, "head_dim": 32}
+# vLLM has latents of these sizes alone.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 
 
 def both(name: str, family: str, **fields: Any) -> dict[str, Case]:
@@ -71,6 +73,11 @@ CASES = {
     "parallel sublayers, some without positions, TP2": Case("cohere2", {"pipeline": 2}, 2, {"sliding_window": 256}),
     **both("norms after sublayers and of all heads", "olmo2"),
     **both("windows and two rotary tables", "olmo3"),
+    "latent attention, yarn": Case("deepseek_v3", fields=LATENT, experts=True, grid=False),
+    "latent attention, yarn, TP2": Case("deepseek_v3", {"data": 2, "expert": 2}, 2, LATENT, experts=True),
+    "latent attention without ranks of queries": Case("deepseek_v3_plain", {"tensor": 2}, 2, LATENT, experts=True),
+    "latent attention, groups by their best": Case("deepseek_v2", fields=LATENT, experts=True),
+    "latent attention, softmax": Case("deepseek_v2_lite", fields=LATENT, experts=True),
     "sigmoid scores and correction biases": Case("glm4_moe", experts=True, grid=False),
     "sigmoid scores and correction biases, EP2": Case("glm4_moe", {"data": 2, "expert": 2}, 2, experts=True),
     "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),

@@ -150,11 +150,56 @@ COHERE2 = without(COHERE, "model_max_length", "use_qk_norm") | {
     "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
     "use_parallel_embedding": True,
 }  # fmt: skip
+OF_DEEPSEEK = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": OF_DEEPSEEK, "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
+    "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+MOONLIGHT = without(DEEPSEEK_V3, "rope_scaling", "num_nextn_predict_layers") | {
+    "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "routed_scaling_factor": 2.446,
+    "topk_group": 1, "vocab_size": 163840,
+}  # fmt: skip
+DEEPSEEK_V2 = without(DEEPSEEK_V3, "num_nextn_predict_layers") | {
+    "architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 1, "hidden_size": 5120,
+    "intermediate_size": 12288, "model_type": "deepseek_v2", "moe_intermediate_size": 1536, "n_routed_experts": 160,
+    "n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6, "num_hidden_layers": 60,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},  # type: ignore[operator]
+    "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3, "topk_method": "group_limited_greedy",
+    "vocab_size": 102400,
+}  # fmt: skip
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1,
+    "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
+}  # fmt: skip
 PUBLISHED = {
     "Command R": COHERE,
     "Command R, all defaults": without(COHERE, "layer_norm_eps", "logit_scale", "rope_theta"),
     "Command R7B": COHERE2,
     "Command R7B, all defaults": without(COHERE2, "sliding_window", "sliding_window_pattern", "head_dim"),
+    "DeepSeek-V2": DEEPSEEK_V2,
+    "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "Moonlight": MOONLIGHT,
     "Gemma 2B": GEMMA,
     "Granite 3.0 8B": GRANITE,
     "Granite, all defaults": without(
@@ -285,8 +330,16 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
 
 @pytest.mark.parametrize(
     "config, billions, active",  # as their makers say, who leave GLM's embeddings and output layer out of the active
-    [(MIXTRAL, 46.7, 12.9), (GLM, 353, 32 + 1.6), (GLM_AIR, 106, 12 + 1.2)],
-    ids=["Mixtral 8x7B", "GLM-4.5", "GLM-4.5-Air"],
+    [
+        (MIXTRAL, 46.7, 12.9),
+        (GLM, 353, 32 + 1.6),
+        (GLM_AIR, 106, 12 + 1.2),
+        (DEEPSEEK_V3, 671, 37),
+        (DEEPSEEK_V2, 236, 21),
+        (DEEPSEEK_V2_LITE, 15.7, 2.7),
+        (MOONLIGHT, 16, 2.9),
+    ],
+    ids=["Mixtral 8x7B", "GLM-4.5", "GLM-4.5-Air", "DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V2-Lite", "Moonlight"],
 )
 def test_mixtures_have_the_parameters_that_their_makers_count(
     config: dict[str, Any], billions: float, active: float

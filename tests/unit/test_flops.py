@@ -20,7 +20,7 @@ from rlhf_megatron.models.flops import (
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
 def test_operations_are_those_that_torch_counts(family: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / family, family)
     architecture, model = read_architecture(folder), load_model(folder)
@@ -35,7 +35,7 @@ def test_operations_are_those_that_torch_counts(family: str, tmp_path: Path) -> 
         both = counter.get_total_flops()
     lengths = [12, 12]
     # transformers also multiplies positions by frequencies, in a product of matrices.
-    angles = 2 * tokens.shape[1] * architecture.head_dim // 2 * 1
+    angles = 2 * tokens.shape[1] * architecture.rope.rotated(architecture.head_dim) // 2 * 1
     assert forward - forward_flops(architecture, lengths, 24, causal=False) in (0, angles, 2 * angles)
     assert both == pytest.approx(training_flops(architecture, lengths, 24, causal=False), rel=0.01)
 
@@ -48,6 +48,12 @@ def test_a_causal_row_has_half_the_pairs_and_the_head_reads_what_it_is_asked(tmp
     assert forward_flops(architecture, [7], 3) - forward_flops(architecture, [7], 0) == (
         2 * 3 * architecture.hidden * architecture.vocabulary
     )
+
+
+def test_latents_are_cached_whole_on_every_rank(tmp_path: Path) -> None:
+    architecture = read_architecture(make_model(tmp_path / "model", "deepseek_v3"))
+    for tensor in (1, 2):
+        assert kv_cache_bytes_per_token(architecture, tensor, 2) == 2 * architecture.layers * (32 + 8)
 
 
 def test_a_window_takes_pairs_and_tokens_of_the_cache_away(tmp_path: Path) -> None:

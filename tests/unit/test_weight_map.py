@@ -262,7 +262,18 @@ GLM = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [QWEN2_MOE, MIXTRAL, GLM], ids=["qwen2_moe", "mixtral", "glm4_moe"])
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 100,
+    "num_key_value_heads": 4, "intermediate_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "moe_intermediate_size": 32, "n_shared_experts": 1, "kv_lora_rank": 32, "q_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [QWEN2_MOE, MIXTRAL, GLM, DEEPSEEK], ids=["qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3"]
+)
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize(
     "layout",
@@ -297,7 +308,7 @@ def test_layers_that_differ_are_held_once(
         for block in blocks:
             if ".experts." in block.tensor or not layout.coordinates(position).data:
                 seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
-    whole = ("norm", "mlp.gate.", "moe.gate.", "shared_expert_gate")
+    whole = ("norm", "mlp.gate.", "moe.gate.", "shared_expert_gate", "q_a_proj", "kv_a_proj")
     for name, count in seen.items():
         assert (count == (layout.tensor if any(part in name for part in whole) else 1)).all(), name
 

@@ -21,6 +21,7 @@ def install() -> None:
     keep_weights_unpacked()
     keep_experts_unpacked()
     name_shared_memory_by_job()
+    turn_heads_apart()
 
 
 @patch(
@@ -51,6 +52,24 @@ def keep_weights_unpacked() -> None:
         layer.cpu_linear = functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = use_plain_linear
+
+
+@patch(
+    *PACKAGES,
+    **KNOWN,
+    why="the CPU kernel takes the heads of queries in three dimensions, as latent attention has them, for tokens",
+)
+def turn_heads_apart() -> None:
+    """Turn queries in three dimensions by torch's own operations."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    by_kernel = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        way = by_kernel if query.dim() < 3 else RotaryEmbedding.forward_native
+        return way(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
 
 
 @patch(

@@ -33,6 +33,11 @@ NAMES = (
         "RequestState.make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason)",
         "tokens of an aborted request",
     ),
+    PrivateName(
+        _LAYERS + "rotary_embedding.base",
+        "RotaryEmbedding.forward_cpu(positions, query, key)",
+        "latent attention on CPUs",
+    ),
     PrivateName("vllm.v1.engine", "FinishReason", "tokens of an aborted request"),
     PrivateName(_SCHEDULER, "Scheduler.running", "requests that are in the cache"),
     PrivateName(_SCHEDULER, "Scheduler.kv_cache_manager", "free cache blocks", absent="vLLM alone limits admission"),

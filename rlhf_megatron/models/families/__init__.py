@@ -10,6 +10,8 @@ from rlhf_megatron.models.families.contract import Family
 _MODULES = {
     "cohere": "cohere",
     "cohere2": "cohere2",
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3_text",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
 from rlhf_megatron.models.description import Architecture, LayerKind
-from rlhf_megatron.models.families import mixture
+from rlhf_megatron.models.families import latent, mixture
 from rlhf_megatron.models.families.bias_fields import NO_BIASES, BiasFields
 from rlhf_megatron.models.families.config_reading import read_heads
 from rlhf_megatron.models.families.decoder_tensors import (
@@ -139,6 +139,7 @@ class Decoder:
         spec: Any
         if implementation == "transformer_engine":
             spec = get_gpt_layer_with_transformer_engine_spec(
+                multi_latent_attention=architecture.latent is not None,
                 num_experts=count,
                 moe_grouped_gemm=count is not None,
                 qk_layernorm=architecture.query_key_norm,
@@ -146,7 +147,10 @@ class Decoder:
             )
         else:
             spec = get_gpt_layer_local_spec(
-                num_experts=count, qk_layernorm=architecture.query_key_norm, normalization="RMSNorm"
+                num_experts=count,
+                qk_layernorm=architecture.query_key_norm,
+                multi_latent_attention=architecture.latent is not None,
+                normalization="RMSNorm",
             )
         if implementation == "local" or architecture.scales.attention_cap is not None:
             # Transformer Engine's attention knows no soft cap.
@@ -158,6 +162,9 @@ class Decoder:
             spec.submodules.mlp.keywords["submodules"].router = functools.partial(
                 ScoreRouter, experts=architecture.experts
             )
+        if architecture.latent:
+            latent.attention_spec(spec, implementation, rotary)
+            return spec
         spec.submodules.self_attention.module = StackedSelfAttention
         spec.submodules.self_attention.params |= {"rotary": rotary, "wide_norms": architecture.wide_query_key_norm}
         return spec
@@ -208,6 +215,7 @@ class Decoder:
             "use_te_activation_func": fused and self._has_fused_activation(a),
             "bias_activation_fusion": fused and a.experts is not None,
             **_window_settings(a),
+            **latent.latent_settings(a),
             **mixture.mixture_settings(a.experts, layout, float32, fused),
         }
 
@@ -223,7 +231,7 @@ class Decoder:
             first = chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
             slots.append(Slot("model.embed_tokens.weight", "vocabulary", first))
         for prefix, index in held_layers(a, layout, coordinates.pipeline):
-            names = megatron_names(prefix, kinds[index], implementation)
+            names = megatron_names(a, prefix, kinds[index], implementation)
             slots.extend(layer_slots(a, kinds[index], f"model.layers.{index}.", names, self.norms, self.expert_names))
             if a.experts and kinds[index].feed_forward == "experts":
                 slots.extend(mixture.common_slots(a.experts, self.expert_names, f"model.layers.{index}.", prefix))
@@ -282,7 +290,7 @@ class Decoder:
         """See Family."""
         a = architecture
         query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
-        attention = a.hidden * (2 * query + 2 * key_value)
+        attention = latent.attention_weights(a) if a.latent else a.hidden * (2 * query + 2 * key_value)
         if kind.feed_forward == "experts":
             return attention + mixture.expert_weights(a)
         return attention + 3 * a.hidden * a.feed_forward
@@ -290,13 +298,17 @@ class Decoder:
     def attention_flops(
         self, architecture: Architecture, kind: LayerKind, rows: Sequence[float], causal: bool
     ) -> float:
-        """See Family: of queries with keys, and of their softmax with values; 4 for a pair and a column of a head."""
+        """See Family: of queries with keys, and of their softmax with values; 2 for a pair and a column of either."""
         window = architecture.window if causal and kind.attention == "window" else None
         pairs = sum(_causal_pairs(n, window) if causal else n * n for n in rows)
-        return 4.0 * architecture.heads * architecture.head_dim * pairs
+        a = architecture
+        columns = a.latent.query_head + a.latent.value if a.latent else 2 * a.head_dim
+        return 2.0 * a.heads * columns * pairs
 
     def cached_elements(self, architecture: Architecture, kind: LayerKind, tensor: int) -> int:
-        """See Family: keys and values, at least one head of each on every rank."""
+        """See Family: keys and values, a head of each on every rank at least; or all latents on every rank."""
+        if architecture.latent:
+            return architecture.latent.key_value_rank + architecture.latent.turned
         return 2 * max(1, architecture.key_value_heads // tensor) * architecture.head_dim
 
     def cached_tokens(self, architecture: Architecture, kind: LayerKind, tokens: float) -> float:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from rlhf_megatron.models.description import Architecture, LayerKind
-from rlhf_megatron.models.families import mixture
+from rlhf_megatron.models.families import latent, mixture
 from rlhf_megatron.models.families.norm_names import NormNames
 from rlhf_megatron.models.rectangles import SCORE, Cut, Implementation, Slot, chunk_prefix
 from rlhf_megatron.topology.layout import Layout
@@ -23,20 +23,11 @@ _ROUTER_NORM = "pre_mlp_layernorm.weight"  # in front of a router there is no li
 @functools.cache
 def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.ExpertNames) -> dict[str, tuple[int, ...]]:
     """Return every tensor of a checkpoint and its shape, in the model's order."""
-    query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocabulary, a.hidden)}
     for index, kind in enumerate(a.layer_kinds):
         layer = f"model.layers.{index}."
         shapes.update((f"{layer}{norm}.weight", (a.hidden,)) for norm in norms.names if norm)
-        for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
-            shapes[f"{layer}self_attn.{part}_proj.weight"] = (rows, a.hidden)
-            if a.qkv_bias:
-                shapes[f"{layer}self_attn.{part}_proj.bias"] = (rows,)
-            if part != "v" and (a.query_key_norm or a.wide_query_key_norm):
-                shapes[f"{layer}self_attn.{part}_norm.weight"] = (rows if a.wide_query_key_norm else a.head_dim,)
-        shapes[layer + "self_attn.o_proj.weight"] = (a.hidden, query)
-        if a.output_bias:
-            shapes[layer + "self_attn.o_proj.bias"] = (a.hidden,)
+        shapes.update(latent.attention_shapes(a, layer) if a.latent else _attention_shapes(a, layer))
         if kind.feed_forward == "experts":
             shapes.update(mixture.expert_shapes(a, layer, expert_names))
             continue
@@ -52,9 +43,37 @@ def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.Expe
     return shapes
 
 
+def _attention_shapes(a: Architecture, layer: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
+    for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
+        yield f"{layer}self_attn.{part}_proj.weight", (rows, a.hidden)
+        if a.qkv_bias:
+            yield f"{layer}self_attn.{part}_proj.bias", (rows,)
+        if part != "v" and (a.query_key_norm or a.wide_query_key_norm):
+            yield f"{layer}self_attn.{part}_norm.weight", (rows if a.wide_query_key_norm else a.head_dim,)
+    yield layer + "self_attn.o_proj.weight", (a.hidden, query)
+    if a.output_bias:
+        yield layer + "self_attn.o_proj.bias", (a.hidden,)
+
+
 def _feed_forward_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
     up, down = (a.feed_forward, a.hidden), (a.hidden, a.feed_forward)
     return {"gate_proj": up, "up_proj": up, "down_proj": down}
+
+
+def _attention_slots(a: Architecture, tensor_prefix: str, names: dict[str, str]) -> Iterator[Slot]:
+    cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
+    for part, cut in cuts:
+        yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
+        if a.qkv_bias:
+            yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias")
+    if a.query_key_norm or a.wide_query_key_norm:
+        norm_cut: Cut = "rows" if a.wide_query_key_norm else "whole"
+        yield Slot(tensor_prefix + "self_attn.q_norm.weight", norm_cut, names["query_norm"])
+        yield Slot(tensor_prefix + "self_attn.k_norm.weight", norm_cut, names["key_norm"])
+    yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"] + ".weight")
+    if a.output_bias:
+        yield Slot(tensor_prefix + "self_attn.o_proj.bias", "whole", names["output"] + ".bias")
 
 
 def layer_slots(
@@ -69,18 +88,10 @@ def layer_slots(
     for norm, parameter in zip(norms.names, ("input_norm", "attention_norm", "mlp_norm", "output_norm"), strict=True):
         if norm:
             yield Slot(f"{tensor_prefix}{norm}.weight", "whole", names[parameter])
-    cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
-    for part, cut in cuts:
-        yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
-        if a.qkv_bias:
-            yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias")
-    if a.query_key_norm or a.wide_query_key_norm:
-        norm_cut: Cut = "rows" if a.wide_query_key_norm else "whole"
-        yield Slot(tensor_prefix + "self_attn.q_norm.weight", norm_cut, names["query_norm"])
-        yield Slot(tensor_prefix + "self_attn.k_norm.weight", norm_cut, names["key_norm"])
-    yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"] + ".weight")
-    if a.output_bias:
-        yield Slot(tensor_prefix + "self_attn.o_proj.bias", "whole", names["output"] + ".bias")
+    if a.latent:
+        yield from latent.attention_slots(a, tensor_prefix, names["attention"])
+    else:
+        yield from _attention_slots(a, tensor_prefix, names)
     if kind.feed_forward == "experts":
         yield Slot(f"{tensor_prefix}{expert_names.module}.gate.weight", "whole", names["router"])
         return  # the experts are cut over other ranks than the rest of the layer
@@ -103,10 +114,13 @@ def head_slots(a: Architecture, layout: Layout) -> Iterator[Slot]:
         yield Slot("model.embed_tokens.weight", "vocabulary", last + "output_layer.weight")
 
 
-def megatron_names(prefix: str, kind: LayerKind, implementation: Implementation) -> dict[str, str]:
+def megatron_names(a: Architecture, prefix: str, kind: LayerKind, implementation: Implementation) -> dict[str, str]:
     """Return Megatron's parameter of each part of a layer whose parameters' names begin with ``prefix``."""
     input_norm, mlp_norm = _MEGATRON_NORMS[implementation]
+    if a.latent:  # several matrices are behind the norm, which is fused with none of them
+        input_norm = _MEGATRON_NORMS["local"][0]
     return {
+        "attention": prefix + "self_attention.",
         "input_norm": prefix + input_norm,
         "qkv": prefix + "self_attention.linear_qkv",
         "query_norm": prefix + "self_attention.q_layernorm.weight",

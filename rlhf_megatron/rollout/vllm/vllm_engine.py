@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
-from rlhf_megatron.compat.vllm import expert_choices, internals, logprobs, shared_weights
+from rlhf_megatron.compat.vllm import expert_choices, internals, latent_weights, logprobs, shared_weights
 from rlhf_megatron.compat.vllm.names import check_version
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, RolloutError, Sampling
@@ -85,7 +85,11 @@ class VllmEngine:
         from rlhf_megatron.rollout.vllm import fp8
 
         named = internals.model(self._engine).named_parameters()
-        return {name: parameter.data for name, parameter in named if fp8.is_full_precision(name)}
+        return {
+            name: parameter.data
+            for name, parameter in named
+            if fp8.is_full_precision(name) and not latent_weights.is_derived(name)
+        }
 
     def pointer_check(self) -> None:
         """Raise RuntimeError naming the first parameter whose storage has moved: CUDA graphs hold the old address."""
@@ -100,6 +104,7 @@ class VllmEngine:
         self.pointer_check()
         if self._on_gpu:
             torch.cuda.synchronize()  # whichever streams they were written on
+        latent_weights.follow(internals.model(self._engine))
         if self._section.quantization:
             from rlhf_megatron.rollout.vllm import fp8
 
