@@ -21,6 +21,42 @@ OLMO3 = OLMO2 | {
     },
     "transformers_version": "4.57.0", "use_cache": False, "vocab_size": 100278,
 }  # fmt: skip
+GLM4 = {
+    "architectures": ["Glm4ForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 13696, "max_position_embeddings": 32768, "model_type": "glm4",
+    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": True, "vocab_size": 151552,
+}  # fmt: skip
+PHI3 = {
+    "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
+}  # fmt: skip
+PHI35 = PHI3 | {
+    "max_position_embeddings": 131072, "sliding_window": 262144,
+    "rope_scaling": {"long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+}  # fmt: skip
+PHI4_MINI = PHI35 | {
+    "bos_token_id": 199999, "eos_token_id": 199999, "full_attn_mod": 1, "interpolate_factor": 1,
+    "lm_head_bias": False, "mlp_bias": False, "num_attention_heads": 24, "num_key_value_heads": 8,
+    "pad_token_id": 199999, "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "vocab_size": 200064,
+}  # fmt: skip
+PHI4 = {key: value for key, value in PHI3.items() if key not in ("_name_or_path", "auto_map")} | {
+    "bos_token_id": 100257, "eos_token_id": 100265, "hidden_size": 5120, "intermediate_size": 17920,
+    "max_position_embeddings": 16384, "num_attention_heads": 40, "num_hidden_layers": 40, "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384, "pad_token_id": 100349, "rope_theta": 250000, "sliding_window": None,
+    "transformers_version": "4.47.0", "vocab_size": 100352,
+}  # fmt: skip
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "OLMo 2 7B": OLMO2,
@@ -28,4 +64,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_hidden_layers": 64}
     | {"num_key_value_heads": 8},
     "OLMo 3 7B": OLMO3,
+    "GLM-4 9B 0414": GLM4,
+    "GLM-4 32B 0414": GLM4
+    | {"attention_bias": False, "hidden_size": 6144, "intermediate_size": 23040, "num_attention_heads": 48}
+    | {"num_hidden_layers": 61},
+    "Phi-3 mini 4k": PHI3,
+    "Phi-3.5 mini": PHI35,
+    "Phi-4": PHI4,
+    "Phi-4 mini": PHI4_MINI,
 }

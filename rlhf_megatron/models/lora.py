@@ -203,7 +203,8 @@ def write_peft(folder: Path, tensors: Iterable[tuple[str, Tensor]], adaptation: 
     with whole_folder(folder) as partial:
         named = {PEFT_PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         write_safetensors(partial / PEFT_WEIGHTS, named, {"format": "pt"})
-        config = json.dumps(peft_config(adaptation, base), indent=2) + "\n"
+        there = tuple(module for module in adaptation.modules if any(f".{module}." in name for name in named))
+        config = json.dumps(peft_config(dataclasses.replace(adaptation, modules=there), base), indent=2) + "\n"
         (partial / PEFT_CONFIG).write_text(config, encoding="utf-8")
 
 

@@ -37,12 +37,13 @@ class Slot:
     """The place of one Hugging Face tensor in a fused parameter, cut by rows or columns over the tensor ranks.
 
     ``cut``: "columns", "rows", "whole" (replicated), "vocabulary" (rows, padded), "gate" and "up" (rows, one behind the
-    other) or a role in attention ("query", "key", "value").
+    other) or a role in attention ("query", "key", "value"). ``rows``: where only these of the tensor are meant.
     """
 
     tensor: str
     cut: Cut
     parameter: str
+    rows: tuple[int, int] | None = None
 
 
 def split(size: int, parts: int, part: int) -> tuple[int, int]:
@@ -83,7 +84,16 @@ def slot_blocks(
     a: Architecture, shapes: Shapes, slot: Slot, parts: int, part: int, *, repeats: bool
 ) -> Iterator[Block]:
     """Yield the blocks of one Hugging Face tensor on tensor rank ``part`` of ``parts``; ``repeats`` as in vLLM."""
-    shape = shapes[slot.tensor]
+    first, stop = slot.rows or (0, shapes[slot.tensor][0])
+    for block in _blocks(a, (stop - first, *shapes[slot.tensor][1:]), slot, parts, part, repeats=repeats):
+        (start, stop), *rest = block.region
+        yield block._replace(region=((first + start, first + stop), *rest))
+
+
+def _blocks(
+    a: Architecture, shape: tuple[int, ...], slot: Slot, parts: int, part: int, *, repeats: bool
+) -> Iterator[Block]:
+    """Yield the same of a tensor of this ``shape``, all of which is meant."""
     rest: Region = tuple((0, size) for size in shape[1:])
     tail = (0,) * len(rest)
     match slot.cut:

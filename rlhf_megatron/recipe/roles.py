@@ -210,7 +210,9 @@ class LearningRoleSection(RoleSection):
         return self
 
 
-LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LinearLayer = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"
+]
 
 
 class LoraSection(Section):
@@ -223,7 +225,7 @@ class LoraSection(Section):
     rank_stabilized: bool = False
     """Scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     target_modules: Literal["all-linear"] | list[LinearLayer] = "all-linear"
-    """Linear layers by Hugging Face name, not those of experts."""
+    """Linear layers by the checkpoint's names, not those of experts."""
     path: str | None = None
     """PEFT adapter to start from, of the same rank and modules; default: a new one without effect."""
     offload_base: bool = False

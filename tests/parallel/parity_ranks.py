@@ -48,7 +48,7 @@ def learn(
 
     With ``then``, the updates after the first are those of a role in that layout, which has the first one's state.
     """
-    architecture, learning = read_architecture(model), OptimizerSection(**optimizer)
+    architecture, learning = read_architecture(model).for_rows(64), OptimizerSection(**optimizer)
 
     def make_role(of_layout: dict[str, int]) -> Role:
         return Role(

@@ -47,6 +47,10 @@ CASES: dict[str, tuple[Case, list[str]]] = {
         Case("mistral", False, {"tensor": 2, "context": 2}, then={"pipeline": 2, "virtual_pipeline": 2, "data": 2}),
         ALL,
     ),
+    "fused tensors, TP2": (
+        Case("phi3", False, {"tensor": 2}, SEQUENCE),
+        ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    ),
     "experts, TP2 EP2": (Case("qwen3_moe", False, {"tensor": 2, "data": 2, "expert": 2}), ATTENTION),
 }
 RANK, ALPHA = 3, 5.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from published_dense import OLMO2, OLMO3
+from published_dense import GLM4, OLMO2, OLMO3, PHI3, PHI35
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
 from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.models.weight_map import megatron_blocks, tensor_shapes
@@ -19,9 +19,11 @@ SIZES = {
     "intermediate_size": 96,
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
+    "glm4": SIZES | {"head_dim": 16},
     "llama": SIZES | {"attention_bias": True, "mlp_bias": True},
     "olmo2": SIZES,
     "olmo3": SIZES | {"attention_bias": True},
+    "phi3": SIZES,
 }
 
 
@@ -58,6 +60,13 @@ def test_keys_that_are_normed_together_are_not_shared_by_ranks() -> None:
         (OLMO3, {"rope_theta": 10000.0}, "rope_theta is 10000.0, which is not supported; supported: 500000.0"),
         (OLMO3, {"sliding_window": None}, "sliding_window is null"),
         (OLMO3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .* an object of full_attention and"),
+        (GLM4, {"partial_rotary_factor": 0.26}, "partial_rotary_factor is 0.26"),
+        (PHI35, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type is 'yarn'.* default, longrope"),
+        (PHI35, {"rope_scaling": {"type": "su"}}, "rope_scaling.type is 'su'"),
+        (PHI35, {"partial_rotary_factor": 0.75}, "rope_scaling.short_factor has 48 numbers, and 36 pairs"),
+        (PHI3, {"lm_head_bias": True}, "lm_head_bias is True"),
+        (PHI3, {"head_dim": 64}, "head_dim is 64"),
+        (OLMO2, {"auto_map": {"AutoConfig": "configuration_olmo2.Olmo2Config"}}, "auto_map is .* own"),
     ],
 )
 def test_what_would_be_another_model_is_refused(config: dict[str, Any], fields: dict[str, Any], said: str) -> None:

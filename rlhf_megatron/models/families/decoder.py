@@ -23,6 +23,7 @@ from rlhf_megatron.models.families.decoder_tensors import (
     megatron_names,
     rollout_names,
 )
+from rlhf_megatron.models.families.fused_tensors import fused_shapes, fused_slots
 from rlhf_megatron.models.families.norm_names import NORMS_BEFORE, NormNames
 from rlhf_megatron.models.families.rope_reading import read_rope
 from rlhf_megatron.models.families.windows import WindowFields, mixed_layers, read_windows
@@ -51,6 +52,7 @@ class Decoder:
     ``max_positions``, ``norm_epsilon``, ``rope_theta``: what transformers takes for absent fields.
     ``partial_rotary``: positions turn a part of a head where the config says so.
     ``qkv_bias``: always there; ``bias_fields`` have those that the config decides on.
+    ``fused``: modules of checkpoints that are one tensor where others have several (``fused_tensors``).
     ``windows``: which layers have a sliding window; None: no layer of the family.
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
     ``vllm_mixes_windows``: in vLLM too some layers may have a window and others not.
@@ -72,6 +74,7 @@ class Decoder:
     partial_rotary: bool = False
     windows: WindowFields | None = None
     norms: NormNames = NORMS_BEFORE
+    fused: tuple[str, ...] = ()
     zero_centred_norms: bool = False
     activation: Activation = "silu"
     vllm_divides_heads: bool = False
@@ -118,6 +121,10 @@ class Decoder:
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
         """See Family."""
+        return fused_shapes(self._separate_shapes(architecture), self.fused)
+
+    def _separate_shapes(self, architecture: Architecture) -> Shapes:
+        """Return what ``tensor_shapes`` were if no tensor was ``fused``."""
         return decoder_shapes(architecture, self.norms, self.expert_names)
 
     # ---- trainer
@@ -239,7 +246,7 @@ class Decoder:
             slots.extend(head_slots(a, layout))
         blocks = [
             block
-            for slot in slots
+            for slot in fused_slots(slots, self._separate_shapes(a), self.fused)
             for block in slot_blocks(a, shapes, slot, layout.tensor, coordinates.tensor, repeats=False)
         ]
         return [*blocks, *mixture.megatron_experts(a, self.expert_names, layout, position, implementation)]
