@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.config_fields import check_class, check_fields, read_model_json, unsupported
+from rlhf_megatron.models.config_fields import check_class, check_fields, read_model_json, unsupported, weight_block
 from rlhf_megatron.models.description import Architecture, Experts, Head, LayerKind, Scales
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.untrusted import shown
@@ -72,5 +72,6 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
         raise unsupported(path, "model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
     check_fields(path, config, family.fields)
+    weight_block(path, config)
     check_class(path, config, family.classes, family.language_class, family.fields.native)
     return family.read(path, config)

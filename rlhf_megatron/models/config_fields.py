@@ -42,7 +42,7 @@ _READ = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_size",
     "intermediate_size", "layer_types", "max_position_embeddings", "model_type", "num_attention_heads",
     "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "rope_scaling",
-    "rope_theta", "tie_word_embeddings", "torch_dtype", "vocab_size",
+    "quantization_config", "rope_theta", "tie_word_embeddings", "torch_dtype", "vocab_size",
 }  # fmt: skip
 
 # The one value that is supported, which is also what an absent field means.
@@ -58,7 +58,6 @@ _ONLY: dict[str, Any] = {
     "rope_interleaved": False,
     "use_mrope": False,
     "logit_scale": 1.0,
-    "quantization_config": None,
     "num_nextn_predict_layers": 0,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
@@ -128,6 +127,12 @@ _TYPE_NAMES |= {list: "a list", dict: "an object"}
 LAYERS_LEFT_OUT = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
+# Of a quantisation by blocks; how activations are quantised, and which layers are not, the files and vLLM know.
+_QUANTISATION = {
+    "activation_scheme", "fmt", "modules_to_not_convert", "quant_method", "scale_fmt", "weight_block_size",
+}  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class FamilyFields:
     """The fields of one ``model_type`` beside those of every decoder.
@@ -195,6 +200,22 @@ def check_fields(path: Path, config: Mapping[str, Any], own: FamilyFields) -> No
                 f"{shown(path)}: {shown(field, 80)} is {brief(value)}, which this version does not know and which may "
                 "change what the model computes; use another model, or remove the field if it does not"
             )
+
+
+def weight_block(path: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The rows and columns that share a scale in the files of the config at ``path``; None: they are not quantised.
+
+    Raises ModelError for any other quantisation than e4m3 with a scale for each block.
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    known = isinstance(given, dict) and given.keys() <= _QUANTISATION
+    is_e4m3 = known and given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
+    block: Any = given.get("weight_block_size") if is_e4m3 else None
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise unsupported(path, "quantization_config", given, "none, or fp8 in e4m3 with weight_block_size")
+    return block[0], block[1]
 
 
 def _same(value: object, wanted: object) -> bool:

@@ -128,6 +128,7 @@ def _name_shards(folder: Path, shards: Sequence[Sequence[str]], total: int) -> N
 def _write_config(folder: Path, model: Path, dtype: torch.dtype, head: Head) -> None:
     config = read_config(model) | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)  # its name before transformers 5
+    config.pop("quantization_config", None)
     config |= {field: 0 for field in LAYERS_LEFT_OUT if field in config}
     if head == "scalar":
         config = classifier_config(config)

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture, ModelError, read_config
-from rlhf_megatron.models.config_fields import read_model_json
+from rlhf_megatron.models.block_scales import QUANTIZED, SCALES, dequantized, scales_region, scales_shape
+from rlhf_megatron.models.config_fields import read_model_json, weight_block
 from rlhf_megatron.models.weight_map import SCORE, Region, tensor_shapes
 from rlhf_megatron.models.weight_source import RandomWeights
 from rlhf_megatron.untrusted import check_regular, reason_of, shown
@@ -47,6 +48,8 @@ class CheckpointFiles:
         self._shapes = tensor_shapes(architecture)
         behind = range(architecture.layers, architecture.layers + architecture.prediction_layers)
         self._left_out = tuple(f"model.layers.{layer}." for layer in behind)
+        self._block = weight_block(self.folder / "config.json", read_config(folder))
+        self._quantized: set[str] = set()
         self._new_head: RandomWeights | None = None
         if new_head_seed is not None and SCORE in self._shapes and SCORE not in self._file_of:
             self._new_head = RandomWeights(architecture, new_head_seed, torch.device("cpu"))
@@ -106,11 +109,26 @@ class CheckpointFiles:
             shape = tuple(piece.get_shape())
             if shape != self._shapes[name]:
                 raise ModelError(f"{path}: {name} has shape {shape}, config.json asks for {self._shapes[name]}")
+            if piece.get_dtype() == QUANTIZED and self._block and name + SCALES in self._file_of:
+                self._check_scales(name)
+                continue
             check_type(path, name, piece.get_dtype())
+
+    def _check_scales(self, name: str) -> None:
+        """The scales of a quantised matrix have a shape and a type of their own."""
+        assert self._block is not None
+        path, wanted = self._file_of[name + SCALES], scales_shape(self._shapes[name], self._block)
+        piece = self._reader(path).get_slice(name + SCALES)
+        shape = tuple(piece.get_shape())
+        if shape != wanted:
+            raise ModelError(f"{path}: {name}{SCALES} has shape {shape}, quantization_config asks for {wanted}")
+        check_type(path, name + SCALES, piece.get_dtype())
+        self._quantized.add(name)
 
     def _check_surplus(self, name: str, path: Path) -> None:
         """A tensor of the decoder that nothing reads belongs to another model; heads of other uses do no harm."""
-        if name.startswith(self._left_out):
+        is_scale = self._block is not None and name.removesuffix(SCALES) in self._shapes
+        if name.startswith(self._left_out) or is_scale:
             return
         if name.startswith(_DECODER) and name != _OUTPUT and not name.endswith(_FORMER_BUFFER):
             raise ModelError(
@@ -133,9 +151,20 @@ class CheckpointFiles:
         return self._files[str(path)]
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]`` on the CPU in the file's dtype; only these bytes are read."""
+        """``tensor[region]`` on the CPU in the file's dtype; only these bytes are read.
+
+        What is quantised comes in float32.
+        """
         if tensor == SCORE and self._new_head:
             return self._new_head.read(tensor, region)
+        if tensor in self._quantized:
+            assert self._block is not None
+            region = region or tuple((0, size) for size in self._shapes[tensor])
+            scales = self._read(tensor + SCALES, scales_region(region, self._block))
+            return dequantized(self._read(tensor, region), scales, region, self._block)
+        return self._read(tensor, region)
+
+    def _read(self, tensor: str, region: Region) -> Tensor:
         path = self._file_of[tensor]
         try:
             piece = self._reader(path).get_slice(tensor)

@@ -171,6 +171,7 @@ DEEPSEEK_V3 = {
     "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
     "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
+BLOCKS = {"weight_block_size": [128, 128]}
 MOONLIGHT = without(DEEPSEEK_V3, "rope_scaling", "num_nextn_predict_layers") | {
     "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
     "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
@@ -198,7 +199,8 @@ PUBLISHED = {
     "Command R7B, all defaults": without(COHERE2, "sliding_window", "sliding_window_pattern", "head_dim"),
     "DeepSeek-V2": DEEPSEEK_V2,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
-    "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3": DEEPSEEK_V3
+    | {"quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"} | BLOCKS},
     "Moonlight": MOONLIGHT,
     "Gemma 2B": GEMMA,
     "Granite 3.0 8B": GRANITE,

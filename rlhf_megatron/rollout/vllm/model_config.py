@@ -26,6 +26,13 @@ def check_classes(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def unquantised(folder: str | Path) -> dict[str, Any]:
+    """Return arguments by which vLLM makes full-precision weights of a folder whose files are quantised."""
+    config = read_json(Path(folder) / "config.json", RolloutError)
+    quantised = isinstance(config, dict) and config.get("quantization_config") is not None
+    return {"hf_overrides": {"quantization_config": None}} if quantised else {}
+
+
 def checked_vocabulary(folder: Path) -> int:
     """Return the vocabulary's size; raises RolloutError for a config.json that ``check_classes`` or vLLM refuses."""
     path = folder / "config.json"

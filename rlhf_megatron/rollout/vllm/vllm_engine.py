@@ -29,7 +29,7 @@ from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.scheduler import GenerationScheduler
 from rlhf_megatron.rollout.vllm.core import VllmCore
 from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments
-from rlhf_megatron.rollout.vllm.model_config import checked_vocabulary
+from rlhf_megatron.rollout.vllm.model_config import checked_vocabulary, unquantised
 from rlhf_megatron.rollout.vllm.refusals import refusal_of
 from rlhf_megatron.rollout.work_queue import WorkQueue
 
@@ -65,6 +65,8 @@ class VllmEngine:
         self._max_length = max_prompt_length + section.max_response_length
         self._vocabulary = checked_vocabulary(Path(model_path))
         arguments = engine_arguments(section, dtype, seed, self._max_length, self._on_gpu)
+        if load_format == "dummy":
+            arguments |= unquantised(model_path)
         with _starting(self._on_gpu):
             arguments |= {"model": model_path, "load_format": load_format, "use_tqdm_on_load": False}
             with expert_choices.recorded() if records_experts else contextlib.nullcontext() as recorder:

@@ -19,6 +19,7 @@ from rlhf_megatron.compat.vllm import load_tracing
 from rlhf_megatron.rollout.engine import RolloutError
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
+from rlhf_megatron.rollout.vllm.model_config import unquantised
 from rlhf_megatron.untrusted import shown
 
 Shapes = dict[str, tuple[int, ...]]
@@ -78,6 +79,7 @@ def trace_rank(
                 enforce_eager=True,
                 load_format="dummy",
                 **backend,
+                **unquantised(folder),
             ).create_engine_config()
             with load_tracing.as_rank(config, tensor, rank, expert_parallel):
                 return trace_model(load_tracing.build_on_meta(config), shapes, getattr(torch, dtype), float32)
