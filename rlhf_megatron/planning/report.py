@@ -61,7 +61,8 @@ def regather_summary(recipe: RLRecipe, architecture: Architecture, world_size: i
         folder = planning_folder(recipe)
         learned = remembered_rollout_blocks(folder, rollout.tensor, rollout.expert_parallel, recipe.run_root)
         if learned is None:
-            return f"not known yet: the first run under {recipe.run_root} learns it from vLLM"
+            learning = f"the first run under {recipe.run_root} learns it from vLLM, or tools/learn_weight_map.py"
+            return f"not known yet: {learning}"
     wanted = rollout_shards(architecture, rollout.tensor, generating, rollout.expert_parallel, learned)
     element_bytes = _BYTES[recipe.rollout.dtype or recipe.model.dtype]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from rlhf_megatron.models.learned_map import (
     stored_map,
     write_map,
 )
+from rlhf_megatron.models.rectangles import Shapes
 from rlhf_megatron.models.weight_map import Block, has_rollout_table, stays_float32, tensor_shapes
 from rlhf_megatron.topology.exchange import gather_objects, refused_by_all
 
@@ -53,17 +54,34 @@ def learned_rollout_blocks(
     own: list[Block] = []
     with refused_by_all():
         if dist.get_rank() in first:
-            from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
-
-            exact, rank = set(filter(stays_float32, shapes)), first.index(dist.get_rank())
-            trace = trace_rank(folder, shapes, tensor, rank, expert_parallel, dtype, exact)
-            own = rank_blocks(trace, shapes, str(folder))
+            own = _blocks_of(first.index(dist.get_rank()), shapes, folder, tensor, expert_parallel, dtype)
     gathered = gather_objects(own)
     learned = [gathered[rank] for rank in first]
     check_all_is_read(learned, shapes, str(folder))
     if dist.get_rank() == first[0]:
         _remember(learned, folder, tensor, expert_parallel, Path(run_root))
     return learned
+
+
+def learn_without_ranks(
+    architecture: Architecture, folder: str | Path, tensor: int, expert_parallel: bool, dtype: str, run_root: str | Path
+) -> Iterator[int]:
+    """Learn in this process what ``learned_rollout_blocks`` does, yielding each tensor rank once it is known."""
+    shapes, learned = tensor_shapes(architecture.with_head("language")), []
+    for rank in range(tensor):
+        learned.append(_blocks_of(rank, shapes, folder, tensor, expert_parallel, dtype))
+        yield rank
+    check_all_is_read(learned, shapes, str(folder))
+    _remember(learned, folder, tensor, expert_parallel, Path(run_root))
+
+
+def _blocks_of(
+    rank: int, shapes: Shapes, folder: str | Path, tensor: int, expert_parallel: bool, dtype: str
+) -> list[Block]:
+    from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
+
+    exact = set(filter(stays_float32, shapes))
+    return rank_blocks(trace_rank(folder, shapes, tensor, rank, expert_parallel, dtype, exact), shapes, str(folder))
 
 
 def _remember(

@@ -93,16 +93,21 @@ def test_vllm_follows_the_trainer(tmp_path: Path, case: Case) -> None:
         return python(TRAIN, "grpo.yaml", "--dry-run", "--world=2", folder=tmp_path).check().out
 
     assert ("not known yet: the first run under runs learns it from vLLM" in planned()) == case.is_learned
+    if case.is_learned:
+        python("tools/learn_weight_map.py", "grpo.yaml", "run_root=before", folder=tmp_path).check()
     with torchrun(2, TRAIN, "grpo.yaml", folder=tmp_path) as command:
         command.finish().check()
+    if case.is_learned:
+        (learned,), (before,) = ((tmp_path / root / ".weight_maps").iterdir() for root in ("runs", "before"))
+        assert learned.name == before.name and learned.read_bytes() == before.read_bytes()
     steps = steps_of(tmp_path / "runs" / "grpo")
     for step in (1, 2):
         assert steps[step]["train/rollout_logprob_abs_diff_max"] < 1e-4, "vLLM and the trainer are one model in float32"
         assert steps[step]["train/grad_norm"] > 0 and steps[step]["train/skipped"] == 0
     assert f"of rollout weights per GPU come from {case.others} other GPUs" in planned()
-    before, after = load_model(tmp_path / "model"), load_model(tmp_path / "runs" / "grpo" / "export" / "step-2")
+    start, after = load_model(tmp_path / "model"), load_model(tmp_path / "runs" / "grpo" / "export" / "step-2")
     moved = after.state_dict()
-    assert all(moved[name].shape == tensor.shape for name, tensor in before.state_dict().items())
+    assert all(moved[name].shape == tensor.shape for name, tensor in start.state_dict().items())
     for name in case.moving:
         name = f"model.layers.2.{name}"
-        assert not torch.equal(moved[name], before.state_dict()[name]), name
+        assert not torch.equal(moved[name], start.state_dict()[name]), name
