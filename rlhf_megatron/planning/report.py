@@ -42,7 +42,8 @@ def time_lines(recipe: RLRecipe, architectures: Mapping[str, Architecture], worl
     tokens = f"prompts of {time.prompt:,.0f} tokens and responses of {time.response:,.0f} on average"
     return [
         f"{tokens}, {recipe.cluster.gpu}",
-        f"{phases} = {_seconds(time.seconds)} s, {time.speed(world_size):,.0f} tokens/s per GPU",
+        f"{phases} = {_seconds(time.seconds)} s, {time.speed(world_size):,.0f} tokens/s per GPU, "
+        f"update at {time.mfu:.0%} MFU",
     ]
 
 

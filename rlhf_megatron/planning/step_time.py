@@ -43,9 +43,11 @@ _MEMORY_BANDWIDTH = {
 }
 _SIGMA = 0.6  # of the logarithm of a response's length, where the recipe does not know it
 
-# Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to.
+# Training: the share of the GPU's peak that a matrix of so many columns for each tensor-parallel rank comes to; a
+# GPU that computes less for each byte that it reads needs fewer columns for half of the best.
 _BEST_SHARE, _COLUMNS_FOR_HALF = 0.67, 420.0
 _EXPERT_COLUMNS_FOR_HALF = 1700.0  # of one expert, which has few rows as well
+_COMPUTED_PER_BYTE = 989e12 / 4.8e12  # of an H200
 _SUMMED_BYTES_PER_SECOND = 275e9  # what a rank has from the others in an all-reduce of many tokens, over NVLink
 _LINK_BYTES_PER_SECOND = 40e9  # between nodes, for a GPU, where the recipe does not say
 _HOST_BYTES_PER_SECOND = 40e9  # of weights that come from page-locked memory
@@ -59,14 +61,15 @@ _ALL_REDUCE_SECONDS, _ALL_REDUCE_BYTES_PER_SECOND = 5e-6, 150e9
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedTime:
-    """Seconds of each phase, all tokens of the step, how long a prompt and the mean response are taken to be, and
-    whether ranks of their own generate while others learn."""
+    """Seconds of each phase, all tokens of the step, how long a prompt and the mean response are taken to be, whether
+    ranks of their own generate while others learn, and the actor's model FLOPs utilisation in its update."""
 
     phases: dict[str, float]
     tokens: float
     prompt: float
     response: float
     ahead: bool
+    mfu: float
 
     @property
     def teams(self) -> list[dict[str, float]]:
@@ -129,7 +132,9 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
     for phase, of_roles in passes.items():
         phases[phase] = max(sum(of_roles[name] for name in of_roles if rank in placed[name]) for rank in range(world))
     taken = {phase: seconds for phase, seconds in phases.items() if seconds}
-    return ExpectedTime(taken, float(sum(whole)), prompt, fmean(responses), recipe.rollout_is_ahead)
+    needed = training_flops(architectures["actor"], whole, sum(responses), frozen=recipe.actor.adapters is not None)
+    mfu = needed * recipe.batch.passes / passes["update"]["actor"] / len(placed["actor"]) / peak
+    return ExpectedTime(taken, float(sum(whole)), prompt, fmean(responses), recipe.rollout_is_ahead, mfu)
 
 
 def has_figures(recipe: Recipe) -> bool:
@@ -185,9 +190,11 @@ def _routed_weights(model: Architecture, experts: float) -> float:
 def _share_of_peak(model: Architecture, layout: LayoutSection, cluster: ClusterSection, peak: float) -> float:
     """Share of the peak that training comes to, less waiting for others: tensor-parallel sums and tokens to experts."""
     tensor, weights = layout.tensor, _weights(model)
+    assert cluster.gpu is not None
+    relative = min(1.0, peak / _MEMORY_BANDWIDTH[cluster.gpu] / _COMPUTED_PER_BYTE)
 
     def seconds(weights: float, columns: float, columns_for_half: float) -> float:  # of a token's forward pass
-        return 2.0 * weights / tensor / (peak * _BEST_SHARE * columns / (columns + columns_for_half))
+        return 2.0 * weights / tensor / (peak * _BEST_SHARE * columns / (columns + relative * columns_for_half))
 
     routed = _routed_weights(model, model.experts.chosen) if model.experts else 0.0
     taken = seconds(weights - routed, model.hidden / tensor, _COLUMNS_FOR_HALF)
@@ -199,6 +206,11 @@ def _share_of_peak(model: Architecture, layout: LayoutSection, cluster: ClusterS
     return 2.0 * weights / tensor / peak / taken
 
 
+def _link(cluster: ClusterSection) -> float:
+    """Bytes per second between nodes, for a GPU."""
+    return _LINK_BYTES_PER_SECOND if cluster.link_gb_per_sec is None else 1e9 * cluster.link_gb_per_sec
+
+
 def _exchange(model: Architecture, layout: LayoutSection, cluster: ClusterSection) -> float:
     """Seconds in which one token reaches its experts on other ranks and comes back, in all layers of a forward pass."""
     assert model.experts is not None
@@ -206,7 +218,7 @@ def _exchange(model: Architecture, layout: LayoutSection, cluster: ClusterSectio
     copies = model.experts.chosen * (layout.expert - 1) / layout.expert / layout.tensor
     nodes = layout.expert * (layout.expert_tensor or layout.tensor) / cluster.gpus_per_node
     outside = max(0.0, 1 - 1 / nodes)
-    link = _LINK_BYTES_PER_SECOND if cluster.link_gb_per_sec is None else 1e9 * cluster.link_gb_per_sec
+    link = _link(cluster)
     return 4.0 * layers * model.hidden * copies * (outside / link + (1 - outside) / _SUMMED_BYTES_PER_SECOND)
 
 
@@ -275,8 +287,11 @@ def _generate(
         reading = 2.0 * _read_weights(model, sequences) / tensor / (bandwidth * _OF_WEIGHTS)
         computing = 2.0 * _weights(model) * sequences / tensor / (peak * _OF_PEAK_IN_ROLLOUT)
         of_cache = on_each_rank * sequences * kept(tokens)
-        received = 2.0 * sequences * model.hidden * (tensor - 1)
-        reducing = _ALL_REDUCE_SECONDS + received / _ALL_REDUCE_BYTES_PER_SECOND if tensor > 1 else 0.0
+        partial = 2.0 * sequences * model.hidden  # bytes of each rank's part of a sum
+        summing = partial * (tensor - 1) / _ALL_REDUCE_BYTES_PER_SECOND
+        if tensor > recipe.cluster.gpus_per_node:
+            summing = 2 * partial / _link(recipe.cluster)  # a ring, through every node there and back
+        reducing = _ALL_REDUCE_SECONDS + summing if tensor > 1 else 0.0
         return (
             max(reading, computing)
             + of_cache / (bandwidth * _OF_CACHE)

@@ -59,9 +59,10 @@ RECIPES = {
     "qwen70b_dapo": 96,
     "qwen3_30b_a3b_grpo": 16,
     "glm45_air_grpo": 64,
+    "deepseek_v3_grpo": 96,
 }
 PLANNED = [name for name in RECIPES if not name.startswith("tiny")]  # the tiny model is made by the demo
-MODELS = ["qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-30b-a3b", "glm-4.5-air", "smollm2-135m"]
+MODELS = ["qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-30b-a3b", "glm-4.5-air", "deepseek-v3", "smollm2-135m"]
 
 
 @pytest.fixture(autouse=True)
