@@ -15,6 +15,8 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -31,6 +33,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -41,6 +44,9 @@ CONFIGS = {
     "deepseek_v2_lite": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "deepseek_v3_plain": DeepseekV3Config,
+    "ernie4_5": Ernie4_5Config,
+    "exaone4": Exaone4Config,
+    "exaone4_full": Exaone4Config,
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
@@ -67,6 +73,7 @@ CONFIGS = {
     "qwen3_biases": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_moe_plain": Qwen3MoeConfig,
+    "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
 }
 # What a family has beside the sizes below. llama3 is a Llama with the scaled rotary embeddings of 3.1 and later, those
@@ -106,6 +113,8 @@ _DEEPSEEK_YARN = {
 _V3 = _LATENT | _GROUPED | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5}
 _V2 = _LATENT | _GROUPED | {"norm_topk_prob": False, "n_shared_experts": 2}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window": WINDOW},
+    "exaone4_full": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5, "sliding_window": WINDOW, "sliding_window_pattern": 2},
     "deepseek_v2": _V2 | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
@@ -194,10 +203,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_biases": {"attention_bias": True},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layer_interval": 2},
 }
 # Of these families.
 VARIANTS = {
+    "exaone4_full",
     "deepseek_v2_lite",
     "deepseek_v3_plain",
     "llama3",

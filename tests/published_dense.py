@@ -57,6 +57,36 @@ PHI4 = {key: value for key, value in PHI3.items() if key not in ("_name_or_path"
     "original_max_position_embeddings": 16384, "pad_token_id": 100349, "rope_theta": 250000, "sliding_window": None,
     "transformers_version": "4.47.0", "vocab_size": 100352,
 }  # fmt: skip
+ERNIE = {
+    "architectures": ["Ernie4_5ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 131072,
+    "model_type": "ernie4_5", "num_attention_heads": 16, "num_hidden_layers": 18, "num_key_value_heads": 2,
+    "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False, "use_cache": False,
+    "vocab_size": 103424,
+}  # fmt: skip
+EXAONE4 = {
+    "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 361,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 27392,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16, "max_position_embeddings": 131072,
+    "model_type": "exaone4", "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8,
+    "pad_token_id": 0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": True, "vocab_size": 102400,
+}  # fmt: skip
+SEED_OSS = {
+    "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1,
+    "attention_out_bias": False, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 27648, "max_position_embeddings": 524288,
+    "mlp_bias": False, "model_type": "seed_oss", "num_attention_heads": 80, "num_hidden_layers": 64,
+    "num_key_value_heads": 8, "pad_token_id": 1, "residual_dropout": 0.1, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": True, "vocab_size": 155136,
+}  # fmt: skip
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "OLMo 2 7B": OLMO2,
@@ -72,4 +102,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Phi-3.5 mini": PHI35,
     "Phi-4": PHI4,
     "Phi-4 mini": PHI4_MINI,
+    "ERNIE 4.5 0.3B": ERNIE,
+    "EXAONE 4.0 32B": EXAONE4,
+    "EXAONE 4.0 1.2B": EXAONE4
+    | {"head_dim": 64, "hidden_size": 2048, "intermediate_size": 4096, "layer_types": ["full_attention"] * 30}
+    | {"max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 30, "sliding_window": None}
+    | {"sliding_window_pattern": None, "tie_word_embeddings": True},
+    "Seed-OSS 36B": SEED_OSS,
 }

@@ -37,6 +37,8 @@ WHOLE = {
     "cohere2": SIZES | {"sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 0.5},
     "deepseek_v2": SIZES | GROUPED | LATENT | {"n_group": 1, "topk_group": 1},
     "deepseek_v3": SIZES | GROUPED | LATENT | V3,
+    "ernie4_5": SIZES,
+    "exaone4": SIZES | {"sliding_window_pattern": 4},
     "gemma": SIZES,
     "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
     "gemma3_text": SIZES | GEMMA3,
@@ -52,6 +54,7 @@ WHOLE = {
     "qwen2": SIZES,
     "qwen3": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
+    "seed_oss": SIZES,
     "smollm3": SIZES,
     "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
 }

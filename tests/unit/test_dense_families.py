@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from published_dense import GLM4, OLMO2, OLMO3, PHI3, PHI35
+from published_dense import ERNIE, EXAONE4, GLM4, OLMO2, OLMO3, PHI3, PHI35
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
 from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.models.weight_map import megatron_blocks, tensor_shapes
@@ -19,11 +19,14 @@ SIZES = {
     "intermediate_size": 96,
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
+    "ernie4_5": SIZES | {"head_dim": 16, "tie_word_embeddings": False},
+    "exaone4": SIZES,
     "glm4": SIZES | {"head_dim": 16},
     "llama": SIZES | {"attention_bias": True, "mlp_bias": True},
     "olmo2": SIZES,
     "olmo3": SIZES | {"attention_bias": True},
     "phi3": SIZES,
+    "seed_oss": SIZES | {"head_dim": 16, "attention_out_bias": True},
 }
 
 
@@ -60,6 +63,11 @@ def test_keys_that_are_normed_together_are_not_shared_by_ranks() -> None:
         (OLMO3, {"rope_theta": 10000.0}, "rope_theta is 10000.0, which is not supported; supported: 500000.0"),
         (OLMO3, {"sliding_window": None}, "sliding_window is null"),
         (OLMO3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .* an object of full_attention and"),
+        (ERNIE, {"use_bias": True}, "use_bias is True"),
+        (EXAONE4, {"sliding_window": None}, "sliding_window is None, .* null where no layer has a window"),
+        (EXAONE4, {"layer_types": ["full_attention"] * 64}, "sliding_window is 4096, .* null where no layer"),
+        (EXAONE4, {"layer_types": None}, "layer_types is None"),
+        (EXAONE4, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         (GLM4, {"partial_rotary_factor": 0.26}, "partial_rotary_factor is 0.26"),
         (PHI35, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type is 'yarn'.* default, longrope"),
         (PHI35, {"rope_scaling": {"type": "su"}}, "rope_scaling.type is 'su'"),

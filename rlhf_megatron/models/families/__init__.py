@@ -12,6 +12,8 @@ _MODULES = {
     "cohere2": "cohere2",
     "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3_text",
@@ -28,6 +30,7 @@ _MODULES = {
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "seed_oss": "seed_oss",
     "smollm3": "smollm3",
 }
 
