@@ -22,6 +22,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -52,6 +53,7 @@ CONFIGS = {
     "gemma3_text": Gemma3TextConfig,
     "glm4": Glm4Config,
     "glm4_moe": Glm4MoeConfig,
+    "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
     "llama": LlamaConfig,
     "llama3": LlamaConfig,
@@ -139,6 +141,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": _GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5},
+    # A limit near what it clamps.
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 0.7,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "granite": {
         "embedding_multiplier": 12.0,
         "attention_multiplier": 0.2,

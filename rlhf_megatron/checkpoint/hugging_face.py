@@ -13,7 +13,8 @@ from torch import Tensor
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.hf_export import Companions, write_checkpoint
 from rlhf_megatron.models.lora import Adaptation, whole_adapter_blocks, write_peft
-from rlhf_megatron.models.weight_map import Block, stays_float32, whole_blocks
+from rlhf_megatron.models.stacked import stored_tensors
+from rlhf_megatron.models.weight_map import Block, stacked_tensors, stays_float32, whole_blocks
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.plan import Shard, ShardSpec, elements, plan_regather
 from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
@@ -39,7 +40,8 @@ def export_weights(
     """
 
     def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
-        write_checkpoint(folder, companions, tensors, dtype, head=architecture.head)
+        stored = stored_tensors(tensors, stacked_tensors(architecture))
+        write_checkpoint(folder, companions, stored, dtype, head=architecture.head)
 
     _write_gathered(write, whole_blocks(architecture), sources, parameters, dtype, device)
 

@@ -72,6 +72,7 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
         raise unsupported(path, "model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
     check_fields(path, config, family.fields)
-    weight_block(path, config)
+    if "quantization_config" not in family.fields.read:  # else its file has another kind
+        weight_block(path, config)
     check_class(path, config, family.classes, family.language_class, family.fields.native)
     return family.read(path, config)

@@ -55,6 +55,10 @@ class PackedAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         window = config.window_size[0] + 1 if windowed else None
         self._attend = functools.partial(causal_attention, scale=self.scale, window=window, soft_cap=soft_cap)
+        self.softmax_offset: torch.nn.Parameter | None = None  # Megatron's and Transformer Engine's name of sinks
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -72,17 +76,20 @@ class PackedAttention(MegatronModule):
         boundaries, longest = packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q)
         parts = self._group.size()
         if parts == 1:
-            return self._attend(query, key, value, boundaries, longest).flatten(1)
+            return self._attend(query, key, value, boundaries, longest, sinks=self.softmax_offset).flatten(1)
         # Tokens in the order of the ranks that hold them, and back in the order of the sequences.
         held = torch.cat([tokens_of_part(boundaries, parts, part) for part in range(parts)])
         order = held.argsort()
         if self._exchanges_heads:
             query, key, value = (self._heads_for_tokens(part)[order] for part in (query, key, value))
-            out = self._attend(query, key, value, boundaries, longest)
+            offset = self.softmax_offset
+            own = None if offset is None else offset.chunk(parts)[self._group.rank()]
+            out = self._attend(query, key, value, boundaries, longest, sinks=own)
             return self._tokens_for_heads(out[held]).flatten(1)
         key, value = (gather_from_sequence_parallel_region(part, group=self._group)[order] for part in (key, value))
         mine = held.chunk(parts)[self._group.rank()]
-        return self._attend(query, key, value, boundaries, longest, query_positions=mine).flatten(1)
+        sinks = self.softmax_offset
+        return self._attend(query, key, value, boundaries, longest, query_positions=mine, sinks=sinks).flatten(1)
 
     def _heads_for_tokens(self, values: Tensor) -> Tensor:
         """[t / parts, heads, d] -> [t, heads / parts, d], tokens in the order of ranks."""
@@ -96,7 +103,7 @@ class PackedAttention(MegatronModule):
         return received.transpose(0, 1).flatten(1, 2)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """No weights, so nothing to save."""
+        """Nothing: checkpoints go by the weight map."""
         return {}
 
 
@@ -110,11 +117,12 @@ def causal_attention(
     window: int | None = None,
     query_positions: Tensor | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
 
     ``window``: how many tokens a token attends to, itself included; None: all before it. ``soft_cap``: of the scaled
-    products of queries and keys.
+    products of queries and keys. ``sinks`` [heads]: see ``Architecture.attention_sinks``.
 
     ``query_positions`` [q] are those of the queries among the t tokens, equally many of each 2 * parts in each
     sequence; without them every token has a query. Sequences are padded on the right to the longest one: with a causal
@@ -146,9 +154,9 @@ def causal_attention(
         mask = mask[:, None]
     rows = [padded(query, of_queries), padded(key, of_keys), padded(value, of_keys)]
     query, key, value = (packed.transpose(1, 2) for packed in rows)
-    if soft_cap is not None:
+    if soft_cap is not None or sinks is not None:
         mask = (token <= position[..., None])[:, None] if mask is None else mask
-        out = _capped_attention(query, key, value, mask, scale, soft_cap)
+        out = _explicit_attention(query, key, value, mask, scale, soft_cap, sinks)
     else:
         grouped = query.size(1) != key.size(1)
         out = functional.scaled_dot_product_attention(
@@ -157,11 +165,18 @@ def causal_attention(
     return out.transpose(1, 2)[of_queries]
 
 
-def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
-    """Attention of [rows, heads, n, d] with a soft cap, which torch's fused one has not: all products exist at once."""
+def _explicit_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention of [rows, heads, n, d] with what torch's fused one has not: all products exist at once."""
     grouped = query.unflatten(1, (key.size(1), -1))  # [rows, groups, heads of a group, q, d]
-    scores = (grouped * scale) @ key[:, :, None].transpose(-1, -2)
-    scores = soft_cap * torch.tanh(scores.float() / soft_cap)
-    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1).to(value.dtype)
+    scores = ((grouped * scale) @ key[:, :, None].transpose(-1, -2)).float()
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    if sinks is not None:
+        of_heads = sinks.float().view(key.size(1), -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, of_heads], dim=-1)
+    weights = scores.softmax(-1)[..., : key.size(-2)].to(value.dtype)
     out: Tensor = (weights @ value[:, :, None]).flatten(1, 2)
     return out

@@ -45,7 +45,8 @@ class Experts:
     """A mixture of experts in place of a feed-forward layer (arXiv 1701.06538); every token reaches its ``chosen``.
 
     The router's weights are a softmax over all experts, or what ``routing`` says; with ``normalized`` those of the
-    chosen are made to sum to 1.
+    chosen are made to sum to 1. ``biased``: the router and every matrix of an expert have biases.
+    ``limit``: gate and up are clamped to it in gpt-oss' activation; None: it is another.
     """
 
     count: int
@@ -54,6 +55,8 @@ class Experts:
     normalized: bool
     shared: SharedExpert | None = None
     routing: Routing | None = None
+    biased: bool = False
+    limit: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +117,8 @@ class Architecture:
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
     ``query_key_norm``: of each head; ``wide_query_key_norm``: of all heads of a token together.
+    ``attention_sinks``: each head has a number that takes part in its softmax as the product of one more key, whose
+    value is nothing (https://arxiv.org/abs/2309.17453).
     ``zero_centred_norms``: the factors of norms are 1 + their weights.
     ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are left out.
     ``latent``: attention is latent attention; ``head_dim`` is then the part of a head that turns.
@@ -145,6 +150,7 @@ class Architecture:
     mlp_bias: bool = False
     wide_query_key_norm: bool = False
     scales: Scales = Scales()
+    attention_sinks: bool = False
     prediction_layers: int = 0
     latent: Latent | None = None
 
@@ -217,6 +223,8 @@ class Architecture:
             _check_divides("expert", layout.expert, self.experts.count, "experts (num_experts)")
             columns = "columns of an expert (moe_intermediate_size)"
             _check_divides("expert_tensor", layout.expert_parts, self.experts.feed_forward, columns)
+            if self.experts.biased and layout.expert_parts > 1:
+                raise ModelError("layout.expert_tensor must be 1: the model's experts have biases, which are not cut")
             if self.experts.shared:
                 columns = "columns of the shared experts"
                 _check_divides("tensor", layout.tensor, self.experts.shared.feed_forward, columns)
@@ -233,9 +241,9 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 LATER_FIELDS = (
     "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias",
     "wide_query_key_norm", "scales",
-    "prediction_layers", "latent",
+    "prediction_layers", "latent", "attention_sinks",
 )  # fmt: skip
-_LATER_FIELDS_OF_EXPERTS = ("shared", "routing")
+_LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit")
 
 
 def stored_form(architecture: Architecture) -> dict[str, Any]:

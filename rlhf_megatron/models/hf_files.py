@@ -16,10 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlhf_megatron.models import mxfp4
 from rlhf_megatron.models.architecture import Architecture, ModelError, read_config
 from rlhf_megatron.models.block_scales import QUANTIZED, SCALES, dequantized, scales_region, scales_shape
 from rlhf_megatron.models.config_fields import read_model_json, weight_block
-from rlhf_megatron.models.weight_map import SCORE, Region, tensor_shapes
+from rlhf_megatron.models.stacked import Shape, stored_shapes
+from rlhf_megatron.models.weight_map import SCORE, Region, stacked_tensors, tensor_shapes
 from rlhf_megatron.models.weight_source import RandomWeights
 from rlhf_megatron.untrusted import check_regular, reason_of, shown
 
@@ -28,6 +30,7 @@ SINGLE_FILE = "model.safetensors"
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 # What files of Llama 2's time have of the decoder, and is computed today.
 _DECODER, _FORMER_BUFFER = ("model.", "lm_head."), "rotary_emb.inv_freq"
+_BLOCKS, _SCALES = "_blocks", "_scales"  # of a tensor in MXFP4
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -45,10 +48,16 @@ class CheckpointFiles:
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         self._file_of = self._locate()
-        self._shapes = tensor_shapes(architecture)
+        self._part_shapes, self._stacked = tensor_shapes(architecture), stacked_tensors(architecture)
+        self._place = {
+            part: (name, index) for name, stack in self._stacked.items() for index, part in enumerate(stack.parts)
+        }
+        self._packed = self._find_packed()
+        self._shapes = self._stored_shapes()
         behind = range(architecture.layers, architecture.layers + architecture.prediction_layers)
         self._left_out = tuple(f"model.layers.{layer}." for layer in behind)
-        self._block = weight_block(self.folder / "config.json", read_config(folder))
+        packs = any(stack.packed for stack in self._stacked.values())
+        self._block = None if packs else weight_block(self.folder / "config.json", read_config(folder))
         self._quantized: set[str] = set()
         self._new_head: RandomWeights | None = None
         if new_head_seed is not None and SCORE in self._shapes and SCORE not in self._file_of:
@@ -87,6 +96,22 @@ class CheckpointFiles:
             )
         return dict.fromkeys(self._reader(single).keys(), single)
 
+    def _find_packed(self) -> set[str]:
+        """The stacked tensors that the files have in MXFP4."""
+        maybe = {name for name, stack in self._stacked.items() if stack.packed and name not in self._file_of}
+        return {name for name in maybe if name + _BLOCKS in self._file_of}
+
+    def _stored_shapes(self) -> dict[str, Shape]:
+        """Every tensor that the files must have, and its shape there."""
+        shapes = stored_shapes(self._part_shapes, self._stacked)
+        for name in self._packed:
+            del shapes[name]
+            parts = self._stacked[name].parts
+            rows, columns = self._part_shapes[parts[0]]
+            shapes[name + _SCALES] = (len(parts), rows, columns // mxfp4.BLOCK)
+            shapes[name + _BLOCKS] = (*shapes[name + _SCALES], mxfp4.BLOCK // 2)
+        return shapes
+
     def _check_headers(self) -> None:
         """Every tensor's place, shape and type, which files tell at their beginnings: before memory is taken."""
         held = {path: set(self._reader(path).keys()) for path in set(self._file_of.values())}
@@ -111,8 +136,10 @@ class CheckpointFiles:
                 raise ModelError(f"{path}: {name} has shape {shape}, config.json asks for {self._shapes[name]}")
             if piece.get_dtype() == QUANTIZED and self._block and name + SCALES in self._file_of:
                 self._check_scales(name)
-                continue
-            check_type(path, name, piece.get_dtype())
+            elif not name.endswith((_BLOCKS, _SCALES)):
+                check_type(path, name, piece.get_dtype())
+            elif piece.get_dtype() != "U8":
+                raise ModelError(f"{path}: {name} has numbers of type {piece.get_dtype()}, and those of MXFP4 are U8")
 
     def _check_scales(self, name: str) -> None:
         """The scales of a quantised matrix have a shape and a type of their own."""
@@ -153,7 +180,7 @@ class CheckpointFiles:
     def read(self, tensor: str, region: Region) -> Tensor:
         """``tensor[region]`` on the CPU in the file's dtype; only these bytes are read.
 
-        What is quantised comes in float32.
+        What is quantised comes in float32, of MXFP4 in bfloat16.
         """
         if tensor == SCORE and self._new_head:
             return self._new_head.read(tensor, region)
@@ -162,7 +189,23 @@ class CheckpointFiles:
             region = region or tuple((0, size) for size in self._shapes[tensor])
             scales = self._read(tensor + SCALES, scales_region(region, self._block))
             return dequantized(self._read(tensor, region), scales, region, self._block)
-        return self._read(tensor, region)
+        return self._read_part(tensor, region) if tensor in self._place else self._read(tensor, region)
+
+    def _read_part(self, tensor: str, region: Region) -> Tensor:
+        """A rectangle of a tensor that is one of a stack's."""
+        name, index = self._place[tensor]
+        region = region or tuple((0, size) for size in self._part_shapes[tensor])
+        this = (index, index + 1)
+        if name in self._packed:
+            rows, (first, last) = region
+            blocks = (first // mxfp4.BLOCK, -(-last // mxfp4.BLOCK))
+            codes = self._read(name + _BLOCKS, (this, rows, blocks, (0, mxfp4.BLOCK // 2)))
+            scales = self._read(name + _SCALES, (this, rows, blocks))
+            skipped = first - blocks[0] * mxfp4.BLOCK
+            return mxfp4.unpacked(codes, scales)[0, :, skipped : skipped + last - first]
+        if self._stacked[name].transposed:
+            return self._read(name, (this, *reversed(region)))[0].t()
+        return self._read(name, (this, *region))[0]
 
     def _read(self, tensor: str, region: Region) -> Tensor:
         path = self._file_of[tensor]
@@ -177,7 +220,8 @@ class CheckpointFiles:
 
     def where(self, tensor: str) -> str:
         """The path of its file."""
-        return str(self._file_of.get(tensor, self.folder))
+        name, _ = self._place.get(tensor, (tensor, 0))
+        return str(self._file_of.get(name + _BLOCKS if name in self._packed else name, self.folder))
 
     def __enter__(self) -> CheckpointFiles:
         return self

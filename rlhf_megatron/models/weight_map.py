@@ -6,11 +6,12 @@ export and regathering are all made from them. The files of ``families`` have th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.rectangles import SCORE, Block, Implementation, Region, Shapes
+from rlhf_megatron.models.stacked import Stacked
 from rlhf_megatron.topology.layout import Layout
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "layer_of",
     "megatron_blocks",
     "rollout_blocks",
+    "stacked_tensors",
     "stays_float32",
     "tensor_shapes",
     "whole_blocks",
@@ -49,8 +51,16 @@ def layer_of(tensor: str) -> int | None:
 
 
 def tensor_shapes(architecture: Architecture) -> Shapes:
-    """Every tensor of the Hugging Face checkpoint and its shape; tied embeddings are listed once."""
+    """Every tensor of the model and its shape, by the checkpoint's names; tied embeddings are listed once.
+
+    What ``stacked_tensors`` has is one in checkpoints.
+    """
     return FAMILIES[architecture.family].tensor_shapes(architecture)
+
+
+def stacked_tensors(architecture: Architecture) -> Mapping[str, Stacked]:
+    """Those tensors of a checkpoint that stack several of ``tensor_shapes``; the others have these' own names."""
+    return FAMILIES[architecture.family].stacked_tensors(architecture)
 
 
 def megatron_blocks(
@@ -85,7 +95,7 @@ def rollout_blocks(
 
 
 def whole_blocks(architecture: Architecture) -> list[Block]:
-    """Every Hugging Face tensor whole, under its own name: the destination of an export."""
+    """Every tensor whole, under its own name: the destination of an export."""
     return [
         Block(name, tuple((0, size) for size in shape), name, (0,) * len(shape))
         for name, shape in tensor_shapes(architecture).items()

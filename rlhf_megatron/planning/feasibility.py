@@ -69,6 +69,11 @@ def _check_rollout(layout: RolloutLayoutSection, architecture: Architecture) -> 
     _check_layout("rollout", architecture, Layout(tensor, expert_tensor=1 if experts else None))
     if experts is None:
         return
+    if experts.biased and tensor > 1 and not layout.expert_parallel:
+        raise RecipeError(
+            "rollout.layout.expert_parallel must be true with rollout.layout.tensor above 1: the model's experts have "
+            "biases, which vLLM leaves to one rank"
+        )
     what, count = "columns of an expert (moe_intermediate_size)", experts.feed_forward
     if layout.expert_parallel:
         what, count = "experts (rollout.layout.expert_parallel)", experts.count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +20,8 @@ from rlhf_megatron.models.learned_map import (
     stored_map,
     write_map,
 )
-from rlhf_megatron.models.rectangles import Shapes
-from rlhf_megatron.models.weight_map import Block, has_rollout_table, stays_float32, tensor_shapes
+from rlhf_megatron.models.stacked import stored_tensors
+from rlhf_megatron.models.weight_map import Block, has_rollout_table, stacked_tensors, stays_float32, tensor_shapes
 from rlhf_megatron.topology.exchange import gather_objects, refused_by_all
 
 _FOLDER = ".weight_maps"  # within recipe.run_root, beside the runs
@@ -54,7 +55,7 @@ def learned_rollout_blocks(
     own: list[Block] = []
     with refused_by_all():
         if dist.get_rank() in first:
-            own = _blocks_of(first.index(dist.get_rank()), shapes, folder, tensor, expert_parallel, dtype)
+            own = _blocks_of(architecture, first.index(dist.get_rank()), folder, tensor, expert_parallel, dtype)
     gathered = gather_objects(own)
     learned = [gathered[rank] for rank in first]
     check_all_is_read(learned, shapes, str(folder))
@@ -69,19 +70,22 @@ def learn_without_ranks(
     """Learn in this process what ``learned_rollout_blocks`` does, yielding each tensor rank once it is known."""
     shapes, learned = tensor_shapes(architecture.with_head("language")), []
     for rank in range(tensor):
-        learned.append(_blocks_of(rank, shapes, folder, tensor, expert_parallel, dtype))
+        learned.append(_blocks_of(architecture, rank, folder, tensor, expert_parallel, dtype))
         yield rank
     check_all_is_read(learned, shapes, str(folder))
     _remember(learned, folder, tensor, expert_parallel, Path(run_root))
 
 
 def _blocks_of(
-    rank: int, shapes: Shapes, folder: str | Path, tensor: int, expert_parallel: bool, dtype: str
+    architecture: Architecture, rank: int, folder: str | Path, tensor: int, expert_parallel: bool, dtype: str
 ) -> list[Block]:
     from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
 
+    shapes = tensor_shapes(architecture.with_head("language"))
     exact = set(filter(stays_float32, shapes))
-    return rank_blocks(trace_rank(folder, shapes, tensor, rank, expert_parallel, dtype, exact), shapes, str(folder))
+    stored = functools.partial(stored_tensors, stacked=stacked_tensors(architecture))
+    trace = trace_rank(folder, shapes, tensor, rank, expert_parallel, dtype, exact, stored)
+    return rank_blocks(trace, shapes, str(folder))
 
 
 def _remember(

@@ -44,6 +44,7 @@ WHOLE = {
     "gemma3_text": SIZES | GEMMA3,
     "glm4": SIZES,
     "glm4_moe": SIZES | GROUPED,
+    "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 7.0},
     "granite": SIZES | GRANITE,
     "llama": SIZES,
     "mistral": SIZES | {"sliding_window": None},
@@ -63,6 +64,8 @@ FIELDS = [*sorted(_READ | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)), "sliding_wi
 FIELDS += [
     "layer_norm_eps",
     "logit_scale",
+    "swiglu_alpha",
+    "swiglu_limit",
     *GRANITE,
     *GEMMA3,
     "attn_logit_softcapping",

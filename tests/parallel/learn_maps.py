@@ -5,6 +5,7 @@ python learn_maps.py OUTPUT FOLDER... : OUTPUT/NAME-tT[-ep].json for each folder
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 if TYPE_CHECKING:
     from rlhf_megatron.models.rectangles import Block, Shapes
-    from rlhf_megatron.rollout.vllm.weight_loading import LoadTrace
+    from rlhf_megatron.rollout.vllm.weight_loading import LoadTrace, Stored
 
 # (tensor parallelism, expert parallel). With 4 ranks there are fewer key-value heads than ranks.
 LAYOUTS = ((1, False), (2, False), (4, False), (2, True))
@@ -40,17 +41,22 @@ def learned_blocks(
 def main(output: Path, folders: list[Path]) -> None:
     from rlhf_megatron.models.architecture import ModelError, read_architecture
     from rlhf_megatron.models.learned_map import write_map
-    from rlhf_megatron.models.weight_map import tensor_shapes
+    from rlhf_megatron.models.stacked import stored_tensors
+    from rlhf_megatron.models.weight_map import stacked_tensors, tensor_shapes
     from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
 
     for folder in folders:
         architecture = read_architecture(folder)
         shapes = tensor_shapes(architecture)
+        stored = functools.partial(stored_tensors, stacked=stacked_tensors(architecture))
         loaded: dict[str, list[str]] = {"compared": [], "different": []}
         for tensor, expert_parallel in LAYOUTS:
             if expert_parallel and architecture.experts is None:
                 continue
-            traces = [trace_rank(folder, shapes, tensor, rank, expert_parallel, "float32") for rank in range(tensor)]
+            traces = [
+                trace_rank(folder, shapes, tensor, rank, expert_parallel, "float32", stored=stored)
+                for rank in range(tensor)
+            ]
             target = map_file(output, folder.name, tensor, expert_parallel)
             try:
                 learned = learned_blocks(traces, shapes, folder.name)
@@ -60,12 +66,18 @@ def main(output: Path, folders: list[Path]) -> None:
             write_map(target, learned, {"model": folder.name})
             if tensor == 2:
                 loaded["compared"].append(target.name)
-                loaded["different"] += differences(folder, shapes, learned[1], tensor, 1, expert_parallel)
+                loaded["different"] += differences(folder, shapes, stored, learned[1], tensor, 1, expert_parallel)
         (output / f"{folder.name}.loaded").write_text(json.dumps(loaded))
 
 
 def differences(
-    folder: Path, shapes: Shapes, blocks: Sequence[Block], tensor: int, rank: int, expert_parallel: bool
+    folder: Path,
+    shapes: Shapes,
+    stored: Stored,
+    blocks: Sequence[Block],
+    tensor: int,
+    rank: int,
+    expert_parallel: bool,
 ) -> list[str]:
     """The parameters in which vLLM's own load of random tensors is not what ``blocks`` say; padding may be 0."""
     import torch
@@ -74,9 +86,15 @@ def differences(
 
     from rlhf_megatron.compat.vllm.load_tracing import as_rank
     from rlhf_megatron.models.weight_source import window
+    from rlhf_megatron.rollout.vllm.model_config import unquantised
 
     config = EngineArgs(
-        model=str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy"
+        model=str(folder),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        load_format="dummy",
+        **unquantised(folder),
     ).create_engine_config()
     generator = torch.Generator().manual_seed(1)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -85,7 +103,7 @@ def differences(
         parameters = {name: parameter.data for name, parameter in model.named_parameters()}
         for parameter in parameters.values():
             parameter.fill_(torch.nan)
-        model.load_weights(iter(tensors.items()))
+        model.load_weights(stored(tensors.items()))
     expected = {name: torch.full_like(parameter, torch.nan) for name, parameter in parameters.items()}
     for block in blocks:
         source = tensors[block.tensor][tuple(slice(*span) for span in block.region)]

@@ -52,6 +52,18 @@ def mixture(name: str, family: str) -> dict[str, Case]:
     return {f"{name}, {layout}": case for layout, case in cases.items()}
 
 
+def gpt_oss() -> dict[str, Case]:
+    """Return the cases of experts with biases, which are not cut."""
+    cases = {
+        "one rank": Case("gpt_oss", True, {}, grid=True),
+        "EP2, then TP2 and EP2": Case("gpt_oss", False, {"data": 2, "expert": 2}, then=EXPERTS_SHARED_OUT),
+        "PP2": Case("gpt_oss", True, {"pipeline": 2}, grid=True),
+        "CP2": Case("gpt_oss", False, {"context": 2}, {"cp_comm_type": "all_gather"}, grid=True),
+        "CP2, Ulysses": Case("gpt_oss", False, {"context": 2}, {"cp_comm_type": "a2a"}, grid=True),
+    }
+    return {f"gpt-oss, {layout}": case for layout, case in cases.items()}
+
+
 CASES = {
     "TP2, scaled rotary embeddings": Case("llama3", True, {"tensor": 2}),
     "yarn, one rank": Case("qwen2_yarn", True, {}, grid=True),
@@ -84,6 +96,7 @@ CASES = {
     "pairs of neighbours, TP2, then PP2": Case("ernie4_5", False, {"tensor": 2}, then={"pipeline": 2}),
     "Seed-OSS, one rank": Case("seed_oss", True, {}, grid=True),
     "Seed-OSS, TP2, then PP2": Case("seed_oss", False, {"tensor": 2}, then={"pipeline": 2}),
+    **gpt_oss(),
     **mixture("shared expert and a dense layer", "qwen2_moe"),
     **mixture("Mixtral", "mixtral"),
     **mixture("latent attention, yarn, groups by their best two", "deepseek_v3"),

@@ -57,6 +57,8 @@ def both(name: str, family: str, **fields: Any) -> dict[str, Case]:
     return {name: Case(family, fields=fields), f"{name}, TP2": Case(family, {"pipeline": 2}, 2, fields)}
 
 
+# The limit that vLLM has, and widths that its kernels for CPUs take.
+GPT_OSS = {"swiglu_limit": 7.0, "intermediate_size": 128}
 CASES = {
     **both("biases", "llama_biases"),
     "biases of attention": Case("llama_attention_biases"),
@@ -87,6 +89,8 @@ CASES = {
     **both("Seed-OSS", "seed_oss"),
     "sigmoid scores and correction biases": Case("glm4_moe", experts=True, grid=False),
     "sigmoid scores and correction biases, EP2": Case("glm4_moe", {"data": 2, "expert": 2}, 2, experts=True),
+    "sinks, experts in one tensor": Case("gpt_oss", fields=GPT_OSS, experts=True),
+    "sinks, experts in one tensor, EP2": Case("gpt_oss", {"data": 2, "expert": 2}, fields=GPT_OSS, experts=True),
     "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),
 }
 

@@ -29,6 +29,8 @@ MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "q
 # vLLM takes hidden_size / num_attention_heads for some, and latent attention has no such size.
 WIDTH: dict[str, int] = {"head_dim": 32}
 OTHERWISE = {"qwen2": {"head_dim": 16}, "qwen2_moe": {"head_dim": 16}, "deepseek_v2": {}, "deepseek_v3": {}}
+# Heads and columns enough for four ranks, which vLLM does not divide here without expert parallelism.
+OTHERWISE["gpt_oss"] = WIDTH | {"num_key_value_heads": 4, "intermediate_size": 128}
 TABLES = [family for family in ALL if FAMILIES[family].has_rollout_table]
 
 WIDE = "qwen2_of_wide_heads"  # whose head_dim is not hidden_size / num_attention_heads
@@ -64,6 +66,11 @@ def test_the_table_is_what_vllms_loader_does(maps: Path, family: str, tensor: in
 def test_a_learned_map_is_what_vllm_loads_bit_for_bit(maps: Path, family: str) -> None:
     loaded = json.loads((maps / f"{family}.loaded").read_text())
     assert loaded["different"] == [] and len(loaded["compared"]) == (2 if family in MIXTURES else 1)
+
+
+def test_biases_that_vllm_leaves_to_one_rank_are_refused(maps: Path) -> None:
+    said = learn_maps.map_file(maps, "gpt_oss", 2, False).with_suffix(".refused").read_text()
+    assert "routed_experts.w2_bias is computed (aten.zero_.default)" in said
 
 
 def test_a_model_that_the_engine_would_read_in_part_is_refused(maps: Path) -> None:
@@ -115,6 +122,7 @@ def test_copies_are_read_off_their_strides_and_nothing_is_written() -> None:
         (lambda weight, of: weight[:2].copy_(of["a"]), r"weight has 24 elements, of which the loader writes 12"),
         (lambda weight, of: weight.copy_(torch.ones(4, 6)), "weight is written from no checkpoint tensor"),
         (lambda weight, of: weight.copy_(torch.cat([of["a"], of["b"]]).half()), r"tensors are cast \(torch.float32->"),
+        (lambda weight, of: [of["a"].zero_(), halves(weight, of)], r"weight is computed \(aten.zero_"),
         (lambda weight, of: weight.copy_(of["wide"].t()), "wide reaches vLLM's weight turned or interleaved"),
         (lambda weight, of: [weight[:2].copy_(of["a"]), weight[1:3].copy_(of["b"])], "a part of weight twice"),
         (lambda weight, of: [halves(weight, of), weight.mul_(2)], r"written from no checkpoint tensor \(aten.mul_"),

@@ -192,7 +192,33 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
     "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
     "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
 }  # fmt: skip
+GPT_OSS = without(LLAMA, "mlp_bias", "torch_dtype", "pretraining_tp", "bos_token_id") | {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4,
+    "head_dim": 64, "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "model_type": "gpt_oss", "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+    "swiglu_limit": 7.0, "vocab_size": 201088,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+}  # fmt: skip
 PUBLISHED = {
+    "gpt-oss-20b": GPT_OSS,
+    "gpt-oss, all defaults": without(
+        GPT_OSS,
+        "rope_scaling",
+        "rope_theta",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "attention_bias",
+        "layer_types",
+        "sliding_window",
+        "swiglu_limit",
+        "rms_norm_eps",
+    ),
     "Command R": COHERE,
     "Command R, all defaults": without(COHERE, "layer_norm_eps", "logit_scale", "rope_theta"),
     "Command R7B": COHERE2,
@@ -372,6 +398,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], list[int]]] = {  # and the layers with 
     ),
     "qwen3_moe": (QWEN3_CODER | SLIDING, list(range(28))),
     "cohere2": (COHERE2, [layer for layer in range(32) if layer % 4 != 3]),
+    "gpt_oss": (GPT_OSS | {"sliding_window": 4096}, list(range(0, 24, 2))),
     "gemma2": (GEMMA2, list(range(0, 26, 2))),
     "gemma3_text": (GEMMA3 | {"sliding_window": 4096}, [layer for layer in range(26) if layer % 6 != 5]),
     "gemma3_text, by type": (
@@ -412,7 +439,7 @@ def test_vllm_has_a_window_in_all_layers_or_in_none_but_for_some_families(name: 
             check_generates(read, "here")
         check_generates(parse_architecture(COHERE2 | {"max_position_embeddings": 4096}, "here"), "here")
         return
-    if not read.mixed_layers or read.family in ("gemma2", "gemma3_text"):
+    if not read.mixed_layers or read.family in ("gemma2", "gemma3_text", "gpt_oss"):
         check_generates(read, "here")
         return
     with pytest.raises(
@@ -432,6 +459,27 @@ def test_a_model_that_vllm_would_misread_generates_nothing() -> None:
         said = f"head_dim is 32, and vLLM takes hidden_size / num_attention_heads for {config['model_type']}"
         with pytest.raises(ModelError, match=f"^here/config.json: {said}$"):
             check_generates(parse_architecture(config | {"head_dim": 32}, "here"), "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"swiglu_limit": 5.0}, "swiglu_limit is 5, and vLLM's is 7"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 12}, "layer_types are not window and full by turns"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, "rope_type is not yarn"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+    ],
+)
+def test_what_vllm_takes_for_granted_of_gpt_oss(change: dict[str, Any], said: str) -> None:
+    check_generates(parse_architecture(GPT_OSS, "here"), "here")
+    with pytest.raises(ModelError, match=said):
+        check_generates(parse_architecture(GPT_OSS | change, "here"), "here")
+
+
+def test_gpt_oss_has_as_many_parameters_as_its_makers_say() -> None:
+    read = parse_architecture(GPT_OSS, "here")  # 20.9B, of which a token uses 3.6B beside its embedding
+    active = active_parameters(read) - read.vocabulary * read.hidden
+    assert (round(model_parameters(read) / 1e8), round(active / 1e8)) == (209, 36)
 
 
 def test_rows_beyond_vllms_table_are_not_generated() -> None:
@@ -625,6 +673,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (COHERE2, {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
     (COHERE2, {"rotary_pct": 0.5}, "rotary_pct is 0.5"),
     (COHERE2, {"layer_types": ["sliding_attention"]}, "layer_types has 1 layers"),
+    (GPT_OSS, {"attention_bias": False}, "attention_bias is False"),
+    (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+    (GPT_OSS, {"swiglu_limit": None}, "swiglu_limit is null"),
+    (GPT_OSS, {"num_experts_per_tok": 33}, "num_experts_per_tok is 33, of 32 experts"),
+    (GPT_OSS, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*; supported: that of MXFP4"),
+    (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4", "bits": 3}}, "quantization_config.bits is 3"),
+    (GPT_OSS, {"norm_topk_prob": False}, "norm_topk_prob"),
     (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
     (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0; it must be a whole number above 0"),
     (MIXTRAL, {"num_experts": 8}, "num_experts is 8, which this version does not know"),

@@ -54,6 +54,20 @@ def keep_weights_unpacked() -> None:
     layers.dispatch_cpu_unquantized_gemm = use_plain_linear
 
 
+def _silu_and_mul(values: Tensor) -> Tensor:
+    gate, up = values.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _clamped_swiglu(values: Tensor) -> Tensor:
+    """As vLLM's own: gate and up by turns, alpha 1.702, limit 7."""
+    gate, up = values[..., 0::2].clamp(max=7.0), values[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * (1.702 * gate).sigmoid()
+
+
+_ACTIVATIONS = {"silu": _silu_and_mul, "swigluoai": _clamped_swiglu}
+
+
 @patch(
     *PACKAGES,
     **KNOWN,
@@ -89,7 +103,7 @@ def keep_experts_unpacked() -> None:
         return
 
     def apply(
-        _: Any,
+        experts: Any,
         *,
         output: Tensor,
         hidden_states: Tensor,
@@ -101,15 +115,16 @@ def keep_experts_unpacked() -> None:
         expert_map: Tensor | None,
         **__: Any,
     ) -> None:
-        assert activation.value == "silu", activation
+        activate = _ACTIVATIONS[activation.value]
         held = topk_ids if expert_map is None else expert_map[topk_ids]  # -1: another rank's
         output.zero_()
         for expert in held.unique().tolist():
             if expert < 0:
                 continue
             tokens, choices = (held == expert).nonzero(as_tuple=True)
-            gate, up = functional.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
-            result = functional.linear(functional.silu(gate) * up, w2[expert])
+            biases = [None if all_of is None else all_of[expert] for all_of in (experts.w1_bias, experts.w2_bias)]
+            inside = activate(functional.linear(hidden_states[tokens], w1[expert], biases[0]))
+            result = functional.linear(inside, w2[expert], biases[1])
             output.index_add_(0, tokens, (result * topk_weights[tokens, choices, None]).to(output.dtype))
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None

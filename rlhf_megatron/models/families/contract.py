@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlhf_megatron.models.config_fields import FamilyFields
 from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.rectangles import Block, Implementation, Shapes
+from rlhf_megatron.models.stacked import Stacked
 from rlhf_megatron.topology.layout import Layout
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Family(Protocol):
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
         """Every tensor of the Hugging Face checkpoint and its shape, in the model's order; tied embeddings once."""
+        ...
+
+    def stacked_tensors(self, architecture: Architecture) -> Mapping[str, Stacked]:
+        """Those tensors of the checkpoint that stack several of ``tensor_shapes``, by their names there."""
         ...
 
     # ---- trainer

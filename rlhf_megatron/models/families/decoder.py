@@ -36,6 +36,7 @@ from rlhf_megatron.models.rectangles import (
     held_layers,
     slot_blocks,
 )
+from rlhf_megatron.models.stacked import Stacked
 from rlhf_megatron.topology.layout import Layout
 
 if TYPE_CHECKING:
@@ -127,6 +128,10 @@ class Decoder:
         """Return what ``tensor_shapes`` were if no tensor was ``fused``."""
         return decoder_shapes(architecture, self.norms, self.expert_names)
 
+    def stacked_tensors(self, architecture: Architecture) -> Mapping[str, Stacked]:
+        """See Family: none."""
+        return {}
+
     # ---- trainer
 
     def layer_spec(
@@ -159,8 +164,8 @@ class Decoder:
                 multi_latent_attention=architecture.latent is not None,
                 normalization="RMSNorm",
             )
-        if implementation == "local" or architecture.scales.attention_cap is not None:
-            # Transformer Engine's attention knows no soft cap.
+        if implementation == "local" or architecture.scales.attention_cap is not None or architecture.attention_sinks:
+            # Transformer Engine's attention knows no soft cap, and sinks with few of its kernels.
             attention = packed_attention(architecture.scales.attention_cap)
             spec.submodules.self_attention.submodules.core_attention = attention
         self._finish_sublayers(architecture, spec, implementation)

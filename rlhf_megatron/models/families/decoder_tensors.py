@@ -54,6 +54,8 @@ def _attention_shapes(a: Architecture, layer: str) -> Iterator[tuple[str, tuple[
     yield layer + "self_attn.o_proj.weight", (a.hidden, query)
     if a.output_bias:
         yield layer + "self_attn.o_proj.bias", (a.hidden,)
+    if a.attention_sinks:
+        yield layer + "self_attn.sinks", (a.heads,)
 
 
 def _feed_forward_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
@@ -74,6 +76,8 @@ def _attention_slots(a: Architecture, tensor_prefix: str, names: dict[str, str])
     yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"] + ".weight")
     if a.output_bias:
         yield Slot(tensor_prefix + "self_attn.o_proj.bias", "whole", names["output"] + ".bias")
+    if a.attention_sinks:
+        yield Slot(tensor_prefix + "self_attn.sinks", "rows", names["sinks"])
 
 
 def layer_slots(
@@ -93,7 +97,8 @@ def layer_slots(
     else:
         yield from _attention_slots(a, tensor_prefix, names)
     if kind.feed_forward == "experts":
-        yield Slot(f"{tensor_prefix}{expert_names.module}.gate.weight", "whole", names["router"])
+        router = f"{tensor_prefix}{expert_names.module}.{expert_names.router}.weight"
+        yield Slot(router, "whole", names["router"])
         return  # the experts are cut over other ranks than the rest of the layer
     for kind_of_tensor in ("weight", "bias") if a.mlp_bias else ("weight",):
         down: Cut = "columns" if kind_of_tensor == "weight" else "whole"
@@ -126,6 +131,7 @@ def megatron_names(a: Architecture, prefix: str, kind: LayerKind, implementation
         "query_norm": prefix + "self_attention.q_layernorm.weight",
         "key_norm": prefix + "self_attention.k_layernorm.weight",
         "output": prefix + "self_attention.linear_proj",
+        "sinks": prefix + "self_attention.core_attention.softmax_offset",
         "attention_norm": prefix + "self_attn_bda.norm.weight",
         "output_norm": prefix + "mlp_bda.norm.weight",
         "mlp_norm": prefix + (_ROUTER_NORM if kind.feed_forward == "experts" else mlp_norm),

@@ -25,9 +25,12 @@ class ExpertNames:
     """Names in a checkpoint and in vLLM: the module of router and experts in a layer, and an expert's matrices.
 
     ``shared``: the module of the shared expert within it. ``correction``: the router's correction biases.
+    ``gate_up``: one matrix of gate and up, whose rows are a gate's, its up's, the next gate's and so on.
     """
 
     module: str = "mlp"
+    router: str = "gate"
+    gate_up: str | None = None
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -38,8 +41,8 @@ class ExpertNames:
 USUAL_NAMES = ExpertNames()
 # Transformer Engine keeps the experts of a rank together.
 _MEGATRON_NAMES: dict[Implementation, str] = {
-    "local": "mlp.experts.local_experts.{expert}.{linear}.weight",
-    "transformer_engine": "mlp.experts.{linear}.weight{expert}",
+    "local": "mlp.experts.local_experts.{expert}.{linear}.{kind}",
+    "transformer_engine": "mlp.experts.{linear}.{kind}{expert}",
 }
 
 
@@ -64,16 +67,23 @@ def expert_shapes(a: Architecture, layer: str, names: ExpertNames) -> Iterator[t
     """Yield (tensor, shape) of router and experts of the layer whose tensors' names begin with ``layer``."""
     assert a.experts is not None
     module = f"{layer}{names.module}."
-    yield module + "gate.weight", (a.experts.count, a.hidden)
+    yield f"{module}{names.router}.weight", (a.experts.count, a.hidden)
+    if a.experts.biased:
+        yield f"{module}{names.router}.bias", (a.experts.count,)
     if a.experts.routing and a.experts.routing.corrected:
         yield module + names.correction, (a.experts.count,)
     widths = {f"{module}experts.{expert}.": a.experts.feed_forward for expert in range(a.experts.count)}
     if a.experts.shared:
         widths[f"{module}{names.shared}."] = a.experts.shared.feed_forward
     for expert, width in widths.items():
-        yield f"{expert}{names.gate}.weight", (width, a.hidden)
-        yield f"{expert}{names.up}.weight", (width, a.hidden)
-        yield f"{expert}{names.down}.weight", (a.hidden, width)
+        of_gate_up = {names.gate_up: 2 * width} if names.gate_up else {names.gate: width, names.up: width}
+        for matrix, (rows, columns) in {
+            **{name: (rows, a.hidden) for name, rows in of_gate_up.items()},
+            names.down: (a.hidden, width),
+        }.items():
+            yield f"{expert}{matrix}.weight", (rows, columns)
+            if a.experts.biased:
+                yield f"{expert}{matrix}.bias", (rows,)
     if a.experts.shared and a.experts.shared.gated:
         yield module + "shared_expert_gate.weight", (1, a.hidden)
 
@@ -84,6 +94,8 @@ def common_slots(experts: Experts, names: ExpertNames, tensor_prefix: str, prefi
     A shared expert is cut over the tensor ranks.
     """
     module = f"{tensor_prefix}{names.module}."
+    if experts.biased:
+        yield Slot(f"{module}{names.router}.bias", "whole", prefix + "mlp.router.bias")
     if experts.routing and experts.routing.corrected:
         yield Slot(module + names.correction, "whole", prefix + "mlp.router.expert_bias")
     if experts.shared is None:
@@ -111,10 +123,25 @@ def _expert_blocks(
     assert a.experts is not None
     width, hidden = a.experts.feed_forward, a.hidden
     mine = split(width, parts, part)
+    if names.gate_up:
+        pairs = (2 * mine[0], 2 * mine[1])
+        yield Block(f"{prefix}{names.gate_up}.weight", (pairs, (0, hidden)), gate_up[0], (gate_up[1], 0))
+        yield Block(f"{prefix}{names.down}.weight", ((0, hidden), mine), down[0], (down[1], 0))
+        return
     for number, name in enumerate((names.gate, names.up)):
         offset = (gate_up[1] + number * (width // parts), 0)
         yield Block(f"{prefix}{name}.weight", (mine, (0, hidden)), gate_up[0], offset)
     yield Block(f"{prefix}{names.down}.weight", ((0, hidden), mine), down[0], (down[1], 0))
+
+
+def _bias_blocks(
+    a: Architecture, names: ExpertNames, layer: int, expert: int, gate_up: str, down: str
+) -> Iterator[Block]:
+    """Yield the biases of an expert that is whole and has gate and up in one matrix."""
+    prefix = f"model.layers.{layer}.{names.module}.experts.{expert}."
+    assert a.experts is not None
+    yield Block(f"{prefix}{names.gate_up}.bias", ((0, 2 * a.experts.feed_forward),), gate_up, (0,))
+    yield Block(f"{prefix}{names.down}.bias", ((0, a.hidden),), down, (0,))
 
 
 def megatron_experts(
@@ -129,12 +156,15 @@ def megatron_experts(
         if kinds[index].feed_forward != "experts":
             continue
         for number in range(held):
-            gate_up, down = (
-                prefix + name.format(expert=number, linear=linear) for linear in ("linear_fc1", "linear_fc2")
+            (gate_up, gate_up_bias), (down, down_bias) = (
+                [prefix + name.format(expert=number, linear=linear, kind=kind) for kind in ("weight", "bias")]
+                for linear in ("linear_fc1", "linear_fc2")
             )
             expert = coordinates.expert * held + number
             parts, part = layout.expert_parts, coordinates.tensor
             yield from _expert_blocks(a, names, index, expert, parts, part, (gate_up, 0), (down, 0))
+            if a.experts.biased:
+                yield from _bias_blocks(a, names, index, expert, gate_up_bias, down_bias)
 
 
 def rollout_experts(

@@ -132,6 +132,8 @@ class CopyRecorder(TorchDispatchMode):
             self._record_write(func, args, written, any(map(self._comes_from_a_probe, inputs[1:])))
             return written
         result = func(*args, **kwargs)
+        if written is not None and self._comes_from_a_probe(written):
+            self._untraceable[_storage(written)] = (str(func), written)
         if written is None and not func.__name__.startswith(_OF_A_SHAPE_ONLY):
             self._trace(func, args, inputs, [each for each in tree_leaves(result) if isinstance(each, Tensor)])
         return result
@@ -181,12 +183,12 @@ class CopyRecorder(TorchDispatchMode):
     def _pieces(self, view: Tensor) -> Iterator[_Piece]:
         """Yield `view` as rectangles of itself that are strided views of probes."""
         storage, sizes = _storage(view), tuple(view.shape)
+        if storage in self._untraceable:
+            raise UntraceableError(self._untraceable[storage][0])
         if storage in self._probes:
             yield _Piece((0,) * len(sizes), sizes, self._probes[storage][0], _offset(view), view.stride())
-        elif storage in self._intermediates:
-            yield from _pieces_of_view(self._intermediates[storage], sizes, view.stride(), _offset(view))
         else:
-            raise UntraceableError(self._untraceable[storage][0])
+            yield from _pieces_of_view(self._intermediates[storage], sizes, view.stride(), _offset(view))
 
     def _record_copy(self, target: Tensor, source: Tensor) -> None:
         if _storage(target) not in self._parameters:

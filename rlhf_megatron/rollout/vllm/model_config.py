@@ -30,7 +30,14 @@ def unquantised(folder: str | Path) -> dict[str, Any]:
     """Return arguments by which vLLM makes full-precision weights of a folder whose files are quantised."""
     config = read_json(Path(folder) / "config.json", RolloutError)
     quantised = isinstance(config, dict) and config.get("quantization_config") is not None
-    return {"hf_overrides": {"quantization_config": None}} if quantised else {}
+    return {"hf_overrides": _without_quantisation} if quantised else {}
+
+
+def _without_quantisation(config: Any) -> Any:
+    """Remove the field, whose presence alone tells some of vLLM's loaders of quantised weights."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def checked_vocabulary(folder: Path) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from rlhf_megatron.rollout.vllm.model_config import unquantised
 from rlhf_megatron.untrusted import shown
 
 Shapes = dict[str, tuple[int, ...]]
+Stored = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 _EXACT_CASTS = {f"{kind}->{torch.float32}" for kind in (torch.bfloat16, torch.float16)}
 
 
@@ -50,12 +51,14 @@ def trace_rank(
     expert_parallel: bool,
     dtype: str,
     float32: Collection[str] = (),
+    stored: Stored = iter,
 ) -> LoadTrace:
     """Trace tensor rank `rank` of `tensor` in this process, which has no engine yet; see `prepare_environment`.
 
     Args:
         folder: of config.json.
-        shapes: of the checkpoint's tensors by name.
+        shapes: of the model's tensors by name.
+        stored: makes the checkpoint's tensors of the model's.
         expert_parallel: whether each rank holds some experts whole instead of a part of each.
         dtype: of checkpoint and parameters, a name such as "bfloat16".
         float32: tensors that are of that type in any model.
@@ -82,7 +85,8 @@ def trace_rank(
                 **unquantised(folder),
             ).create_engine_config()
             with load_tracing.as_rank(config, tensor, rank, expert_parallel):
-                return trace_model(load_tracing.build_on_meta(config), shapes, getattr(torch, dtype), float32)
+                model = load_tracing.build_on_meta(config)
+                return trace_model(model, shapes, getattr(torch, dtype), float32, stored)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         reason = shown(str(error).strip().partition("\n")[0], 300)
         raise RolloutError(f"{folder}: vLLM cannot build this model without its weights: {reason}") from error
@@ -94,6 +98,7 @@ def trace_model(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     float32: Collection[str] = (),
+    stored: Stored = iter,
 ) -> LoadTrace:
     """Trace `load_weights` of a model of vLLM's, on whatever device it is; its parameters stay as they are."""
     probes = {
@@ -102,7 +107,7 @@ def trace_model(
     }
     parameters = _loadable(model)
     with CopyRecorder(probes, parameters) as recorder:
-        model.load_weights(iter(probes.items()))  # type: ignore[operator]
+        model.load_weights(stored(probes.items()))  # type: ignore[operator]
     return LoadTrace(
         copies=recorder.copies,
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
