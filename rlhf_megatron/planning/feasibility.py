@@ -9,7 +9,7 @@ from typing import get_args
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError, ModelError, RecipeError
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.weight_map import tensor_shapes
+from rlhf_megatron.models.weight_map import is_expert, tensor_shapes
 from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, LinearLayer, RoleSection, transformer_engine_can
 from rlhf_megatron.recipe.rollout import RolloutLayoutSection
@@ -100,22 +100,22 @@ def _check_router_replay(recipe: RLRecipe, architecture: Architecture) -> None:
 def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
     """Refuse adapters of layers that the model does not have, and of experts.
 
-    The layers of experts are grouped, and tokens come to them in another order.
+    The layers of experts are grouped, and tokens come to them in another order. A shared expert has the same names.
     """
-    lora, attention = recipe.actor.lora, ("q_proj", "k_proj", "v_proj", "o_proj")
-    if lora is not None and architecture.experts and not set(lora.modules) <= set(attention):
-        raise RecipeError(
-            f"actor.lora.target_modules={lora.target_modules}: layers of experts have no adapters; name some of "
-            f"{', '.join(attention)}"
-        )
-
+    lora = recipe.actor.lora
     named = () if lora is None or lora.target_modules == "all-linear" else lora.target_modules
-    has = {tensor.split(".")[-2] for tensor, shape in tensor_shapes(architecture).items() if len(shape) == 2}
-    missing = [module for module in named if module not in has]
+    matrices = [tensor for tensor, shape in tensor_shapes(architecture).items() if len(shape) == 2]
+    of_experts = {tensor.split(".")[-2] for tensor in matrices if is_expert(tensor)}
+    others = {tensor.split(".")[-2] for tensor in matrices} - of_experts
+    has = ", ".join(module for module in get_args(LinearLayer) if module in others)
+    if lora is not None and of_experts.intersection(lora.modules):
+        raise RecipeError(
+            f"actor.lora.target_modules={lora.target_modules}: layers of experts have no adapters; name some of {has}"
+        )
+    missing = [module for module in named if module not in others]
     if missing:
         raise RecipeError(
-            f"actor.lora.target_modules: the layers of {architecture.family} have no {missing[0]}; name some of "
-            f"{', '.join(module for module in get_args(LinearLayer) if module in has)}"
+            f"actor.lora.target_modules: the layers of {architecture.family} have no {missing[0]}; name some of {has}"
         )
 
 

@@ -211,8 +211,9 @@ class LearningRoleSection(RoleSection):
 
 
 LinearLayer = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"
-]
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"
+]  # fmt: skip
 
 
 class LoraSection(Section):

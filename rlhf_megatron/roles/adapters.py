@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.latent_attention import WholeLinear
 from rlhf_megatron.models.lora import (
     Adaptation,
     NewAdapters,
@@ -45,6 +46,7 @@ class _AdaptedBlock:
     block: Block
     down: Tensor  # A
     up: Tensor  # B
+    is_first: bool  # of the tensor-parallel ranks that have this rectangle
 
     def window(self, weights: Mapping[str, Tensor]) -> Tensor:
         """The rectangle itself."""
@@ -115,18 +117,19 @@ class Adapters:
             number, path = self._chunk_of(parameter)
             layer = models[number].get_submodule(path.removesuffix(".weight"))
             layer_has = [tensor for tensor in fused_with(of_parameter[0].tensor) if tensor in factors]
-            columns = of_parameter[0].region[1]
+            columns, is_whole = of_parameter[0].region[1], isinstance(layer, WholeLinear)
             low_rank = LowRank(
                 [_adapted(columns, [block for block in of_parameter if block.tensor == each]) for each in layer_has],
                 self.adaptation.scale,
                 cut_by_columns=columns != (0, factors[layer_has[0]][0].shape[1]),
-                sequence_group=sequence_group,
+                sequence_group=None if is_whole else sequence_group,
                 norm_epsilon=self._architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
                 norm_offset=1.0 if self._architecture.zero_centred_norms else 0.0,
             )
             attach(layer, low_rank, [factor for tensor in layer_has for factor in factors[tensor]])
             adapted = [block for block in of_parameter if block.tensor in factors]
-            self._adapted_blocks += [_AdaptedBlock(block, *factors[block.tensor]) for block in adapted]
+            is_first = not (is_whole and tensor_group is not None and tensor_group.rank())
+            self._adapted_blocks += [_AdaptedBlock(block, *factors[block.tensor], is_first) for block in adapted]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -149,7 +152,8 @@ class Adapters:
             self._base = self._memory(windows)
         for base, own in zip(self._base, windows, strict=True):
             base.copy_(own)
-        self.base = self._checksum(windows)
+        firsts = [own for adapted, own in zip(self._adapted_blocks, windows, strict=True) if adapted.is_first]
+        self.base = self._checksum(firsts)
         self.merge(weights)
 
     @torch.no_grad()

@@ -15,6 +15,11 @@ from parallel.regather_ranks import learn_and_answer
 from rlhf_megatron.topology.layout import Layout
 
 UPDATES = 3
+# vLLM's kernels of latent attention have these sizes alone.
+LATENT = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "num_attention_heads": 16, "num_key_value_heads": 16,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -26,13 +31,17 @@ UPDATES = 3
         ("qwen3", {"data": 2}, {"tensor": 2}, True, True),
         ("qwen3", {"pipeline": 2}, {"tensor": 1}, True, True),
         ("qwen3_moe", {}, {"tensor": 1}, False, True),
+        ("glm4_moe", {}, {"tensor": 1}, False, True),
+        ("deepseek_v3", {}, {"tensor": 1}, False, True),
+        ("deepseek_v2_lite", {"pipeline": 2}, {"tensor": 2}, True, True),
         ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}, True, True),
         ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}, True, False),
         ("qwen3_moe", {"tensor": 2}, {"tensor": 2, "expert_parallel": True}, True, True),
     ],
     ids=[
         *("TP1 to TP1 with CUDA graphs", "TP2 to TP1x2", "TP2 to TP1x2 by messages", "TP1x2 to TP2", "PP2 to TP1x2"),
-        *("experts with CUDA graphs", "EP2 to TP2", "EP2 to TP2 by messages", "TP2 to TP2 with whole experts"),
+        *("experts with CUDA graphs", "correction biases with CUDA graphs", "latent attention with CUDA graphs"),
+        *("latent attention, PP2 to TP2", "EP2 to TP2", "EP2 to TP2 by messages", "TP2 to TP2 with whole experts"),
     ],
 )
 def test_vllm_follows_the_trainer(
@@ -41,7 +50,8 @@ def test_vllm_follows_the_trainer(
     world = Layout(**layout).size
     alone = torch.cuda.device_count() >= world
     skip_without_gpus(rollout_layout["tensor"])
-    folder = make_model(tmp_path / "model", family, tied="tensor" in layout, vocabulary=250)
+    fields = LATENT if family.startswith("deepseek") else {}
+    folder = make_model(tmp_path / "model", family, tied="tensor" in layout, vocabulary=250, **fields)
     prompts = random_rows(32, 250, seed=3)[0]
     ranks = run_ranks(
         learn_and_answer,

@@ -19,6 +19,7 @@ from rlhf_megatron.topology.layout import Layout
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SOME = ["q_proj", "v_proj", "down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 SEQUENCE = {"sequence_parallel": True}
 AWAY = {
     "offload": {"parameters": True, "gradients": True, "optimizer": True},
@@ -50,6 +51,15 @@ CASES: dict[str, tuple[Case, list[str]]] = {
     "fused tensors, TP2": (
         Case("phi3", False, {"tensor": 2}, SEQUENCE),
         ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    ),
+    "latent attention": (Case("deepseek_v3", False, {}), LATENT),
+    "latent attention, TP2, then EP2": (
+        Case("deepseek_v3", False, {"tensor": 2}, then={"data": 2, "expert": 2}),
+        LATENT,
+    ),
+    "latent attention without ranks of queries, TP2": (
+        Case("deepseek_v2_lite", False, {"tensor": 2}),
+        ["q_proj", "kv_a_proj_with_mqa"],
     ),
     "experts, TP2 EP2": (Case("qwen3_moe", False, {"tensor": 2, "data": 2, "expert": 2}), ATTENTION),
 }

@@ -167,6 +167,9 @@ def test_experts_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", overrides)
     with pytest.raises(RecipeError, match="layers of experts have no adapters; name some of q_proj, k_proj"):
         dry_run(recipe, 16)
+    with pytest.raises(RecipeError, match="layers of experts have no adapters; name some of q_proj, k_proj"):
+        named = "actor.lora.target_modules=[q_proj, down_proj]"
+        dry_run(load_recipe(ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", [*overrides, named]), 16)
     attention = "actor.lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"
     dry_run(load_recipe(ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", [*overrides, attention]), 16)
 
