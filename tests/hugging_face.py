@@ -22,6 +22,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -53,6 +54,7 @@ CONFIGS = {
     "gemma3_text": Gemma3TextConfig,
     "glm4": Glm4Config,
     "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
     "llama": LlamaConfig,
@@ -139,6 +141,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
         },
     },
+    "glm4_moe_lite": _LATENT | _GROUPED | {"rms_norm_eps": 1e-6},  # transformers' of latents
     "glm4_moe": _GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5},
     # A limit near what it clamps.

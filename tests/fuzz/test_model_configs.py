@@ -43,6 +43,7 @@ WHOLE = {
     "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
     "gemma3_text": SIZES | GEMMA3,
     "glm4": SIZES,
+    "glm4_moe_lite": SIZES | GROUPED | LATENT,
     "glm4_moe": SIZES | GROUPED,
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 7.0},
     "granite": SIZES | GRANITE,

@@ -103,6 +103,7 @@ CASES = {
     **mixture("latent attention without ranks of queries", "deepseek_v3_plain"),
     **mixture("latent attention, groups by their best", "deepseek_v2"),
     **mixture("latent attention, yarn, softmax", "deepseek_v2_lite"),
+    "latent attention, GLM, TP2 EP2": Case("glm4_moe_lite", False, {"tensor": 2, "data": 2, "expert": 2}, grid=True),
     **mixture("sigmoid scores and correction biases", "glm4_moe"),
 }
 

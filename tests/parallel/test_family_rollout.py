@@ -87,6 +87,7 @@ CASES = {
     "norms after sublayers": Case("exaone4_full"),
     **both("pairs of neighbours", "ernie4_5"),
     **both("Seed-OSS", "seed_oss"),
+    "latent attention, GLM": Case("glm4_moe_lite", fields=LATENT, experts=True),
     "sigmoid scores and correction biases": Case("glm4_moe", experts=True, grid=False),
     "sigmoid scores and correction biases, EP2": Case("glm4_moe", {"data": 2, "expert": 2}, 2, experts=True),
     "sinks, experts in one tensor": Case("gpt_oss", fields=GPT_OSS, experts=True),

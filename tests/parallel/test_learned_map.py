@@ -25,10 +25,16 @@ from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
 ALL = sorted(CONFIGS.keys() - VARIANTS)
 TIED = ("cohere", "cohere2", "gemma", "gemma2", "qwen3")  # in vLLM Gemmas and Cohere's always
-MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen2_moe", "qwen3_moe")
 # vLLM takes hidden_size / num_attention_heads for some, and latent attention has no such size.
 WIDTH: dict[str, int] = {"head_dim": 32}
-OTHERWISE = {"qwen2": {"head_dim": 16}, "qwen2_moe": {"head_dim": 16}, "deepseek_v2": {}, "deepseek_v3": {}}
+OTHERWISE = {
+    "qwen2": {"head_dim": 16},
+    "qwen2_moe": {"head_dim": 16},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "glm4_moe_lite": {},
+}
 # Heads and columns enough for four ranks, which vLLM does not divide here without expert parallelism.
 OTHERWISE["gpt_oss"] = WIDTH | {"num_key_value_heads": 4, "intermediate_size": 128}
 TABLES = [family for family in ALL if FAMILIES[family].has_rollout_table]

@@ -131,6 +131,14 @@ GLM = {
     "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
     "use_cache": True, "use_qk_norm": True, "vocab_size": 151552,
 }  # fmt: skip
+GLM_FLASH = without(GLM, "head_dim", "use_qk_norm") | {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+    "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite", "n_routed_experts": 64, "num_attention_heads": 20, "num_experts_per_tok": 4,
+    "num_hidden_layers": 47, "num_key_value_heads": 20, "partial_rotary_factor": 1.0, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "routed_scaling_factor": 1.8, "topk_method": "noaux_tc",
+    "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
 GLM_AIR = GLM | {
     "first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408,
     "n_routed_experts": 128, "num_hidden_layers": 46, "routed_scaling_factor": 1.0, "use_qk_norm": False,
@@ -228,6 +236,7 @@ PUBLISHED = {
     "DeepSeek-V3": DEEPSEEK_V3
     | {"quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"} | BLOCKS},
     "Moonlight": MOONLIGHT,
+    "GLM-4.7-Flash": GLM_FLASH,
     "Gemma 2B": GEMMA,
     "Granite 3.0 8B": GRANITE,
     "Granite, all defaults": without(
@@ -369,8 +378,18 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         (DEEPSEEK_V2, 236, 21),
         (DEEPSEEK_V2_LITE, 15.7, 2.7),
         (MOONLIGHT, 16, 2.9),
+        (GLM_FLASH, 30, 3.3 + 0.6),
     ],
-    ids=["Mixtral 8x7B", "GLM-4.5", "GLM-4.5-Air", "DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V2-Lite", "Moonlight"],
+    ids=[
+        "Mixtral 8x7B",
+        "GLM-4.5",
+        "GLM-4.5-Air",
+        "DeepSeek-V3",
+        "DeepSeek-V2",
+        "DeepSeek-V2-Lite",
+        "Moonlight",
+        "GLM-4.7-Flash",
+    ],
 )
 def test_mixtures_have_the_parameters_that_their_makers_count(
     config: dict[str, Any], billions: float, active: float

@@ -19,6 +19,7 @@ _MODULES = {
     "gemma3_text": "gemma3_text",
     "glm4": "glm4",
     "glm4_moe": "glm4_moe",
+    "glm4_moe_lite": "glm4_moe_lite",
     "gpt_oss": "gpt_oss",
     "granite": "granite",
     "llama": "llama",

@@ -27,8 +27,11 @@ class DeepseekV2(Decoder):
         method = config.get("topk_method", _METHODS[0])
         if method not in _METHODS:
             raise unsupported(path, "topk_method", method, " or ".join(_METHODS))
-        if method == "greedy" and config.get("n_group") != 1:
-            raise ModelError(f"{shown(path)}: n_group is {brief(config.get('n_group'))}; without groups it must be 1")
+        for field in ("n_group", "topk_group"):
+            given = config.get(field)
+            if given is None or (method == "greedy" and given != 1):
+                wanted = "1 where topk_method is greedy" if method == "greedy" else "a number"
+                raise ModelError(f"{shown(path)}: {field} is {brief(given)}; it must be {wanted}")
         plain = with_latent_attention(path, config, super().read)
         if plain.hidden % plain.heads:
             raise unsupported(path, "hidden_size", plain.hidden, f"a multiple of num_attention_heads, {plain.heads}")

@@ -24,7 +24,9 @@ WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
 }
 NEVER_NULL = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "first_k_dense_replace")
 # What transformers takes for absent fields, where other decoders have something else.
-_ABSENT = {"first_k_dense_replace": 3, "norm_topk_prob": True}
+_ABSENT = {
+    "first_k_dense_replace": 3, "n_group": 8, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "topk_group": 4,
+}  # fmt: skip
 _NAMED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which transformers takes for granted, and vLLM not
 
 
@@ -37,7 +39,10 @@ class DeepseekV3(Decoder):
         for field, value in _NAMED.items():
             if config.get(field) is None:
                 raise ModelError(f'{shown(path)}: {field} is missing; add "{value}", since vLLM would take another')
-        config = _ABSENT | dict(config)
+        return self.read_layers(path, _ABSENT | dict(config))
+
+    def read_layers(self, path: Path, config: Mapping[str, Any]) -> Architecture:
+        """Return the model of a ``config`` that says all that is not for others too to take for granted."""
         plain = with_latent_attention(path, config, super().read)
         experts = grouped_experts.read_experts(path, config, Routing("sigmoid", corrected=True, counted_of_group=2))
         return grouped_experts.with_experts(path, config, plain, experts)
@@ -79,7 +84,7 @@ FAMILY = DeepseekV3(
         read=grouped_experts.FIELDS | latent.FIELDS,
         types=WITHOUT_EFFECT,
         only=NO_ATTENTION_BIAS | _NAMED | {"moe_layer_freq": 1, "rope_interleave": True},
-        never_null=(*NEVER_NULL, *grouped_experts.NEVER_NULL),
+        never_null=(*NEVER_NULL, *grouped_experts.NEVER_NULL, "n_group", "topk_group"),
         absent={"num_key_value_heads": 128},
         native=True,
     ),
