@@ -25,12 +25,15 @@ from parallel.parity import (
 EXPERTS_SHARED_OUT = {"tensor": 2, "expert": 2, "expert_tensor": 1}
 
 
-def dense(name: str, family: str) -> dict[str, Case]:
-    """Return the cases of a family of dense layers; ``name`` says what it has of its own."""
+def dense(name: str, family: str, *, grid: bool = False) -> dict[str, Case]:
+    """Return the cases of a family of dense layers; ``name`` says what it has of its own.
+
+    ``grid``: all are the grid's, since another family has its parts.
+    """
     interleaved = {"pipeline": 2, "virtual_pipeline": 2}
     cases = {
-        "one rank": Case(family, True, {}),
-        "TP2, then PP2 VP2": Case(family, False, {"tensor": 2}, then=interleaved),
+        "one rank": Case(family, True, {}, grid=grid),
+        "TP2, then PP2 VP2": Case(family, False, {"tensor": 2}, then=interleaved, grid=grid),
         "TP2, sequence parallel": Case(family, True, {"tensor": 2}, {"sequence_parallel": True}, grid=True),
         "PP2": Case(family, True, {"pipeline": 2}, grid=True),
         "CP2": Case(family, False, {"context": 2}, {"cp_comm_type": "all_gather"}, grid=True),
@@ -84,11 +87,11 @@ CASES = {
     "Command R, one rank": Case("cohere", True, {}, grid=True),
     "Command R, TP2": Case("cohere", False, {"tensor": 2}, grid=True),
     **dense("parallel sublayers", "cohere2"),
-    **dense("norms after sublayers and of all heads", "olmo2"),
+    **dense("norms after sublayers and of all heads", "olmo2", grid=True),
     **dense("windows and two rotary tables", "olmo3"),
     **dense("partial rotary embeddings of neighbours", "glm4"),
     **dense("fused tensors", "phi3"),
-    **dense("fused tensors, LongRoPE", "phi3_long"),
+    **dense("fused tensors, LongRoPE", "phi3_long", grid=True),
     **dense("norms after sublayers, full layers without positions", "exaone4"),
     "norms after sublayers, one rank": Case("exaone4_full", True, {}, grid=True),
     "norms after sublayers, TP2": Case("exaone4_full", False, {"tensor": 2}, grid=True),
