@@ -33,8 +33,10 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -77,6 +79,8 @@ CONFIGS = {
     "qwen3_biases": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_moe_plain": Qwen3MoeConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_next": Qwen3NextConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
 }
@@ -116,6 +120,13 @@ _DEEPSEEK_YARN = {
 }
 _V3 = _LATENT | _GROUPED | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5}
 _V2 = _LATENT | _GROUPED | {"norm_topk_prob": False, "n_shared_experts": 2}
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "partial_rotary_factor": 0.25,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": WINDOW},
     "exaone4_full": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
@@ -223,6 +234,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_biases": {"attention_bias": True},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_next": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]},
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layer_interval": 2},

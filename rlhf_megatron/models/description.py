@@ -98,13 +98,40 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net, linear attention whose states are corrected and forget (arXiv 2412.06464).
+
+    Each of ``key_heads`` is shared by several of the ``value_heads``. ``taps``: tokens of the convolution before.
+    ``by_key_head``: the checkpoint's fused matrices have all rows of a key head together.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    by_key_head: bool
+
+    @property
+    def keys(self) -> int:
+        """Columns of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of all values."""
+        return self.value_heads * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerKind:
     """The parts of one decoder layer; layers of a kind have the same modules, tensors and cost.
 
-    With "window" a token attends to itself and those before it, ``Architecture.window`` in all.
+    With "window" a token attends to itself and those before it, ``Architecture.window`` in all; "delta" is
+    ``Architecture.delta_net``.
     """
 
-    attention: Literal["full", "window"]
+    attention: Literal["full", "window", "delta"]
     feed_forward: Literal["dense", "experts"]
 
 
@@ -120,6 +147,7 @@ class Architecture:
     ``attention_sinks``: each head has a number that takes part in its softmax as the product of one more key, whose
     value is nothing (https://arxiv.org/abs/2309.17453).
     ``zero_centred_norms``: the factors of norms are 1 + their weights.
+    ``gated_attention``: a head's output is multiplied with the sigmoid of a gate, whose rows are behind its query's.
     ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are left out.
     ``latent``: attention is latent attention; ``head_dim`` is then the part of a head that turns.
     """
@@ -153,6 +181,8 @@ class Architecture:
     attention_sinks: bool = False
     prediction_layers: int = 0
     latent: Latent | None = None
+    gated_attention: bool = False
+    delta_net: DeltaNet | None = None
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -208,8 +238,24 @@ class Architecture:
                 f"layout.tensor={layout.tensor} does not divide the model's {self.key_value_heads} key-value heads "
                 "(num_key_value_heads), over all of which keys are normed; use a divisor"
             )
+        self._check_delta_net(layout)
         self._check_feed_forward(layout)
         layout.stage_layers(self.layers)
+
+    def _check_delta_net(self, layout: Layout) -> None:
+        if self.gated_attention and self.key_value_heads % layout.tensor:
+            raise ModelError(
+                f"layout.tensor={layout.tensor} does not divide the model's {self.key_value_heads} key-value heads "
+                "(num_key_value_heads), which gated attention asks for; use a divisor, expert or pipeline"
+            )
+        if self.delta_net is None:
+            return
+        _check_divides("tensor", layout.tensor, self.delta_net.key_heads, "key heads (linear_num_key_heads)")
+        if layout.context > 1:
+            raise ModelError(
+                f"layout.context={layout.context}: layers with a delta net have no context parallelism here; use "
+                "tensor, expert or pipeline"
+            )
 
     def _check_feed_forward(self, layout: Layout) -> None:
         if self.experts is None and (layout.expert > 1 or layout.expert_parts != layout.tensor):
@@ -241,7 +287,7 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 LATER_FIELDS = (
     "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias",
     "wide_query_key_norm", "scales",
-    "prediction_layers", "latent", "attention_sinks",
+    "prediction_layers", "latent", "attention_sinks", "gated_attention", "delta_net",
 )  # fmt: skip
 _LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit")
 

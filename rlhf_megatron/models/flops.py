@@ -74,8 +74,9 @@ def peak_flops(gpu: str) -> float | None:
 
 
 def kv_cache_bytes_per_token(architecture: Architecture, tensor: int, element_bytes: int) -> int:
-    """Bytes that vLLM's cache takes for one token on each of ``tensor`` ranks."""
-    return int(kv_cache_bytes(architecture, tensor, element_bytes, 1))
+    """Bytes that vLLM's cache takes for one token more on each of ``tensor`` ranks; states of a row do not grow."""
+    two, one = (kv_cache_bytes(architecture, tensor, element_bytes, tokens) for tokens in (2, 1))
+    return max(int(two - one), 1)
 
 
 def kv_cache_bytes(architecture: Architecture, tensor: int, element_bytes: int, tokens: float) -> float:

@@ -85,8 +85,10 @@ def as_block(copy: StridedCopy, tensor: Sequence[int], parameter: Sequence[int])
             return None
     if len(tensor) == 1:
         return Block(copy.tensor, ((column, column + wide),), copy.parameter, (copy.parameter_offset,))
-    region = ((row, row + rows), (column, column + wide))
-    return Block(copy.tensor, region, copy.parameter, (target_row, target_column))
+    # Between rows and columns a convolution has a dimension of one channel.
+    between = tensor[1:-1] if set(tensor[1:-1]) == {1} == set(parameter[1:-1]) else ()
+    region = ((row, row + rows), *((0, 1) for _ in between), (column, column + wide))
+    return Block(copy.tensor, region, copy.parameter, (target_row, *(0 for _ in between), target_column))
 
 
 def overlaps(blocks: Iterable[Block]) -> Iterator[Block]:

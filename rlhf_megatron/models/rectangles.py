@@ -71,7 +71,7 @@ def _attention_blocks(
             if low < high:
                 yield group * size + low - first, group * size + high - first, low - start
         return
-    queries = a.heads // parts * d
+    queries = a.heads // parts * d * (2 if a.gated_attention else 1)
     if cut == "query":
         yield part * queries, (part + 1) * queries, 0
         return

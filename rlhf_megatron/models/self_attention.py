@@ -41,21 +41,29 @@ class StackedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **options: Any
     ) -> Any:
-        """hidden_states [s, 1, hidden] -> query [s, 1, heads, d], key and value [s, 1, kv_heads, d] of this rank."""
+        """hidden_states [s, 1, hidden] -> query [s, 1, heads, d], key and value [s, 1, kv_heads, d] of this rank.
+
+        With gated attention the gates come last, [s, 1, heads, d]; in the matrix each is behind its query.
+        """
         if self.config.num_query_groups < self.world_size:
             query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
             return self._turned(query), self._turned(key), value
         fused, _ = self.linear_qkv(hidden_states)
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         of_heads = fused.unflatten(-1, (-1, self.hidden_size_per_attention_head))
-        query, key, value = of_heads.split([heads, groups, groups], dim=-2)
+        gated: bool = self.config.attention_output_gate
+        query, key, value = of_heads.split([heads * (1 + gated), groups, groups], dim=-2)
+        gate = []
+        if gated:
+            query, of_output = query.unflatten(-2, (heads, 2)).unbind(-2)
+            gate = [of_output]
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         # Queries and keys are made anew. A value that is a view would keep all of ``fused`` for the backward pass, and
         # of a single token it counts as contiguous wherever it begins, which Transformer Engine refuses.
-        return self._turned(query), self._turned(key), value.clone(memory_format=torch.contiguous_format)
+        return self._turned(query), self._turned(key), value.clone(memory_format=torch.contiguous_format), *gate
 
     def _turned(self, values: Tensor) -> Tensor:
         group = self.pg_collection.cp

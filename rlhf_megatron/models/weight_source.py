@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture, ModelError
+from rlhf_megatron.models.families.delta_nets import OUTPUT_NORM
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
 from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog
@@ -44,7 +45,8 @@ class RandomWeights:
         """``tensor[region]`` in float32; the whole tensor is drawn so that every layout sees the same numbers."""
         shape = self._shapes[tensor]
         if tensor.endswith("norm.weight"):
-            whole = torch.full(shape, self._of_norms, device=self._device)
+            plain = tensor.endswith(OUTPUT_NORM)
+            whole = torch.full(shape, 1.0 if plain else self._of_norms, device=self._device)
         elif tensor.endswith("bias"):
             whole = torch.zeros(shape, device=self._device)
         else:

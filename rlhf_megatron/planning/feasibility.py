@@ -103,6 +103,8 @@ def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
     The layers of experts are grouped, and tokens come to them in another order. A shared expert has the same names.
     """
     lora = recipe.actor.lora
+    if lora is not None and architecture.delta_net:
+        raise RecipeError("actor.lora: layers with a delta net have no adapters in this version; leave it out")
     named = () if lora is None or lora.target_modules == "all-linear" else lora.target_modules
     matrices = [tensor for tensor, shape in tensor_shapes(architecture).items() if len(shape) == 2]
     of_experts = {tensor.split(".")[-2] for tensor in matrices if is_expert(tensor)}

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.config_fields import _ONLY, _READ, _TYPES
-from rlhf_megatron.models.families import grouped_experts
+from rlhf_megatron.models.families import delta_nets, grouped_experts
 from rlhf_megatron.models.families.mixture import EXPERT_FIELDS
 
 SIZES = {
@@ -55,7 +55,9 @@ WHOLE = {
     "phi3": SIZES,
     "qwen2": SIZES,
     "qwen3": SIZES,
+    "qwen3_5_text": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
+    "qwen3_next": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
     "seed_oss": SIZES,
     "smollm3": SIZES,
     "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
@@ -73,6 +75,7 @@ FIELDS += [
     "final_logit_softcapping",
     "hidden_activation",
 ]
+FIELDS += [*sorted(delta_nets.FIELDS), "partial_rotary_factor"]
 FIELDS += [*LATENT, *V3, *sorted(grouped_experts.FIELDS), *OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
@@ -127,7 +130,13 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
         turning = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning[: read.layers]]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
-    assert activation == ("gelu_pytorch_tanh" if read.zero_centred_norms else "silu")
+    of_gemma = read.zero_centred_norms and not read.gated_attention
+    assert activation == ("gelu_pytorch_tanh" if of_gemma else "silu")
+    if read.gated_attention:
+        deltas = [kind == "linear_attention" for kind in theirs.layer_types]
+        assert [kind.attention == "delta" for kind in read.layer_kinds] == deltas
+        assert read.delta_net is None or read.delta_net.taps == theirs.linear_conv_kernel_dim
+        assert read.rope.rotated_fraction == theirs.rope_parameters["partial_rotary_factor"]
     assert getattr(theirs, "is_causal", True)
     if read.family == "granite":
         assert read.scales.residual == theirs.residual_multiplier and read.scales.logits == 1 / theirs.logits_scaling

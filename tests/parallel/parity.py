@@ -32,6 +32,8 @@ class Case(NamedTuple):
     then: dict[str, int] | None = None
     layers: int = 4
     grid: bool = False
+    norms_within: float = 1e-5  # of gradients
+    weights_within: float = 1e-5
 
     @property
     def ranks(self) -> int:
@@ -128,7 +130,9 @@ def one_result(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return by_rank[0]
 
 
-def check_against_transformers(folder: Path, exported: Path, result: dict[str, Any]) -> None:
+def check_against_transformers(
+    folder: Path, exported: Path, result: dict[str, Any], norms_within: float = 1e-5, weights_within: float = 1e-5
+) -> None:
     """Compare outputs, steps and the exported model of a ``prepared`` case with those of transformers and torch."""
     prompts, responses = random_rows(7, VOCABULARY)
     model = load_model(folder)
@@ -143,7 +147,7 @@ def check_against_transformers(folder: Path, exported: Path, result: dict[str, A
 
     losses, norms = train(model, prompts, responses, STEPS, LEARNING_RATE, CLIP, OPTIMIZER["epsilon"])
     assert result["losses"] == pytest.approx(losses, abs=1e-5)
-    assert result["grad_norms"] == pytest.approx(norms, rel=1e-5)
+    assert result["grad_norms"] == pytest.approx(norms, rel=norms_within)
     exported = load_model(exported).state_dict()
     for name, parameter in model.state_dict().items():
-        assert (exported[name] - parameter).abs().max() < 1e-5, name
+        assert (exported[name] - parameter).abs().max() < weights_within, name

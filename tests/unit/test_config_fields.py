@@ -18,6 +18,7 @@ from rlhf_megatron.models.architecture import (
     parse_architecture,
     read_architecture,
 )
+from rlhf_megatron.models.description import DeltaNet
 from rlhf_megatron.planning.parameters import active_parameters, model_parameters
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe import load_recipe
@@ -213,7 +214,24 @@ GPT_OSS = without(LLAMA, "mlp_bias", "torch_dtype", "pretraining_tp", "bos_token
         "rope_type": "yarn", "truncate": False,
     },
 }  # fmt: skip
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4,
+    "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [],
+    "model_type": "qwen3_next", "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+    "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 PUBLISHED = {
+    "Qwen3-Next": QWEN3_NEXT,
+    "Qwen3-Next, all defaults": without(
+        QWEN3_NEXT, "full_attention_interval", "linear_key_head_dim", "norm_topk_prob", "partial_rotary_factor"
+    ),
     "gpt-oss-20b": GPT_OSS,
     "gpt-oss, all defaults": without(
         GPT_OSS,
@@ -366,9 +384,31 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         )
 
 
+def test_layers_with_a_delta_net_are_those_of_transformers() -> None:
+    from transformers import Qwen3NextConfig
+
+    read = parse_architecture(QWEN3_NEXT, "here")
+    assert [kind.attention == "delta" for kind in read.layer_kinds] == [
+        kind == "linear_attention" for kind in Qwen3NextConfig(**QWEN3_NEXT).layer_types
+    ]
+    assert read.delta_net == DeltaNet(16, 32, 128, 128, taps=4, by_key_head=True)
+    assert read.rope.rotated_fraction == 0.25 and read.gated_attention and read.zero_centred_norms
+    wrong = QWEN3_NEXT | {"layer_types": ["linear_attention"] * 47}
+    for changed, expected in {
+        "layer_types is": wrong,
+        "layer_types is 'other', which is not supported": QWEN3_NEXT | {"layer_types": ["other"] * 48},
+        "no multiple of linear_num_key_heads": QWEN3_NEXT | {"linear_num_value_heads": 24},
+        "attn_output_gate is False": QWEN3_NEXT | {"attn_output_gate": False},
+        "layer_scale is True": QWEN3_NEXT | {"layer_scale": True},
+    }.items():
+        with pytest.raises(ModelError, match=changed):
+            parse_architecture(expected, "here")
+
+
 @pytest.mark.parametrize(
     "config, billions, active",  # as their makers say, who leave GLM's embeddings and output layer out of the active
     [
+        (QWEN3_NEXT, 79.7, 3.9),
         (MIXTRAL, 46.7, 12.9),
         (GLM, 353, 32 + 1.6),
         (GLM_AIR, 106, 12 + 1.2),
@@ -379,6 +419,7 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         (GLM_FLASH, 30, 3.3 + 0.6),
     ],
     ids=[
+        "Qwen3-Next",
         "Mixtral 8x7B",
         "GLM-4.5",
         "GLM-4.5-Air",

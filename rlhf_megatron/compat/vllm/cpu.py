@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as functional
@@ -20,6 +21,7 @@ def install() -> None:
     inspect_models_in_this_process()
     keep_weights_unpacked()
     keep_experts_unpacked()
+    take_unpacked_convolutions()
     name_shared_memory_by_job()
     turn_heads_apart()
 
@@ -129,6 +131,29 @@ def keep_experts_unpacked() -> None:
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     CPUUnquantizedExperts.apply = apply
+
+
+@patch(
+    *PACKAGES,
+    **KNOWN,
+    why="the convolution of a delta net takes for granted that its weight is packed as linear ones are",
+    upstream="https://github.com/vllm-project/vllm/issues/54477",
+)
+def take_unpacked_convolutions() -> None:
+    """Tell vLLM's kernels that the weights of convolutions are as on GPUs, in versions that have such kernels."""
+    try:
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    except ImportError:
+        return
+
+    def of_unpacked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def convolve(*, weight: Tensor, is_weight_packed: bool, **named: Any) -> Tensor:
+            return original(weight=weight.flatten(1), is_weight_packed=False, **named)
+
+        return convolve
+
+    gdn_attention._causal_conv1d_fwd_cpu = of_unpacked(gdn_attention._causal_conv1d_fwd_cpu)
+    gdn_attention._causal_conv1d_update_cpu = of_unpacked(gdn_attention._causal_conv1d_update_cpu)
 
 
 @patch(

@@ -140,6 +140,15 @@ NAMES = (
         "experts on CPUs stay unpacked",
         absent="experts on CPUs are repacked, and weight sync does not reach them",
     ),
+    *(
+        PrivateName(
+            _LAYERS + "mamba.ops.cpu.gdn_attention",
+            name,
+            "convolutions on CPUs stay unpacked",
+            absent="delta nets are not computed on CPUs",
+        )
+        for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
+    ),
     PrivateName(
         "vllm.distributed.device_communicators.cpu_communicator",
         "_CPUSHMDistributed.make_group_name",

@@ -32,6 +32,8 @@ _MODULES = {
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "qwen3_5_text": "qwen3_5_text",
+    "qwen3_next": "qwen3_next",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
 }

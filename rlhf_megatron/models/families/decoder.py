@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
 from rlhf_megatron.models.description import Architecture, LayerKind
-from rlhf_megatron.models.families import latent, mixture
+from rlhf_megatron.models.families import delta_nets, latent, mixture
 from rlhf_megatron.models.families.bias_fields import NO_BIASES, BiasFields
 from rlhf_megatron.models.families.config_reading import read_heads
 from rlhf_megatron.models.families.decoder_tensors import (
@@ -144,6 +144,7 @@ class Decoder:
         )
 
         from rlhf_megatron.models.attention import packed_attention
+        from rlhf_megatron.models.delta_net import use_delta_net
         from rlhf_megatron.models.router import ScoreRouter
         from rlhf_megatron.models.self_attention import StackedSelfAttention
 
@@ -174,6 +175,10 @@ class Decoder:
             spec.submodules.mlp.keywords["submodules"].router = functools.partial(
                 ScoreRouter, experts=architecture.experts
             )
+        if kind.attention == "delta":
+            assert architecture.delta_net is not None
+            use_delta_net(architecture.delta_net, spec, implementation)
+            return spec
         if architecture.latent:
             latent.attention_spec(spec, implementation, rotary)
             return spec
@@ -224,6 +229,7 @@ class Decoder:
             "softmax_scale": a.scales.attention,
             "add_bias_linear": False,
             "add_qkv_bias": a.qkv_bias,
+            "attention_output_gate": a.gated_attention,
             "use_te_activation_func": fused and self._has_fused_activation(a),
             "bias_activation_fusion": fused and a.experts is not None,
             **_window_settings(a),
@@ -254,6 +260,10 @@ class Decoder:
             for slot in fused_slots(slots, self._separate_shapes(a), self.fused)
             for block in slot_blocks(a, shapes, slot, layout.tensor, coordinates.tensor, repeats=False)
         ]
+        for prefix, index in held_layers(a, layout, coordinates.pipeline):
+            if kinds[index].attention == "delta":
+                layer = f"model.layers.{index}."
+                blocks.extend(delta_nets.delta_blocks(a, layer, prefix, layout.tensor, coordinates.tensor))
         return [*blocks, *mixture.megatron_experts(a, self.expert_names, layout, position, implementation)]
 
     # ---- rollout
@@ -280,7 +290,7 @@ class Decoder:
         a = architecture
         if self.vllm_divides_heads and a.hidden != a.head_dim * a.heads:
             return f"head_dim is {a.head_dim}, and vLLM takes hidden_size / num_attention_heads for {a.family}"
-        if not self.vllm_mixes_windows and len({kind.attention for kind in a.layer_kinds}) > 1:
+        if not self.vllm_mixes_windows and len({kind.attention for kind in a.layer_kinds} - {"delta"}) > 1:
             return f"some layers have a sliding window, and vLLM has one in all layers of {a.family} or in none"
         if a.output_bias and not self.vllm_has_output_bias:
             return f"attention_bias is true, and vLLM gives the output of attention in {a.family} no bias"
@@ -302,7 +312,11 @@ class Decoder:
         """See Family."""
         a = architecture
         query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
-        attention = latent.attention_weights(a) if a.latent else a.hidden * (2 * query + 2 * key_value)
+        attention = a.hidden * ((3 if a.gated_attention else 2) * query + 2 * key_value)
+        if kind.attention == "delta":
+            attention = delta_nets.delta_weights(a)
+        elif a.latent:
+            attention = latent.attention_weights(a)
         if kind.feed_forward == "experts":
             return attention + mixture.expert_weights(a)
         return attention + 3 * a.hidden * a.feed_forward
@@ -311,6 +325,8 @@ class Decoder:
         self, architecture: Architecture, kind: LayerKind, rows: Sequence[float], causal: bool
     ) -> float:
         """See Family: of queries with keys, and of their softmax with values; 2 for a pair and a column of either."""
+        if kind.attention == "delta":
+            return delta_nets.delta_flops(architecture, sum(rows))
         window = architecture.window if causal and kind.attention == "window" else None
         pairs = sum(_causal_pairs(n, window) if causal else n * n for n in rows)
         a = architecture
@@ -318,13 +334,17 @@ class Decoder:
         return 2.0 * a.heads * columns * pairs
 
     def cached_elements(self, architecture: Architecture, kind: LayerKind, tensor: int) -> int:
-        """See Family: keys and values, a head of each on every rank at least; or all latents on every rank."""
+        """See Family: keys and values, a head of each on every rank at least; all latents on every rank; or a state."""
+        if kind.attention == "delta":
+            return delta_nets.state_elements(architecture, tensor)
         if architecture.latent:
             return architecture.latent.key_value_rank + architecture.latent.turned
         return 2 * max(1, architecture.key_value_heads // tensor) * architecture.head_dim
 
     def cached_tokens(self, architecture: Architecture, kind: LayerKind, tokens: float) -> float:
-        """See Family: all, or those within the window."""
+        """See Family: all, those within the window, or one state."""
+        if kind.attention == "delta":
+            return min(tokens, 1)
         return tokens if kind.attention == "full" or architecture.window is None else min(tokens, architecture.window)
 
 

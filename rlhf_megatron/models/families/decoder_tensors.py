@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.families import latent, mixture
+from rlhf_megatron.models.families.delta_nets import delta_shapes
 from rlhf_megatron.models.families.norm_names import NormNames
 from rlhf_megatron.models.rectangles import SCORE, Cut, Implementation, Slot, chunk_prefix
 from rlhf_megatron.topology.layout import Layout
@@ -27,7 +28,10 @@ def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.Expe
     for index, kind in enumerate(a.layer_kinds):
         layer = f"model.layers.{index}."
         shapes.update((f"{layer}{norm}.weight", (a.hidden,)) for norm in norms.names if norm)
-        shapes.update(latent.attention_shapes(a, layer) if a.latent else _attention_shapes(a, layer))
+        if kind.attention == "delta":
+            shapes.update(delta_shapes(a, layer))
+        else:
+            shapes.update(latent.attention_shapes(a, layer) if a.latent else _attention_shapes(a, layer))
         if kind.feed_forward == "experts":
             shapes.update(mixture.expert_shapes(a, layer, expert_names))
             continue
@@ -44,14 +48,15 @@ def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.Expe
 
 
 def _attention_shapes(a: Architecture, layer: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
+    output, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
+    query = 2 * output if a.gated_attention else output
     for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
         yield f"{layer}self_attn.{part}_proj.weight", (rows, a.hidden)
         if a.qkv_bias:
             yield f"{layer}self_attn.{part}_proj.bias", (rows,)
         if part != "v" and (a.query_key_norm or a.wide_query_key_norm):
             yield f"{layer}self_attn.{part}_norm.weight", (rows if a.wide_query_key_norm else a.head_dim,)
-    yield layer + "self_attn.o_proj.weight", (a.hidden, query)
+    yield layer + "self_attn.o_proj.weight", (a.hidden, output)
     if a.output_bias:
         yield layer + "self_attn.o_proj.bias", (a.hidden,)
     if a.attention_sinks:
@@ -94,7 +99,7 @@ def layer_slots(
             yield Slot(f"{tensor_prefix}{norm}.weight", "whole", names[parameter])
     if a.latent:
         yield from latent.attention_slots(a, tensor_prefix, names["attention"])
-    else:
+    elif kind.attention != "delta":  # whose rectangles are of another form (``delta_blocks``)
         yield from _attention_slots(a, tensor_prefix, names)
     if kind.feed_forward == "experts":
         router = f"{tensor_prefix}{expert_names.module}.{expert_names.router}.weight"
@@ -122,7 +127,7 @@ def head_slots(a: Architecture, layout: Layout) -> Iterator[Slot]:
 def megatron_names(a: Architecture, prefix: str, kind: LayerKind, implementation: Implementation) -> dict[str, str]:
     """Return Megatron's parameter of each part of a layer whose parameters' names begin with ``prefix``."""
     input_norm, mlp_norm = _MEGATRON_NORMS[implementation]
-    if a.latent:  # several matrices are behind the norm, which is fused with none of them
+    if a.latent or kind.attention == "delta":  # several matrices are behind the norm, which is fused with none of them
         input_norm = _MEGATRON_NORMS["local"][0]
     return {
         "attention": prefix + "self_attention.",

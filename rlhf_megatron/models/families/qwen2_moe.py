@@ -25,7 +25,7 @@ class Qwen2Moe(Decoder):
         plain = super().read(path, config)
         assert plain.experts is not None
         shared = SharedExpert(size(path, "shared_expert_intermediate_size", config), gated=True)
-        dense = _dense_layers(path, config, plain.layers)
+        dense = dense_layers(path, config, plain.layers)
         kinds = tuple(
             dataclasses.replace(kind, feed_forward="dense") if layer in dense else kind
             for layer, kind in enumerate(plain.layer_kinds)
@@ -37,7 +37,7 @@ class Qwen2Moe(Decoder):
         )
 
 
-def _dense_layers(path: Path, config: Mapping[str, Any], layers: int) -> set[int]:
+def dense_layers(path: Path, config: Mapping[str, Any], layers: int) -> set[int]:
     """Return the layers without experts: every ``decoder_sparse_step``-th has them, but for the ``mlp_only_layers``."""
     dense, step = config.get("mlp_only_layers") or [], size(path, "decoder_sparse_step", config, 1)
     if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in dense):

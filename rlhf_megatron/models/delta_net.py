@@ -1,0 +1,209 @@
+"""Gated delta nets (arXiv 2412.06464) over packed rows: linear attention in place of softmax attention.
+
+On GPUs flash-linear-attention computes them where it is installed; elsewhere, in float32 and where the same bits are
+asked for, plain torch does. Megatron's own module needs that package and the other order of rows in its matrices.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from rlhf_megatron.kernels.rotary import positions
+from rlhf_megatron.models.description import DeltaNet
+from rlhf_megatron.models.rectangles import Implementation
+
+
+def use_delta_net(net: DeltaNet, spec: Any, implementation: Implementation) -> None:
+    """Puts a delta net in the place of attention in Megatron's spec of a layer."""
+    column: Callable[..., Any]
+    row: Callable[..., Any]
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+
+        spec.submodules.input_layernorm, column, row = TENorm, TEColumnParallelLinear, TERowParallelLinear
+    else:
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+        column, row = ColumnParallelLinear, RowParallelLinear
+    parts = {"net": net, "column": column, "row": row}
+    spec.submodules.self_attention = ModuleSpec(module=DeltaNetAttention, params=parts)
+
+
+class DeltaNetAttention(MegatronModule):
+    """One rank's heads of a gated delta net; takes the place of ``self_attention`` in a layer.
+
+    ``column`` and ``row`` are Megatron's linear layers. With several tensor ranks sequence parallelism is on: each rank
+    has a part of the gradient of the output's norm, which Megatron sums then.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *_: Any,
+        net: DeltaNet,
+        column: Callable[..., Any],
+        row: Callable[..., Any],
+        pg_collection: Any,
+        **__: Any,
+    ) -> None:
+        super().__init__(config=config)
+        ranks = pg_collection.tp.size()
+        assert pg_collection.cp.size() == 1 and (ranks == 1 or config.sequence_parallel)
+        self._net, self._keys, self._values = net, net.keys // ranks, net.values // ranks
+        self._key_heads, heads = net.key_heads // ranks, net.value_heads // ranks
+        make = functools.partial(
+            column,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=pg_collection.tp,
+        )
+        self.in_proj_qkvz = make(2 * net.keys + 2 * net.values)
+        self.in_proj_ba = make(2 * net.value_heads)
+        channels = 2 * self._keys + self._values
+        self.conv1d = torch.nn.Conv1d(channels, channels, net.taps, groups=channels, bias=False)
+        self.dt_bias = torch.nn.Parameter(torch.ones(heads))
+        self.A_log = torch.nn.Parameter(torch.zeros(heads))
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]
+        self._epsilon: float = config.layernorm_epsilon
+        self.out_norm = torch.nn.RMSNorm(net.value_dim, config.layernorm_epsilon)
+        self.out_norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.out_proj = row(
+            net.values,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=pg_collection.tp,
+        )
+
+    def forward(self, hidden_states: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
+        """hidden_states [s, 1, hidden] -> the same of what is added to them, and no bias; packed sequences only."""
+        if packed_seq_params is None:
+            raise ValueError("DeltaNetAttention takes packed sequences only; pass packed_seq_params")
+        boundaries = packed_seq_params.cu_seqlens_q
+        qkvz, ba = (layer(hidden_states)[0].squeeze(1) for layer in (self.in_proj_qkvz, self.in_proj_ba))
+        query, key, value, gate, beta, alpha = self._parted(qkvz, ba)
+        convolve, apply_rule = self._kernels(qkvz)
+        mixed = convolve(torch.cat([query, key, value], dim=-1), self.conv1d.weight.squeeze(1), boundaries)
+        query, key, value = mixed.split([self._keys, self._keys, self._values], dim=-1)
+        repeats = self._net.value_heads // self._net.key_heads
+        query, key = (
+            normalised(part.unflatten(-1, (self._key_heads, -1))).repeat_interleave(repeats, dim=1)
+            for part in (query, key)
+        )
+        decay = -self.A_log.float().exp() * functional.softplus(alpha.float() + self.dt_bias)
+        value = value.unflatten(-1, (-1, self._net.value_dim))
+        out = apply_rule(query, key, value, decay, beta.sigmoid(), boundaries)
+        return self.out_proj(self._gated(out, gate.unflatten(-1, (-1, self._net.value_dim))).flatten(1)[:, None])
+
+    def _parted(self, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
+        """Queries, keys, values, gates of the output, strengths and decays of the rank's heads, [t, ...] each."""
+        sizes, heads = [self._keys, self._keys, self._values, self._values], ba.size(-1) // 2
+        if not self._net.by_key_head:
+            return [*qkvz.split(sizes, dim=-1), *ba.split(heads, dim=-1)]
+        by_head = (each.unflatten(-1, (self._key_heads, -1)) for each in (qkvz, ba))
+        widths = ([size // self._key_heads for size in sizes], heads // self._key_heads)
+        return [
+            part.flatten(1) for each, width in zip(by_head, widths, strict=True) for part in each.split(width, dim=-1)
+        ]
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """[t, heads, d]: the output's norm times the gate; the norm's factor is in the type of the weights."""
+        variance = out.float().square().mean(-1, keepdim=True)
+        normed = self.out_norm.weight * (out.float() * (variance + self._epsilon).rsqrt()).to(out.dtype)
+        return (normed * functional.silu(gate.float())).to(out.dtype)
+
+    def _kernels(self, like: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """The convolution and the rule for tensors ``like`` these."""
+        wanted = like.is_cuda and like.dtype != torch.float32 and not self.config.deterministic_mode
+        return _fused_kernels() if wanted and _has_fused_kernels() else (convolved, delta_rule)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Megatron's checkpoints are not written."""
+        raise NotImplementedError
+
+
+def normalised(values: Tensor) -> Tensor:
+    """Return vectors of length 1 along the last dimension."""
+    return values * (values.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def convolved(values: Tensor, weight: Tensor, boundaries: Tensor) -> Tensor:
+    """values [t, channels], weight [channels, taps] -> silu of each channel's causal convolution, row by row."""
+    place = positions(boundaries, len(values))[:, None]
+    out = values * weight[:, -1]
+    for back in range(1, min(weight.size(1), len(values))):
+        earlier = functional.pad(values, (0, 0, back, 0))[:-back]
+        out = out + torch.where(place >= back, earlier, 0.0) * weight[:, -1 - back]
+    return functional.silu(out)
+
+
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: Tensor) -> Tensor:
+    """[t, heads, d] of queries, keys and values, [t, heads] of the rest -> [t, heads, d], each row from a state of 0.
+
+    Rows are padded on the right to the longest one, which no real token sees.
+    """
+    lengths = boundaries.diff().long()
+    real = torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]
+
+    def padded(packed: Tensor) -> Tensor:
+        out = packed.new_zeros(*real.shape, *packed.shape[1:])
+        out[real] = packed
+        return out
+
+    query, key, value, decay, beta = (padded(each) for each in (query, key, value, decay, beta))
+    out, _ = torch_chunk_gated_delta_rule(query, key, value, g=decay, beta=beta)
+    of_rows: Tensor = out[real]
+    return of_rows
+
+
+@functools.cache
+def _has_fused_kernels() -> bool:
+    found = importlib.util.find_spec("fla") is not None
+    if not found:
+        warnings.warn(
+            "layers with a delta net are computed by plain torch, which is slow: flash-linear-attention is not "
+            "installed (pip install 'rlhf-megatron[linear-attention]')",
+            stacklevel=2,
+        )
+    return found
+
+
+def _fused_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The same two of flash-linear-attention, over one batch of packed rows."""
+    from fla.modules.convolution import causal_conv1d
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def convolve(values: Tensor, weight: Tensor, boundaries: Tensor) -> Tensor:
+        out: Tensor = causal_conv1d(
+            x=values[None], weight=weight, bias=None, activation="silu", cu_seqlens=boundaries.long()
+        )[0]
+        return out[0]
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: Tensor) -> Tensor:
+        packed = (each[None].contiguous() for each in (query, key, value))
+        out: Tensor = chunk_gated_delta_rule(*packed, g=decay[None], beta=beta[None], cu_seqlens=boundaries.long())[0]
+        return out[0]
+
+    return convolve, rule
