@@ -132,10 +132,21 @@ def test_choices_of_vllm_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.grid)])
-def test_trainer_and_rollout_agree_by_replay(tmp_path: Path, dtype: str) -> None:
-    make_model(tmp_path / "model", "qwen3_moe", tied=False, num_experts=16, num_experts_per_tok=4)
-    rollout = {"layout": {"tensor": 2, "expert_parallel": True}, "max_num_seqs": 8}
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3_moe", "bfloat16"),
+        pytest.param("qwen3_moe", "float32", marks=pytest.mark.grid),
+        pytest.param("qwen3_next", "bfloat16", marks=pytest.mark.grid),  # whose cache is of two kinds
+    ],
+)
+def test_trainer_and_rollout_agree_by_replay(tmp_path: Path, family: str, dtype: str) -> None:
+    fields = {"num_experts": 16, "num_experts_per_tok": 4}
+    rollout: dict[str, Any] = {"layout": {"tensor": 2, "expert_parallel": True}, "max_num_seqs": 8}
+    if family == "qwen3_next":  # what vLLM's delta nets take on CPUs
+        fields |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        rollout["enable_prefix_caching"] = False
+    make_model(tmp_path / "model", family, tied=False, **fields)
     arguments = {"model": str(tmp_path / "model"), "dtype": dtype, "layout": {"data": 2, "expert": 2}}
     of_replay = run_ranks(mismatch, 2, arguments | {"rollout": rollout})[0]
     off, replayed = of_replay["off"], of_replay["rollout"]
