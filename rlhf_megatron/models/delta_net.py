@@ -192,7 +192,7 @@ def _has_fused_kernels() -> bool:
 
 def _fused_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The same two of flash-linear-attention, over one batch of packed rows."""
-    from fla.modules.convolution import causal_conv1d
+    from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     def convolve(values: Tensor, weight: Tensor, boundaries: Tensor) -> Tensor:
