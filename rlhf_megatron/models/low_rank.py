@@ -94,7 +94,9 @@ def _normed(inputs: Tensor, weight: Tensor, low_rank: LowRank) -> Tensor:
     rms_norm, epsilon = torch.nn.functional.rms_norm, low_rank.norm_epsilon
     if not low_rank.norm_offset:
         return rms_norm(inputs, weight.shape, weight, epsilon)
-    return rms_norm(inputs.float(), weight.shape, weight.float() + low_rank.norm_offset, epsilon).type_as(inputs)
+    wide = torch.promote_types(inputs.dtype, torch.float32)  # in which Transformer Engine adds the offset
+    factor = weight.to(wide) + low_rank.norm_offset
+    return rms_norm(inputs.to(wide), weight.shape, factor, epsilon).type_as(inputs)
 
 
 def factor_gradients(x: Tensor, g: Tensor, low_rank: LowRank, factors: Sequence[Tensor]) -> list[Tensor]:

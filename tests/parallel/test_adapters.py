@@ -61,6 +61,9 @@ CASES: dict[str, tuple[Case, list[str]]] = {
         Case("deepseek_v2_lite", False, {"tensor": 2}),
         ["q_proj", "kv_a_proj_with_mqa"],
     ),
+    "norms around sublayers, one rank": (Case("gemma2", True, {}), ALL),
+    "parallel sublayers, TP2": (Case("cohere2", False, {"tensor": 2}, SEQUENCE), ALL),
+    "sinks, experts with biases, EP2": (Case("gpt_oss", False, {"data": 2, "expert": 2}), ATTENTION),
     "experts, TP2 EP2": (Case("qwen3_moe", False, {"tensor": 2, "data": 2, "expert": 2}), ATTENTION),
 }
 RANK, ALPHA = 3, 5.0

@@ -28,30 +28,34 @@ def expected(base: Tensor, x: Tensor, learning: list[Tensor]) -> list[Tensor]:
 class Layer(torch.nn.Module):
     """A linear layer as Megatron's are called, perhaps behind a norm of its own as Transformer Engine's are."""
 
-    def __init__(self, weight: Tensor, norm: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, norm: Tensor | None, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.layer_norm_weight = weight, norm
+        self.weight, self.layer_norm_weight, self.offset = weight, norm, offset
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         if self.layer_norm_weight is not None:
-            x = torch.nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, 1e-5)
+            x = torch.nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight + self.offset, 1e-5)
         return x @ self.weight.T, None
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "behind a norm"])
-def test_a_layer_gives_the_gradients_of_its_factors_and_lets_others_pass(normed: bool) -> None:
+@pytest.mark.parametrize(
+    ("normed", "offset"),
+    [(False, 0.0), (True, 0.0), (True, 1.0)],
+    ids=["plain", "behind a norm", "behind a norm counted from 1"],
+)
+def test_a_layer_gives_the_gradients_of_its_factors_and_lets_others_pass(normed: bool, offset: float) -> None:
     learning = factors((6, 8), (4, 8))
     base, x = torch.randn(10, 8, dtype=torch.float64), torch.randn(TOKENS, 1, 8, dtype=torch.float64)
     norm = torch.rand(8, dtype=torch.float64) + 0.5 if normed else None
     x.requires_grad_()
-    read = x if norm is None else torch.nn.functional.rms_norm(x, (8,), norm, 1e-5)
+    read = x if norm is None else torch.nn.functional.rms_norm(x, (8,), norm + offset, 1e-5)
     wanted = expected(base, read[:, 0], learning)
     with torch.no_grad():
         merged = base + SCALE * torch.cat([b @ a for a, b in zip(learning[::2], learning[1::2], strict=True)])
     [of_input] = torch.autograd.grad(((read @ merged.T) ** 2).sum(), x)
-    layer = Layer(merged, norm)
+    layer = Layer(merged, norm, offset)
     weights = [Adapted((0, 8), [((0, 6), (0, 6))]), Adapted((0, 8), [((6, 10), (0, 4))])]
-    attach(layer, LowRank(weights, SCALE, False, None, 1e-5 if normed else None), learning)
+    attach(layer, LowRank(weights, SCALE, False, None, 1e-5 if normed else None, offset), learning)
     output, _ = layer(x)
     (output**2).sum().backward()
     for factor, value in zip(learning, wanted, strict=True):
