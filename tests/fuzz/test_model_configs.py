@@ -125,6 +125,8 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     if of_type:
         thetas = [of_type[kind]["rope_theta"] for kind in theirs.layer_types]
         assert [rope and rope.theta for rope in read.layer_ropes] == thetas
+    if read.rope.scaling is None and read.latent is None:
+        assert read.rope.rotated_fraction == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
     turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
     if read.family == "cohere2":
         turning = [kind == "sliding_attention" for kind in theirs.layer_types]

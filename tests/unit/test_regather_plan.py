@@ -145,7 +145,8 @@ def test_a_source_on_the_same_node_is_preferred() -> None:
     assert {copy.source for rank in (4, 5) for copy in plans[rank].receives} == {6}
     # Rank 6 serves two already, so the one without a near source takes a third from each of the others.
     shares = [sum(c.elements for c in plans[9].receives if c.source == rank) for rank in (0, 1, 2, 6)]
-    assert shares[3] == 0 and max(shares) - min(shares[:3]) <= 16
+    # Cuts are between rows, of 24 numbers at most: half a row at either end of a share.
+    assert shares[3] == 0 and max(shares) - min(shares[:3]) <= 48
 
 
 @given(
