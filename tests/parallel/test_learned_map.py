@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,9 +24,20 @@ from rlhf_megatron.models.weight_map import rollout_blocks
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
-ALL = sorted(CONFIGS.keys() - VARIANTS)
+# vLLM's module of Qwen3.5 has its images too, and imports torchvision, which a CPU's environment has not.
+NOT_HERE = set() if importlib.util.find_spec("torchvision") else {"qwen3_5_text"}
+ALL = sorted(CONFIGS.keys() - VARIANTS - NOT_HERE)
 TIED = ("cohere", "cohere2", "gemma", "gemma2", "qwen3")  # in vLLM Gemmas and Cohere's always
-MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
 # vLLM takes hidden_size / num_attention_heads for some, and latent attention has no such size.
 WIDTH: dict[str, int] = {"head_dim": 32}
 OTHERWISE = {

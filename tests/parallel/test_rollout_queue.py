@@ -59,7 +59,7 @@ def test_enough_groups_end_the_generation(drawn: list[dict[str, Any]]) -> None:
     partial = {row: completion for row, completion in first.items() if row not in whole}
     assert partial and {completion[ENDING] for completion in partial.values()} == {"abort"}
     equal = 0
-    for row, (_, tokens, logprobs, _, versions, _) in partial.items():
+    for row, (_, tokens, logprobs, _, versions, *_) in partial.items():
         assert 0 < len(tokens) == len(logprobs) == len(versions) < LENGTHS[row]
         equal += tokens == reference[row][TOKENS][: len(tokens)]
     assert equal >= len(partial) - 2, "what was given up is the beginning of what would have come"
@@ -76,7 +76,7 @@ def test_what_was_given_up_is_gone_on_with(drawn: list[dict[str, Any]], model: P
     assert sum(result["resumed"] for result in drawn) == len(partial)
     trainer = load_model(model)
     prompts = {request.row_id: list(request.prompt_token_ids) for request in requests_of(range(GROUPS))}
-    for row, (_, tokens, logprobs, _, versions, _) in second.items():
+    for row, (_, tokens, logprobs, _, versions, *_) in second.items():
         begun = first[row] if row in partial else [row, [], [], "", []]
         count = len(begun[TOKENS])
         assert len(tokens) == len(logprobs) == LENGTHS[row]
