@@ -63,7 +63,7 @@ class FilterGroupsSection(_SwitchedSection):
     enable: bool = False
     """Turn it on."""
     metric: Literal["accuracy", "reward"] = "accuracy"
-    """Must differ within a group: the score, or the reward with penalties."""
+    """What must differ: the score, or the reward with penalties."""
     max_num_gen_batches: int = Field(default=10, ge=0)
     """Most generation rounds per step; 0: unlimited."""
     prompts_per_round: int | None = Field(default=None, gt=0, le=2**20)
@@ -71,7 +71,7 @@ class FilterGroupsSection(_SwitchedSection):
     when_exhausted: Literal["train", "stop"] = "train"
     """After the last round: train on the groups so far, or stop."""
     keep_surplus: bool = False
-    """Carry surplus groups over to the next step, one weight version old."""
+    """Carry surplus groups, one weight version old, over to the next step."""
 
 
 class OverlongBufferSection(_SwitchedSection):
@@ -80,7 +80,7 @@ class OverlongBufferSection(_SwitchedSection):
     enable: bool = False
     """Turn it on."""
     len: int = Field(default=0, ge=0)
-    """Tokens before rollout.max_response_length where the penalty starts to grow."""
+    """The penalty grows over this many last tokens of rollout.max_response_length."""
     penalty_factor: float = Field(default=1.0, ge=0)
     """Penalty at the limit."""
 
@@ -89,7 +89,7 @@ class RolloutCorrectionSection(Section):
     """Importance weights: trainer over rollout probabilities."""
 
     type: Literal["none", "tis", "mis"] = "none"
-    """tis: truncate weights at the threshold; mis: zero those outside the thresholds."""
+    """tis: truncate at threshold; mis: zero outside the thresholds."""
     level: Literal["token", "sequence"] = "token"
     """Ratio of the token, or of the whole response."""
     threshold: float = Field(default=2.0, gt=0)
@@ -97,9 +97,9 @@ class RolloutCorrectionSection(Section):
     threshold_low: float = Field(default=0.0, ge=0)
     """mis: smallest weight."""
     reject_threshold: float | None = Field(default=None, gt=1)
-    """Reject responses whose geometric mean ratio is above this or below 1 / this, such as 1.01."""
+    """Reject responses with a geometric mean ratio above this or below 1 / this, such as 1.01."""
     veto_threshold: float | None = Field(default=None, gt=0, lt=1)
-    """Reject responses with a token whose ratio is below this, such as 0.0001."""
+    """Reject responses with a token ratio below this, such as 0.0001."""
 
     @property
     def is_used(self) -> bool:
@@ -125,11 +125,11 @@ class KLControllerSection(Section):
     """Schedule of the KL coefficient."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: kl_coef throughout; adaptive: adjusted to keep the KL near target."""
+    """adaptive: adjusted to keep the KL near target."""
     target: float | None = Field(default=None, gt=0)
     """adaptive: KL to keep, nats per token."""
     horizon: int = Field(default=10000, gt=0)
-    """Responses over which the coefficient changes by at most about a fifth."""
+    """Responses over which kl_coef changes by at most a fifth."""
 
     @model_validator(mode="after")
     def _target_is_given(self) -> KLControllerSection:
@@ -141,7 +141,7 @@ class KLControllerSection(Section):
 
 
 class SapoSection(Section):
-    """Gates of policy_loss sapo: a higher temperature damps tokens sooner."""
+    """sapo: a higher temperature damps tokens sooner."""
 
     temperature_positive: float = Field(default=1.0, gt=0)
     """For A > 0."""
@@ -153,13 +153,13 @@ class CovarianceSection(Section):
     """Tokens selected by the covariance of advantage and logprob, for policy_loss clip_cov and kl_cov."""
 
     fraction: float = Field(default=0.0002, gt=0, le=1)
-    """Share of a minibatch's sampled tokens to select; at least one."""
+    """Share of a minibatch's sampled tokens; at least one."""
     low: float = 1.0
     """clip_cov: smallest covariance."""
     high: float = 5.0
     """clip_cov: largest covariance."""
     kl_coef: float = Field(default=1.0, ge=0)
-    """kl_cov: weight of their divergence from the old policy."""
+    """kl_cov: weight of their KL from the old policy."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> CovarianceSection:
@@ -181,7 +181,7 @@ class AlgorithmSection(Section):
     advantage: AdvantageName = "grpo"
     """Advantage estimator. Dr.GRPO is grpo without normalize_by_std."""
     normalize_by_std: bool | None = None
-    """Divide by the group's reward std; default: true for grpo, else false. Only grpo, gpg and pass_at_k can."""
+    """Divide by the group's reward std; for grpo (default true), gpg and pass_at_k (default false)."""
     pass_k: int | None = Field(default=None, ge=2)
     """pass_at_k: responses of which the best counts; default: batch.responses_per_prompt."""
     gamma: float = Field(default=1.0, gt=0, le=1)
@@ -193,48 +193,48 @@ class AlgorithmSection(Section):
     policy_loss: PolicyLossName = "clip"
     """Loss of a token."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
-    """Clips the ratio below 1 - this (gspo: the sequence's; gmpo: log ratio below minus this; dppo: divergence where A
-    < 0)."""
+    """Clips the ratio below 1 - this (gspo: of the sequence; gmpo: the log ratio below minus this; dppo: divergence
+    where A < 0)."""
     clip_ratio_high: float = Field(default=0.2, gt=0)
-    """Clips the policy ratio above 1 + this; gspo, gmpo, dppo: as clip_ratio_low."""
+    """Clips the ratio above 1 + this; gspo, gmpo, dppo: likewise."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
     """Dual clip: bound on the ratio where A < 0; for clip, gspo and clip_cov."""
     sapo: SapoSection = SapoSection()
-    """Gates of policy_loss sapo: a higher temperature damps tokens sooner."""
+    """sapo: a higher temperature damps tokens sooner."""
     covariance: CovarianceSection = CovarianceSection()
-    """Selection of tokens by the covariance of advantage and logprob, for policy_loss clip_cov and kl_cov."""
+    """clip_cov, kl_cov: tokens selected by the covariance of advantage and logprob."""
     loss_aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_constant"
     ] = "token_mean"
-    """Over the minibatch: token_mean (DAPO), or mean over responses of their mean (GRPO), sum, or sum over a constant
+    """Mean over the minibatch's tokens (DAPO), or over its responses of their mean (GRPO), sum, or sum over a constant
     (Dr.GRPO)."""
     loss_constant: float | None = Field(default=None, gt=0)
     """sequence_sum_constant: the constant in tokens; default: rollout.max_response_length."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL from the reference; 0: no reference model."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """loss: a term of the loss; reward: subtracted from the reward, per token for per-token advantages."""
+    """A term of the loss, or subtracted from the reward (per token for per-token advantages)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator; k1 is usual in the reward."""
     kl_gradient: Literal["k1", "k2", "k3"] | None = None
-    """In the loss: use this estimator's gradient instead; k2's is the KL's own."""
+    """In the loss: gradient of this estimator instead; k2's is the KL's own."""
     kl_controller: KLControllerSection = KLControllerSection()
     """Schedule of kl_coef."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     zero_advantage_rows: Literal["skip", "keep"] = "skip"
-    """skip: no forward and backward pass over rows without a gradient, where no KL or entropy term needs them."""
+    """skip: no passes over rows without a gradient, unless a KL or entropy term needs them."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    """Old policy: the actor before the step's updates (recompute), or the rollout. auto: the actor, from the update's
-    own forward pass if the step has one update."""
+    """Old policy: the actor before the step's updates, or the rollout. auto: the actor, from the update's forward pass
+    if there is one update per step."""
     router_replay: Literal["off", "rollout"] = "off"
-    """rollout: the actor of a model with experts takes those that the rollout took, with weights of its own (R3)."""
+    """rollout: the actor uses the experts that the rollout chose, with its own weights (R3)."""
     filter_groups: FilterGroupsSection = FilterGroupsSection()
     """DAPO's dynamic sampling: replace groups whose rewards are all equal."""
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()
     """DAPO's soft length penalty."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
-    """Importance weights for the mismatch of trainer and rollout."""
+    """Importance weights, trainer over rollout."""
 
     @property
     def replays_experts(self) -> bool:

@@ -22,7 +22,7 @@ class MixturePart(Section):
     files: list[str] = Field(min_length=1)
     """Parquet files."""
     weight: float = Field(gt=0)
-    """Share of the prompts, relative to the sum of weights, whatever the number of rows."""
+    """Share of prompts, relative to the sum of weights, whatever the file sizes."""
 
 
 class CurriculumSection(Section):
@@ -33,33 +33,32 @@ class CurriculumSection(Section):
     order: Literal["ascending", "descending"] = "ascending"
     """Lowest or highest values first."""
     bands: int | None = Field(default=None, gt=0)
-    """Split the order into this many equal bands and shuffle within each; default: only ties are shuffled."""
+    """Shuffle within each of this many equal parts; default: only ties."""
 
 
 class DataSection(Section):
     """Parquet files with verl's columns (docs/data.md)."""
 
     train_files: list[str] = Field(default=[])
-    """Training files; this or mixture is required."""
+    """This or mixture is required."""
     mixture: list[MixturePart] = Field(default=[])
-    """Instead of train_files: several weighted sets of files, each with epochs of its own."""
+    """Instead of train_files: weighted sets of files, each with its own epochs."""
     validation_files: list[str] = Field(default=[])
     """Evaluation files; never trained on."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Instead of validation_files: share of training rows held out by a hash of the prompt."""
+    """Instead of validation_files: share of rows held out by a hash of the prompt."""
     max_prompt_length: int = Field(gt=0)
-    """Longest prompt in tokens, chat template included."""
+    """In tokens, chat template included."""
     min_prompt_length: int = Field(default=0, ge=0)
-    """Shortest prompt, counted alike."""
+    """Counted alike."""
     max_response_length: int | None = Field(default=None, gt=0)
     """sft: longest response in tokens, end included; reward_modeling: longest conversation."""
     overlong_prompts: Literal["drop", "stop"] = "drop"
-    """Rows outside these lengths: drop and count them, or stop and name the row."""
+    """Drop and count rows outside these lengths, or stop and name the row."""
     shuffle: bool = True
     """Shuffle each epoch by the seed; else keep the files' order."""
     shuffle_window_mb: int = Field(default=128, gt=0)
-    """Memory for decoded rows per set of files, in MB as parquet footers count; larger data is shuffled in windows of
-    row groups."""
+    """Decoded MB (by parquet footers) in memory per set of files; larger data is shuffled in windows of row groups."""
     curriculum: CurriculumSection | None = None
     """Order each epoch by a column."""
     system_prompt: str | None = None
@@ -67,7 +66,7 @@ class DataSection(Section):
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
-    """Variables of the chat template, such as {enable_thinking: false}."""
+    """Its variables, such as {enable_thinking: false}."""
     response_column: str | None = None
     """sft: column of the text to train on; default: reward_model.ground_truth."""
 

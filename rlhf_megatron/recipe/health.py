@@ -17,15 +17,15 @@ class HealthRuleSection(Section):
     metric: str
     """Metric or pattern such as eval/*/accuracy."""
     when: Literal["above", "below", "moving_std_above", "slope_above", "not_finite"]
-    """Condition on the value, its std or slope over window, or nan and inf (docs/health.md)."""
+    """Of the value, its std or slope over window, or nan and inf (docs/health.md)."""
     value: float | None = None
     """Threshold; none for not_finite."""
     window: int = Field(default=20, gt=1)
-    """Values of moving_std_above and slope_above, which wait until there are as many."""
+    """Values for moving_std_above and slope_above, which wait for as many."""
     steps: int = Field(default=1, gt=0)
-    """Consecutive steps the condition must hold. A rule fires once, and again after it has not held."""
+    """Consecutive steps it must hold. Fires once, and again after it has not held."""
     action: Literal["log", "alert", "stop"] = "log"
-    """log: a line; alert: also webhook and command; stop: also end the run."""
+    """alert: also webhook and command; stop: also end the run."""
 
     @model_validator(mode="after")
     def _threshold_fits(self) -> HealthRuleSection:
@@ -48,11 +48,11 @@ class AlertSection(Section):
     webhook_environment: str | None = None
     """Environment variable with the webhook's URL, a secret."""
     command: list[str] = Field(default=[])
-    """Program and arguments, run without a shell; {message} is replaced, the alert is JSON on stdin."""
+    """Program and arguments, without a shell; {message} is replaced, JSON on stdin."""
     retries: int = Field(default=4, ge=0, le=20)
     """Retries after a failure, after 1, 2, 4, ... seconds."""
     most_per_hour: int = Field(default=12, gt=0)
-    """Further alerts are counted and reported with the next. A stop is always sent."""
+    """More are counted and reported with the next. A stop is always sent."""
 
     @model_validator(mode="after")
     def _variable_has_a_name(self) -> AlertSection:

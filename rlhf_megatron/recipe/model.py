@@ -13,12 +13,12 @@ class ModelSection(Section):
     path: str
     """Hugging Face folder: config.json and safetensors weights."""
     config: str | None = None
-    """Folder whose config.json `--dry-run` uses where `path` is not on this machine."""
+    """Folder with the config.json for `--dry-run` where `path` is not on this machine."""
     tokenizer: str | None = None
-    """Folder of the tokenizer, or a sentencepiece .model file; default: `path`."""
+    """Folder, or sentencepiece .model file; default: `path`."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Type of weights and activations; master weights are always float32. float16 scales the loss dynamically."""
+    """Of weights and activations; master weights are float32. float16 scales the loss dynamically."""
     random_weights: bool = False
-    """Draw weights from the seed; for benchmarks."""
+    """For benchmarks: weights drawn from the seed."""
     trust_remote_code: bool = False
     """Let the tokenizer run code from its folder."""

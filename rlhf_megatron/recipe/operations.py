@@ -26,9 +26,9 @@ class EvaluationSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     correct_from: float = 1.0
-    """A response is right if its score (of the first of reward.parts) is at least this."""
+    """Lowest score of a right response (of the first of reward.parts)."""
     max_prompts: int | None = Field(default=None, gt=0)
-    """Use only the first N rows."""
+    """Use the first N rows."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvaluationSection:
@@ -46,9 +46,9 @@ class KeepBestSection(Section):
     """Criterion of the best checkpoint."""
 
     metric: str = "eval/*/accuracy"
-    """Evaluation metric or pattern; the mean of all matches counts."""
+    """Metric or pattern; the mean of all matches."""
     mode: Literal["max", "min"] = "max"
-    """Direction: higher or lower is better."""
+    """What is better."""
 
 
 class CheckpointSection(Section):
@@ -59,9 +59,9 @@ class CheckpointSection(Section):
     keep_last_k: int = Field(default=2, gt=0)
     """Checkpoints to keep."""
     keep_best: KeepBestSection | None = None
-    """Keep also the best evaluated checkpoint; checkpoints/best names it."""
+    """Also keep the best evaluated checkpoint, named by checkpoints/best."""
     save_before_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
-    """Save and stop if the next step would end later than this before the job's end (Slurm, RLHF_MEGATRON_DEADLINE); 0:
+    """Save and stop if the next step would leave less before the job's end (Slurm, RLHF_MEGATRON_DEADLINE); 0:
     never."""
     export_interval: int = Field(default=0, ge=0)
     """Steps between Hugging Face exports; 0: none."""
@@ -88,18 +88,18 @@ class TimelineSection(Section):
 
 
 class ProfileSection(Section):
-    """Steps whose kernels are recorded; these are slower."""
+    """Records kernels; slower."""
 
     steps: list[Annotated[int, Field(gt=0)]] = Field(default=[])
     """These steps."""
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
     """On these ranks."""
     tool: Literal["torch", "nsys"] = "torch"
-    """torch: Chrome trace and kernel table per phase. nsys: NVTX ranges and capture marks for nsys around torchrun."""
+    """torch: Chrome trace and kernel table per phase; nsys: NVTX ranges and capture marks for nsys around torchrun."""
     phases: list[
         Literal["generate", "score", "sleep", "logprobs", "update_critic", "update", "regather", "evaluate", "save"]
     ] = Field(default=["logprobs", "update_critic", "update", "regather"])
-    """Phases that torch records. generate may give gigabytes."""
+    """Recorded by torch; generate may give gigabytes."""
 
     @model_validator(mode="after")
     def _something_is_recorded(self) -> ProfileSection:
@@ -112,9 +112,9 @@ class PrometheusSection(Section):
     """Endpoint with the latest value of every metric, on rank 0's node."""
 
     port: int = Field(default=9400, ge=0, le=65535)
-    """Port; 0: a free one, which is logged."""
+    """0: a free one, which is logged."""
     address: str = "127.0.0.1"
-    """Listening address: 127.0.0.1 for this node, 0.0.0.0 for everybody who can reach it."""
+    """127.0.0.1: this node; 0.0.0.0: whoever can reach it."""
 
 
 class MonitorSection(Section):
@@ -123,7 +123,7 @@ class MonitorSection(Section):
     trackers: list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "prometheus"]] = Field(default=["jsonl"])
     """Destinations of the metrics."""
     prometheus: PrometheusSection = PrometheusSection()
-    """Tracker prometheus: the latest value of every metric, on rank 0's node."""
+    """Serves the latest metrics on rank 0's node."""
     console: bool = True
     """Show the live table."""
     plots: bool = True
@@ -133,9 +133,9 @@ class MonitorSection(Section):
     sample_rows: int = Field(default=8, ge=0)
     """Responses kept per evaluation in samples/step-N.parquet."""
     timeline: TimelineSection = TimelineSection()
-    """Steps whose phases go to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
+    """Writes phases to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
     profile: ProfileSection = ProfileSection()
-    """Steps whose kernels are recorded; these are slower."""
+    """Records kernels; slower."""
 
     @model_validator(mode="after")
     def _trackers_differ(self) -> MonitorSection:
@@ -151,10 +151,10 @@ class RegatherSection(Section):
     buffer_mb: int = Field(default=256, gt=0)
     """Communication buffers per GPU, MB of 2^20 bytes; less where memory is short."""
     peer_memory: bool = True
-    """Read weights of the host's other GPUs over NVLink where possible; false: send messages."""
+    """Read weights of the host's other GPUs over NVLink where possible; false: messages."""
     verify: int = Field(default=0, ge=0)
-    """Every N weight syncs compare checksums of all weights at source and destination; a mismatch stops the run. 0:
-    never."""
+    """Compare checksums of all weights at source and destination in every N-th weight sync; a mismatch stops the run.
+    0: never."""
 
 
 class ClusterSection(Section):
@@ -163,8 +163,8 @@ class ClusterSection(Section):
     gpus_per_node: int = Field(default=8, gt=0)
     """GPUs per node."""
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Memory per GPU, GB of 2^30 bytes; `--dry-run` compares its estimate with it."""
+    """GB of 2^30 bytes; `--dry-run` compares its estimate."""
     gpu: Literal["A100", "A800", "B200", "GB200", "H100", "H20", "H200", "H800", "L40S"] | None = None
-    """GPU model, for `--dry-run`'s estimate of step time."""
+    """For `--dry-run`'s step time."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
-    """Inter-node bandwidth per GPU in GB/s, for the estimated time of a weight sync."""
+    """Inter-node bandwidth per GPU, for the estimate of a weight sync."""

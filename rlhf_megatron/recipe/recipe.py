@@ -51,7 +51,7 @@ class Recipe(Section):
     """Everything that decides a run, of any loop."""
 
     name: str
-    """Name of the run; its files go to run_root/name."""
+    """Files go to run_root/name."""
     loop: str
     """rl: reinforcement learning; sft: supervised fine-tuning; reward_modeling: a reward model from pairs."""
     steps: int = Field(gt=0)
@@ -63,7 +63,7 @@ class Recipe(Section):
     run_root: str = "runs"
     """Folder of all runs."""
     model: ModelSection
-    """The model that the actor starts from (docs/models.md)."""
+    """Initial weights and tokenizer (docs/models.md)."""
     data: DataSection
     """Parquet files with verl's columns (docs/data.md)."""
     batch: BatchSection
@@ -79,7 +79,7 @@ class Recipe(Section):
     health: HealthSection = HealthSection()
     """Rules over metrics, and alerts (docs/health.md)."""
     cluster: ClusterSection = ClusterSection()
-    """The machines, for planning and for near sources in a weight sync."""
+    """Machines, for plans and for near sources of weight syncs."""
     retry: RetrySection = RetrySection()
     """Restarts after a fault (docs/recovery.md)."""
     slurm: SlurmSection = SlurmSection()

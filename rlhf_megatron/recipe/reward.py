@@ -33,13 +33,13 @@ class RewardServiceSection(Section):
     samples_per_request: int = Field(default=1, gt=0)
     """Samples per request."""
     max_retries: int = Field(default=4, ge=0, le=1000)
-    """Retries without an answer, or on status 408, 425, 429 or 5xx."""
+    """Without an answer, or on status 408, 425, 429, 5xx."""
     backoff_seconds: float = Field(default=0.5, gt=0, le=LONGEST_SECONDS)
-    """Longest random wait before the first retry; doubles up to 30 s."""
+    """Longest random wait before the first retry; doubles, up to 30."""
     header: str = "Authorization"
-    """Authentication header, sent if header_environment is set."""
+    """Sent if header_environment is set."""
     header_environment: str | None = None
-    """Environment variable with the header's value, such as "Bearer ..."; never written anywhere."""
+    """Variable with the header's value, such as "Bearer ..."; never written anywhere."""
 
     @model_validator(mode="after")
     def _is_an_address_without_secrets(self) -> RewardServiceSection:
@@ -71,9 +71,9 @@ class RewardSource(Section):
     rule: Literal[
         "data_source", "gsm8k", "math", "dapo_math", "multiple_choice", "reasoning_gym", "format", "length", "none"
     ] = "data_source"
-    """Built-in rule; data_source: the one of the row's data_source; none: the reward model alone."""
+    """data_source: that of the row's data_source; none: the reward model alone."""
     pattern: str | None = None
-    """format: regular expression that the whole response must match; `.` matches line breaks."""
+    """format: regular expression of the whole response; `.` matches line breaks."""
     length_low: int = Field(default=0, ge=0)
     """length: score 0 up to this many tokens."""
     length_high: int | None = Field(default=None, gt=0)
@@ -82,7 +82,7 @@ class RewardSource(Section):
     """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info), instead of a
     rule."""
     service: RewardServiceSection | None = None
-    """HTTP server that scores samples sent as JSON, instead of a rule."""
+    """HTTP server that scores samples, instead of a rule."""
 
     @model_validator(mode="after")
     def _is_one_whole_source(self) -> RewardSource:
@@ -118,15 +118,15 @@ class RewardSection(RewardSource):
     """Rewards (docs/rewards.md)."""
 
     parts: list[RewardPartSection] = Field(default=[])
-    """Several rewards, summed by weight. The first decides what is right in an evaluation."""
+    """Weighted sum of rewards. The first decides what is right in an evaluation."""
     on_failure: Literal["stop", "zero", "mask"] = "stop"
-    """If a function or service fails: stop the run, give the sample 0, or mask it in the loss."""
+    """After a failed function or service: stop the run, score 0, or mask the sample in the loss."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
     """Per sample in a worker process; per request to a service."""
     workers: int = Field(default=2, gt=0, le=MOST_WORKERS)
     """Worker processes per replica, and as many per function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Memory of a function's worker with its children, GB of 2^30 bytes; above it is killed and its samples fail."""
+    """Per worker of a function, with its children, GB of 2^30 bytes; killed above, and its samples fail."""
     concurrency: int = Field(default=64, gt=0, le=2**16)
     """Concurrent samples per async worker; concurrent requests to a service."""
 

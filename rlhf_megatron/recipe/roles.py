@@ -23,8 +23,7 @@ class LayoutSection(Section):
     context: int = Field(default=1, gt=0)
     """Context parallelism: shards every sequence."""
     expert: int = Field(default=1, gt=0)
-    """Expert parallelism: spreads a layer's experts. Uses the tensor x context x data GPUs of a stage, no extra
-    ones."""
+    """Expert parallelism: spreads a layer's experts over a stage's tensor x context x data GPUs."""
     expert_tensor: int | None = Field(default=None, gt=0)
     """Tensor parallelism of experts; default: tensor. 1 keeps each expert whole."""
     data: int | None = Field(default=None, gt=0)
@@ -78,8 +77,7 @@ class OffloadSection(Section):
     optimizer: bool = False
     """Master weights and moments."""
     streamed_optimizer: float = Field(default=0.0, ge=0, le=1)
-    """Share of master weights and moments that lives in host memory and streams through the GPU in each optimizer
-    step."""
+    """Share of master weights and moments kept in host memory and streamed through the GPU in each optimizer step."""
 
 
 class OptimizerSection(Section):
@@ -94,7 +92,7 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warmup."""
     decay_steps: int | None = Field(default=None, gt=0)
-    """Optimizer step at which decay ends; default: the last."""
+    """Optimizer step where decay ends; default: the last."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay; not of norms and biases."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -106,7 +104,7 @@ class OptimizerSection(Section):
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0: off."""
     skip_grad_norm: float | None = Field(default=None, gt=0)
-    """Skip steps whose gradient norm, before clipping, exceeds this."""
+    """Skip steps with a larger gradient norm before clipping."""
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks."""
 
@@ -149,19 +147,19 @@ class RoleSection(Section):
     layout: LayoutSection | None = None
     """Degrees of parallelism; default: the actor's."""
     sequence_parallel: bool = False
-    """With tensor parallelism, shard norms and dropout along the sequence; always on for models with experts."""
+    """With tensor parallelism, shard norms and dropout along the sequence; always on with experts."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """Context parallel attention: ring, all-gather, or all-to-all of heads (Ulysses)."""
     tokens_per_gpu: int = Field(gt=0)
-    """Tokens of a packed micro-batch per GPU: the knob for memory and speed. A longer sequence goes alone."""
+    """Packed micro-batch, the knob for memory and speed. A longer sequence runs alone."""
     logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
     """The same without gradients; default: tokens_per_gpu."""
     recompute: RecomputeSection = RecomputeSection()
     """Activation recomputation."""
     offload: OffloadSection = OffloadSection()
-    """State moved to host memory between phases."""
+    """Move state to host memory between phases."""
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
-    """auto: Transformer Engine on GPUs that have it, else Megatron's local PyTorch layers."""
+    """auto: Transformer Engine where installed on GPUs, else Megatron's local PyTorch layers."""
 
     @property
     def weights_folder(self) -> str | None:
@@ -226,11 +224,11 @@ class LoraSection(Section):
     rank_stabilized: bool = False
     """Scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     target_modules: Literal["all-linear"] | list[LinearLayer] = "all-linear"
-    """Linear layers by the checkpoint's names, not those of experts."""
+    """Names in the checkpoint; not experts."""
     path: str | None = None
-    """PEFT adapter to start from, of the same rank and modules; default: a new one without effect."""
+    """PEFT adapter to start from, of the same rank and modules; default: a new one, with B = 0."""
     offload_base: bool = False
-    """Keep the weights without adapters in host memory, read after each optimizer step and for the reference."""
+    """Keep base weights in host memory, read after each optimizer step and for the reference."""
 
     @property
     def scale(self) -> float:
@@ -259,8 +257,8 @@ class ActorSection(LearningRoleSection):
     lora: LoraSection | None = None
     """Low-rank adapters: only B and A of W + scale x B A are trained (docs/lora.md)."""
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
-    """Memory to keep a micro-batch's logits (tokens x vocabulary / layout.tensor, 2 bytes each in bfloat16) until its
-    backward pass; else they are computed twice, blockwise."""
+    """Memory for a micro-batch's logits (tokens x vocabulary / layout.tensor, 2 bytes each in bfloat16); else they are
+    computed twice, blockwise."""
 
     @property
     def adapters(self) -> LoraSection | None:
@@ -289,11 +287,11 @@ class CriticSection(LearningRoleSection):
     """Value model: a decoder with a scalar head, trained beside the actor."""
 
     path: str | None = None
-    """Initial weights: a reward model or language model with the actor's tokenizer; default: model.path."""
+    """Reward or language model with the actor's tokenizer; default: model.path."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps in which only the critic is trained."""
+    """First steps, which train the critic alone."""
     value_clip: float | None = Field(default=0.5, gt=0)
-    """Clip range of a value around its value before the step; null: no clipping."""
+    """Clip range around the value before the step; null: none."""
 
     @property
     def weights_folder(self) -> str | None:
@@ -305,7 +303,7 @@ class RewardModelSection(RoleSection):
     """Frozen sequence classifier with one label; its scores are rewards."""
 
     weight: float = 1.0
-    """Weight of its score, added to the reward of section reward (rule none: nothing)."""
+    """Weight of its score, added to that of section reward (rule none: nothing)."""
     path: str
     """Folder of weights and tokenizer, such as an export of loop reward_modeling."""
     tokenizer: str | None = None

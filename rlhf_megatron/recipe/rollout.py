@@ -48,13 +48,13 @@ class MultiTurnSection(Section):
     max_assistant_turns: int = Field(default=4, gt=1)
     """Most model turns per response; the last gets no reply."""
     max_answer_tokens: int = Field(default=1024, gt=0)
-    """A reply's content is truncated to this. Replies count towards max_response_length and are not trained on."""
+    """Longer replies are truncated. They count towards max_response_length and are not trained on."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
     """Per reply; a timeout or failure ends the response."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
     """Processes per replica that call the function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Memory of one process with its children, GB of 2^30 bytes; above it is killed."""
+    """Per process with its children, GB of 2^30 bytes; killed above."""
 
 
 class RolloutSection(Section):
@@ -64,7 +64,7 @@ class RolloutSection(Section):
     """GPUs that generate, as for roles. A replica takes neighbours among them."""
     steps_ahead: Literal[0, 1] = 0
     """1: one-step off-policy: dedicated GPUs generate the next batch during training. Needs
-    algorithm.rollout_correction, or old_logprobs rollout."""
+    algorithm.rollout_correction or old_logprobs rollout."""
     layout: RolloutLayoutSection = RolloutLayoutSection()
     """Degrees of parallelism."""
     max_response_length: int = Field(gt=0)
@@ -82,8 +82,7 @@ class RolloutSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the rollout's weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
-    """fp8: linear layers in e4m3; not experts, embeddings and output layer. Needs algorithm.rollout_correction, or
-    old_logprobs rollout."""
+    """Linear layers in e4m3; not experts, embeddings, output layer. Same needs as steps_ahead."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """vLLM's share of each GPU's memory."""
     kv_cache_gb: float | None = Field(default=None, gt=0, le=LARGEST_MEMORY_GB)
@@ -93,25 +92,24 @@ class RolloutSection(Section):
     max_num_batched_tokens: int | None = Field(default=None, gt=0, le=2**24)
     """Tokens per engine step."""
     enable_chunked_prefill: bool = True
-    """Split long prefills so that they do not stall decode; never on CPUs."""
+    """Split long prefills, which else stall decode; never on CPUs."""
     enable_prefix_caching: bool = True
     """Prefill a group's prompt once."""
     enforce_eager: bool = False
     """No CUDA graphs, no compilation: faster start, slower generation."""
     share_weights: Literal["auto", "never"] = "auto"
-    """auto: weights whose shards match the actor's share its memory, which stays on the GPU; none with
-    actor.offload.parameters. never: copies."""
+    """auto: shards that match the actor's share its memory, which stays on the GPU; none with actor.offload.parameters.
+    never: copies."""
     sleep: bool = True
     """Free the KV cache and unshared weights during the update, where a role shares the GPU; never with steps_ahead."""
     async_scheduling: bool = True
     """Schedule the next engine step while the GPU computes this one."""
     scheduling: Literal["queue", "static"] = "queue"
-    """queue: replicas draw groups from one queue; static: fixed shares, so that a run repeats bit-for-bit."""
+    """queue: replicas pull groups from one queue; static: fixed shares, which repeat bit-for-bit."""
     oversample: float = Field(default=1.0, ge=1, le=100)
-    """Start this many times the needed groups and abort the slowest once enough are done."""
+    """Start this many times the needed groups; abort the slowest once enough are done."""
     partial: Literal["discard", "resume"] = "discard"
-    """Aborted groups, which come first in the next round of generation: discard starts them over, resume keeps tokens
-    and logprobs."""
+    """Aborted groups come first in the next round: discard starts them over, resume keeps tokens and logprobs."""
 
     @model_validator(mode="after")
     def _slow_groups_can_be_given_up(self) -> RolloutSection:

@@ -25,12 +25,12 @@ _SET_BY_KEYS = {
 
 
 class OutOfMemorySection(Section):
-    """Changes on a restart after out of memory; a manual start resets them."""
+    """On a restart after out of memory; a manual start resets it."""
 
     token_factor: float = Field(default=0.75, gt=0, lt=1)
-    """Factor on the failed pass's token budget; never below one longest sequence."""
+    """Times the failed pass's token budget; never below the longest sequence."""
     rollout_factor: float = Field(default=0.9, gt=0, lt=1)
-    """If generation failed: factor on rollout.kv_cache_gb, else on rollout.gpu_memory_utilization."""
+    """If generation failed: times rollout.kv_cache_gb, else rollout.gpu_memory_utilization."""
     max_reductions: int = Field(default=3, ge=0)
     """Most reductions; 0: none."""
 
@@ -41,18 +41,17 @@ class RetrySection(Section):
     max_retries: int = Field(default=3, ge=0)
     """Restarts within a job of launch/submit.py (torchrun's --max-restarts)."""
     launcher: Literal["torchrun", "ft_launcher"] = "torchrun"
-    """Launcher of launch/submit.py. ft_launcher (nvidia-resiliency-ext) kills ranks that stand still for
-    hang_seconds."""
+    """Of launch/submit.py. ft_launcher (nvidia-resiliency-ext) kills ranks that hang for hang_seconds."""
     max_repeats: int = Field(default=3, gt=0)
     """Consecutive failures after the same step before torchrun and Slurm give up."""
     hang_seconds: float = Field(default=1800.0, ge=0, le=LONGEST_SECONDS)
-    """A rank without progress this long ends the attempt; must exceed the longest phase. 0: never."""
+    """No progress of a rank for this long ends the attempt; must exceed the longest phase. 0: never."""
     hang_seconds_at_start: float = Field(default=3600.0, ge=0, le=LONGEST_SECONDS)
-    """The same until the first step, if longer: models load and engines start."""
+    """The same until the first step, if longer."""
     max_skipped_steps: int = Field(default=5, ge=0)
-    """Consecutive steps without a finite gradient that end the attempt; the next one skips their data. 0: never."""
+    """Consecutive steps with non-finite gradients that end the attempt; the next skips their data. 0: never."""
     out_of_memory: OutOfMemorySection = OutOfMemorySection()
-    """Changes on a restart after out of memory; a manual start resets them."""
+    """On a restart after out of memory; a manual start resets it."""
 
     @model_validator(mode="after")
     def _monitors_have_a_limit(self) -> RetrySection:
@@ -77,13 +76,13 @@ class SlurmSection(Section):
     options: list[str] = Field(default=[])
     """More sbatch options, such as --qos=high or --cpus-per-task=16."""
     venv: str | None = None
-    """Virtual environment; default: the Python of launch/submit.py."""
+    """Virtual environment; default: launch/submit.py's Python."""
     container: str | None = None
-    """Image for srun's --container-image (pyxis), whose python3 is used; excludes venv."""
+    """Image for srun's --container-image (pyxis), instead of venv; its python3 is used."""
     container_mounts: list[str] = Field(default=[])
-    """Mounts besides the working folder and this repository: source:target."""
+    """source:target, besides the working folder and this repository."""
     setup_script: str | None = None
-    """Bash script sourced on each node first, for modules and variables."""
+    """Bash script sourced first on each node."""
     network: Literal["infiniband", "roce", "tcp"] | None = None
     """File of launch/env/ with NCCL variables; default: none."""
     rendezvous_host: str | None = None
@@ -91,7 +90,7 @@ class SlurmSection(Section):
     requeue: bool = True
     """Requeue after preemption, the time limit or a lost node."""
     signal_seconds: int = Field(default=600, ge=60)
-    """Seconds before the limit at which the job is signalled to save: the longest step, a save, and a minute."""
+    """Signal to save this long before the limit: the longest step, a save, and a minute."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> SlurmSection:
