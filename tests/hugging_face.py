@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -40,6 +42,11 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
 )
+
+# With flash-linear-attention these would compute by kernels that do not read a reference on the host.
+with mock.patch.dict(sys.modules, {"fla": None}):
+    import transformers.models.qwen3_5.modeling_qwen3_5
+    import transformers.models.qwen3_next.modeling_qwen3_next  # noqa: F401
 
 CONFIGS = {
     "cohere": CohereConfig,

@@ -43,6 +43,17 @@ def align_group_names() -> None:
 
 
 @contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Have tensors that are made inside be of `dtype` where nothing else is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
 def preserved_threads() -> Iterator[None]:
     """Give `torch.set_num_threads` and the thread count back after an engine was made.
 

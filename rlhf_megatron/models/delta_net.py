@@ -1,12 +1,13 @@
 """Gated delta nets (arXiv 2412.06464) over packed rows: linear attention in place of softmax attention.
 
-On GPUs flash-linear-attention computes them where it is installed; elsewhere, in float32 and where the same bits are
-asked for, plain torch does. Megatron's own module needs that package and the other order of rows in its matrices.
+On GPUs flash-linear-attention computes them where it is installed and right; elsewhere, in float32 and where the same
+bits are asked for, plain torch does. Megatron's own module needs it, and another order of rows in its matrices.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch.nn.functional as functional
 from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from packaging.version import Version
 from torch import Tensor
 
 from rlhf_megatron.kernels.rotary import positions
@@ -180,14 +182,21 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
 
 @functools.cache
 def _has_fused_kernels() -> bool:
-    found = importlib.util.find_spec("fla") is not None
-    if not found:
-        warnings.warn(
-            "layers with a delta net are computed by plain torch, which is slow: flash-linear-attention is not "
-            "installed (pip install 'rlhf-megatron[linear-attention]')",
-            stacklevel=2,
-        )
-    return found
+    problem = _problem_of_fused_kernels()
+    if problem:
+        warnings.warn(f"layers with a delta net are computed by plain torch, which is slow: {problem}", stacklevel=2)
+    return problem is None
+
+
+def _problem_of_fused_kernels() -> str | None:
+    """Return why flash-linear-attention cannot compute delta nets on this GPU; None where it can."""
+    if importlib.util.find_spec("fla") is None:
+        return "flash-linear-attention is not installed (pip install 'rlhf-megatron[linear-attention]')"
+    triton, hopper = Version(importlib.metadata.version("triton")), torch.cuda.get_device_capability()[0] == 9
+    # https://github.com/fla-org/flash-linear-attention/issues/640; it refuses itself, in the backward pass.
+    if hopper and Version("3.4") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None:
+        return f"Triton {triton} computes its gradients wrongly on Hopper; install Triton 3.7.1 or later, or tilelang"
+    return None
 
 
 def _fused_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

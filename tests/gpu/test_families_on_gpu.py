@@ -20,6 +20,9 @@ WITH_GRAPHS = {
 }
 ONE_RANK = [name for name, case in CASES.items() if case.launch[:2] == (1, 1)]
 NAMES = {**{name: name for name in ONE_RANK}, **WITH_GRAPHS}
+# vLLM 0.25 has a head's size of the hidden size in some families, and loads no vocabulary by its general model that it
+# would have to pad.
+HIDDEN, PADDED = {"hidden_size": 128}, 256
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         cases = {}
         for name in names:
             rollout = ROLLOUT | {"enforce_eager": name not in WITH_GRAPHS}
-            cases[name] = arguments(home, NAMES[name], CASES[NAMES[name]]) | {"dtype": "bfloat16", "rollout": rollout}
+            cases[name] = arguments(home, NAMES[name], CASES[NAMES[name]], PADDED, HIDDEN)
+            cases[name] |= {"dtype": "bfloat16", "rollout": rollout}
         by_rank = run_ranks(follow_families, 1, {"cases": cases}, timeout=590)
         return {name: [result[name] for result in by_rank] for name in names}
 

@@ -22,6 +22,7 @@ from parallel.ranks import run_ranks
 from parallel.test_family_parity import CASES as OF_FAMILIES
 from parallel.test_memory import check_cycles
 from parallel.test_parity import TRANSFORMERS
+from parallel.test_router_replay import routers_of
 from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
@@ -55,14 +56,10 @@ class Layers(NamedTuple):
 LAYERS = {
     "Megatron float32": Layers("local", "float32", 1e-5, 1e-6, 1e-5, 1e-6),
     "Transformer Engine float32": Layers("transformer_engine", "float32", 5e-3, 1e-3, 1e-2, 5e-5),
-    "Transformer Engine bfloat16": Layers("transformer_engine", "bfloat16", 6e-2, 1e-2, 1e-2, 3e-4),
+    "Transformer Engine bfloat16": Layers("transformer_engine", "bfloat16", 6e-2, 1e-2, 1.5e-2, 3e-4),
     "Transformer Engine float16": Layers("transformer_engine", "float16", 1e-2, 2e-3, 1e-2, 1e-4),
 }
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
-# Rounding may have a router choose another expert where the last one chosen and the first one left out have logits this
-# close, as a part of what logprobs may differ by. The token and those after it in its row may then be far off.
-NEAR_TIE = 0.2
-LARGEST_AFTER_A_NEAR_TIE = 1.0
 
 
 def possible(layers: Layers, given: Case) -> bool:
@@ -91,8 +88,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(home: Path) -> Callable[[str, str], dict[str, Any]]:
-    """What rank 0 found in a case, or how it failed; all cases of as many ranks are run with the first of them."""
+def results(home: Path, request: pytest.FixtureRequest) -> Callable[[str, str], dict[str, Any]]:
+    """What rank 0 found in a case, or how it failed; selected cases of as many ranks run with the first of them."""
+    items = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    selected = {(of_item.get("name"), of_item.get("layers")) for of_item in items}
 
     @functools.cache
     def launched(ranks: int) -> dict[str, dict[str, Any]]:
@@ -100,7 +99,7 @@ def results(home: Path) -> Callable[[str, str], dict[str, Any]]:
         cases = {}
         for name, layers in CASES:
             given, kind = GRID[name], LAYERS[layers]
-            if ranks_of(name) == ranks:
+            if ranks_of(name) == ranks and (name, layers) in selected:
                 folder = home / name
                 if not folder.exists():
                     make_model(
@@ -115,6 +114,7 @@ def results(home: Path) -> Callable[[str, str], dict[str, Any]]:
                     dtype=kind.dtype,
                     then=given.then,
                     exported=str(home / f"{name}, {layers}"),
+                    choices=chosen_experts(folder),
                 )
         # Channels and buffers for speed would fill the memory: each case has communicators of its own.
         few = {"NCCL_MAX_NCHANNELS": "2", "NCCL_BUFFSIZE": str(2**20)}
@@ -136,32 +136,30 @@ def reference(folder: Path) -> Any:
 
 
 @functools.cache
-def router_margins(folder: Path) -> Tensor:
-    """[tokens of the responses]: the least margin of transformers' routers, over layers and the row's tokens so far.
+def chosen_experts(folder: Path) -> list[Any] | None:
+    """Which experts transformers' routers take, row by row [tokens, layers, chosen]; None without experts.
 
-    A margin is the logit of the last expert chosen less that of the first one left out; infinity without experts.
+    Rounding may have a router choose another one where two are close, and logprobs are then far off by right.
     """
-    prompts, responses = random_rows(ROWS, VOCABULARY)
-    model = load_model(folder)
-    margins: list[Tensor] = []
+    model, rows = load_model(folder), []
+    chosen: list[Tensor] = []
+    for router in routers_of(model):
+        router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+    for prompt, response in zip(*random_rows(ROWS, VOCABULARY), strict=True):
+        chosen.clear()
+        row_logprobs(model, prompt, response)
+        rows.append(torch.stack(chosen, dim=1).tolist() if chosen else None)
+    return rows if all(row is not None for row in rows) else None
 
-    def record(gate: Any, inputs: tuple[Tensor, ...], _: object) -> None:
-        logits = torch.nn.functional.linear(inputs[0].flatten(0, -2), gate.weight)
-        ordered = logits.sort(descending=True).values
-        chosen = model.config.num_experts_per_tok
-        margins.append(ordered[:, chosen - 1] - ordered[:, chosen])
 
-    for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
-            module.register_forward_hook(record)
-    by_row = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        margins.clear()
-        with torch.no_grad():
-            row_logprobs(model, prompt, response)
-        least = torch.stack(margins).amin(0) if margins else torch.full((len(prompt) + len(response),), torch.inf)
-        by_row.append(least.cummin(0).values[len(prompt) - 1 : -1])
-    return torch.cat(by_row)
+@functools.cache
+def own_rounding(folder: Path, dtype: str) -> Tensor:
+    """How far transformers itself is off in a type: of each token's logprob."""
+    model = load_model(folder).to(getattr(torch, dtype))
+    rows = zip(*random_rows(ROWS, VOCABULARY), strict=True)
+    with torch.no_grad():
+        rounded = torch.cat([row_logprobs(model, prompt, response) for prompt, response in rows])
+    return (rounded.float() - reference(folder)[0]).abs()
 
 
 @pytest.mark.parametrize(("name", "layers"), CASES)
@@ -182,17 +180,15 @@ def test_outputs_and_steps_equal_transformers(
         f"{name}, {layers}: logprobs {difference.max():.1e} (median {difference.median():.1e}), "
         f"parameters {moved.max():.1e} (median {moved.median():.1e}) from transformers"
     )
-    near_tie = router_margins(home / name) < NEAR_TIE * kind.largest
-    assert difference[~near_tie].max() < kind.largest
-    assert difference.max() < LARGEST_AFTER_A_NEAR_TIE
-    assert near_tie.float().mean() < 0.75
-    assert difference.median() < kind.median
+    rounding = own_rounding(home / name, kind.dtype)
+    assert difference.max() < max(kind.largest, 1.5 * float(rounding.max()))
+    assert difference.median() < max(kind.median, 1.5 * float(rounding.median()))
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
     assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative)
     assert moved.median() < kind.moved
     # AdamW moves no element further than its rate, so two runs part by twice that; and the result is rounded.
-    rounding = ROUNDING.get(kind.dtype, 0.0) * max(float(value.abs().max()) for value in parameters.values())
-    assert moved.max() < (3e-5 if kind.implementation == "local" else 2.1 * STEPS * LEARNING_RATE + rounding)
+    least_bit = ROUNDING.get(kind.dtype, 0.0) * max(float(value.abs().max()) for value in parameters.values())
+    assert moved.max() < (3e-5 if kind.implementation == "local" else 2.1 * STEPS * LEARNING_RATE + least_bit)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

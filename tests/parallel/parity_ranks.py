@@ -29,6 +29,7 @@ from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.models.lora import Adaptation, PeftAdapter  # noqa: E402
+from rlhf_megatron.models.router_replay import choice_shape  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RLRecipe, RoleSection, make_recipe  # noqa: E402
 from rlhf_megatron.regather.shard_specs import adapter_shards  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402
@@ -40,11 +41,12 @@ from rlhf_megatron.topology.layout import Layout  # noqa: E402
 def learn(
     model: str, layout: dict[str, int], rows: list[Any], steps: int, section: dict[str, Any], optimizer: dict[str, Any],
     dtype: str = "float32", exported: str | None = None, then: dict[str, int] | None = None,
-    loss_scale: float | None = None,
+    loss_scale: float | None = None, choices: list[Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result.
 
-    In float16 the first of them begins with ``loss_scale``.
+    In float16 the first of them begins with ``loss_scale``. Outputs are by the experts of ``choices``, where given;
+    updates choose their own.
 
     With ``then``, the updates after the first are those of a role in that layout, which has the first one's state.
     """
@@ -61,6 +63,7 @@ def learn(
             seed=1,
             optimizer=learning,
             training_steps=steps,
+            replays_experts=choices is not None,
         )
 
     def load(role: Role) -> None:
@@ -74,9 +77,14 @@ def learn(
     if loss_scale is not None:
         assert role.trainer is not None and role.trainer.loss_scale is not None
         role.trainer.loss_scale.load([loss_scale, 0])
-    prompts, responses = rows
-    batch = batch_from_rows(prompts, responses)
+    batch = batch_from_rows(*rows)
+    if choices is not None:
+        shape = choice_shape(architecture)
+        assert shape is not None
+        given = [torch.tensor(of_row, dtype=shape.dtype) for of_row in choices]
+        batch = batch_from_rows(*rows, expert_choices=given, choices=shape)
     outputs = role.logprobs(batch)
+    batch = batch.with_fields(expert_choices=None)
     base = role.base_logprobs(batch).logprobs[batch.response_mask].tolist() if role.shard.adapters else None
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     updates = [role.update(batch, {"weights": weights}, negative_log_likelihood)]

@@ -121,9 +121,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Launches({name: case.launch for name, case in CASES.items()}, selected_names(request), launch)
 
 
-def arguments(home: Path, name: str, case: Case) -> dict[str, Any]:
+def arguments(
+    home: Path, name: str, case: Case, vocabulary: int = VOCABULARY, sizes: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Any]:
     tied = case.tied or "pipeline" in case.layout
-    folder = make_model(home / name, case.family, tied=tied, vocabulary=VOCABULARY, **case.fields)
+    folder = make_model(home / name, case.family, tied=tied, vocabulary=vocabulary, **{**sizes, **case.fields})
     return {
         "model": str(folder),
         "layout": dict(case.layout),

@@ -15,10 +15,10 @@ from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names
 from rlhf_megatron.compat.patches import PATCHES, Patch, warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName, missing, missing_of_installed
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
-from rlhf_megatron.compat.vllm import internals
+from rlhf_megatron.compat.vllm import internals, model_runner
 from rlhf_megatron.compat.vllm import names as vllm_names
 
-MODULES = (megatron, megatron_cpu, vllm_cpu)
+MODULES = (megatron, megatron_cpu, model_runner, vllm_cpu)
 ROOT = Path(__file__).resolve().parents[2]
 
 

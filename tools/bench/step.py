@@ -13,6 +13,7 @@ is what of a step is none of generate, logprobs, update and regather. Rows of ot
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
@@ -32,6 +33,8 @@ from reports import exit_status, missed_by, model_and_gpus, rows_of, rows_with, 
 
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
+from rlhf_megatron.planning.memory import estimate
+from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
@@ -83,6 +86,8 @@ def measured(
     folder = folder_with_model(work / f"{shape['model']}-{shape['gpus']}")
     recipe = prepare(shape, folder, steps, informative)
     row = {"model": shape["model"], "gpus": shape["gpus"], "recipe": shape["recipe"]}
+    with contextlib.chdir(folder):  # what the recipe's paths are relative to
+        row["planned_memory_gb"] = estimate(recipe, planned_architectures(recipe), shape["gpus"]).phases
     if informative is not None:
         row |= {"model": f"{shape['model']}, {informative:.0%} informative", "informative": informative}
     arguments = ["recipe.yaml", str(repeats), "raw.json"]
@@ -107,7 +112,9 @@ def prepare(shape: Mapping[str, Any], folder: Path, steps: int, informative: flo
     """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe."""
     if "config" in shape:
         config = json.loads((HERE.parent.parent / shape["config"] / "config.json").read_text(encoding="utf-8"))
-        config["num_hidden_layers"] = shape.get("layers", config["num_hidden_layers"])
+        config |= {"num_hidden_layers": shape.get("layers", config["num_hidden_layers"])} | shape.get("changed", {})
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
         (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     values = {
         "defaults": [str(HERE / "step_recipe.yaml")],

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rlhf_megatron.compat.torch import default_dtype
+
 # The groups of vLLM's parallel_state, by version, that all tensor ranks of a replica are in; others are of one rank.
 _TENSOR_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP", "_EPLB")
 _OTHER_GROUPS = ("_INNER_DP_WORLD", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP")
@@ -68,9 +70,8 @@ def _group(size: int, rank: int) -> Any:
 def build_on_meta(config: Any) -> torch.nn.Module:
     """Build the model of vLLM's `VllmConfig`, which must be its current one, with parameters that hold nothing."""
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    dtype = set_default_torch_dtype(config.model_config.dtype)
+    dtype = default_dtype(config.model_config.dtype)
     with _own_rotary_modules(), _expert_map_on_host(), dtype, torch.device("meta"):
         model: torch.nn.Module = initialize_model(config)
     return model

@@ -96,6 +96,12 @@ NAMES = (
         "a kernel of ours for sampled tokens",
         absent="vLLM's own: the same numbers, slower for small models",
     ),
+    PrivateName(
+        "vllm.config.vllm",
+        "VllmConfig._is_default_v2_model_runner_model",
+        "the newer model runner for mixtures",
+        absent="vLLM's own choice, by features and not by models",
+    ),
     # Choices of experts, by slots of the cache (compat.vllm.expert_choices).
     PrivateName("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config(kv_cache_config)", "routers before graphs"),
     PrivateName(
@@ -162,7 +168,6 @@ NAMES = (
     PrivateName("vllm.distributed.parallel_state", "_DP", "loaders of any tensor rank"),
     PrivateName("vllm.distributed.parallel_state", "GroupCoordinator", "loaders of any tensor rank"),
     PrivateName(_LOADER + ".utils", "initialize_model", "a model on the meta device"),
-    PrivateName("vllm.utils.torch_utils", "set_default_torch_dtype", "a model on the meta device"),
     PrivateName(_LAYERS + "rotary_embedding", "_ROPE_DICT", "rotary modules on the meta device are not kept"),
     PrivateName(_LAYERS + "fused_moe.expert_map_manager", "determine_expert_map", "the table of experts has values"),
     # Linear layers in 8 bits (rollout.vllm.fp8).

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
-from rlhf_megatron.compat.vllm import expert_choices, internals, latent_weights, logprobs, shared_weights
+from rlhf_megatron.compat.vllm import (
+    expert_choices,
+    internals,
+    latent_weights,
+    logprobs,
+    model_runner,
+    shared_weights,
+)
 from rlhf_megatron.compat.vllm.names import check_version
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, RolloutError, Sampling
@@ -200,6 +207,8 @@ def _starting(on_gpu: bool) -> Iterator[None]:
 
             cpu.install()
             stack.enter_context(preserved_threads())
+        else:
+            model_runner.take_newer_runner()
         yield
 
 

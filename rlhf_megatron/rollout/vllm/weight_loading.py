@@ -87,8 +87,8 @@ def trace_rank(
             with load_tracing.as_rank(config, tensor, rank, expert_parallel):
                 model = load_tracing.build_on_meta(config)
                 return trace_model(model, shapes, getattr(torch, dtype), float32, stored)
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        reason = shown(str(error).strip().partition("\n")[0], 300)
+    except Exception as error:  # whatever vLLM's files of models raise where they do not know a config
+        reason = shown(f"{type(error).__name__}: {error}".strip().partition("\n")[0], 300)
         raise RolloutError(f"{folder}: vLLM cannot build this model without its weights: {reason}") from error
 
 
