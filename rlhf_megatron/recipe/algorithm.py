@@ -65,9 +65,9 @@ class FilterGroupsSection(_SwitchedSection):
     metric: Literal["accuracy", "reward"] = "accuracy"
     """What must differ: the score, or the reward with penalties."""
     max_num_gen_batches: int = Field(default=10, ge=0)
-    """Most generation rounds per step; 0: unlimited."""
+    """Generation rounds per step; 0: unlimited."""
     prompts_per_round: int | None = Field(default=None, gt=0, le=2**20)
-    """Prompts per round; default: batch.prompts_per_step."""
+    """Default: batch.prompts_per_step."""
     when_exhausted: Literal["train", "stop"] = "train"
     """After the last round: train on the groups so far, or stop."""
     keep_surplus: bool = False
@@ -179,7 +179,7 @@ class AlgorithmSection(Section):
     """The objective (docs/algorithms.md)."""
 
     advantage: AdvantageName = "grpo"
-    """Advantage estimator. Dr.GRPO is grpo without normalize_by_std."""
+    """Dr.GRPO is grpo without normalize_by_std."""
     normalize_by_std: bool | None = None
     """Divide by the group's reward std; for grpo (default true), gpg and pass_at_k (default false)."""
     pass_k: int | None = Field(default=None, ge=2)
@@ -191,7 +191,7 @@ class AlgorithmSection(Section):
     whiten_advantages: bool = True
     """gae: whiten advantages over the step's sampled tokens."""
     policy_loss: PolicyLossName = "clip"
-    """Loss of a token."""
+    """Of a token (docs/algorithms.md)."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
     """Clips the ratio below 1 - this (gspo: of the sequence; gmpo: the log ratio below minus this; dppo: divergence
     where A < 0)."""
@@ -215,7 +215,7 @@ class AlgorithmSection(Section):
     kl_placement: Literal["loss", "reward"] = "loss"
     """A term of the loss, or subtracted from the reward (per token for per-token advantages)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator; k1 is usual in the reward."""
+    """k1 is usual in the reward."""
     kl_gradient: Literal["k1", "k2", "k3"] | None = None
     """In the loss: gradient of this estimator instead; k2's is the KL's own."""
     kl_controller: KLControllerSection = KLControllerSection()

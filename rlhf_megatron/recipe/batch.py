@@ -13,7 +13,7 @@ class BatchSection(Section):
     """Sizes of one step over all GPUs."""
 
     prompts_per_step: int = Field(gt=0, le=2**20)
-    """Prompts per step (sft: rows; reward_modeling: pairs)."""
+    """sft: rows; reward_modeling: pairs."""
 
     @property
     def rows_per_prompt(self) -> int:
@@ -45,9 +45,9 @@ class GroupedBatchSection(BatchSection):
     """Sizes of one step over all GPUs."""
 
     responses_per_prompt: int = Field(default=1, gt=0, le=2**16)
-    """Responses per prompt: GRPO's group size."""
+    """GRPO's group size."""
     minibatch_prompts: int | None = Field(default=None, gt=0)
-    """Prompts, with all their responses, per optimizer step; default: the whole step."""
+    """Prompts per optimizer step; default: all."""
     epochs_per_step: int = Field(default=1, gt=0)
     """Passes over a step's batch."""
 

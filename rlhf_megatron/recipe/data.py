@@ -29,7 +29,7 @@ class CurriculumSection(Section):
     """Order of each epoch by a numeric column."""
 
     column: str = Field(min_length=1)
-    """Numeric column, or a path into structs such as extra_info.difficulty."""
+    """Numeric column or path, such as extra_info.difficulty."""
     order: Literal["ascending", "descending"] = "ascending"
     """Lowest or highest values first."""
     bands: int | None = Field(default=None, gt=0)
@@ -44,7 +44,7 @@ class DataSection(Section):
     mixture: list[MixturePart] = Field(default=[])
     """Instead of train_files: weighted sets of files, each with its own epochs."""
     validation_files: list[str] = Field(default=[])
-    """Evaluation files; never trained on."""
+    """Never trained on."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Instead of validation_files: share of rows held out by a hash of the prompt."""
     max_prompt_length: int = Field(gt=0)
@@ -56,19 +56,19 @@ class DataSection(Section):
     overlong_prompts: Literal["drop", "stop"] = "drop"
     """Drop and count rows outside these lengths, or stop and name the row."""
     shuffle: bool = True
-    """Shuffle each epoch by the seed; else keep the files' order."""
+    """Each epoch, by the seed; else the files' order."""
     shuffle_window_mb: int = Field(default=128, gt=0)
     """Decoded MB (by parquet footers) in memory per set of files; larger data is shuffled in windows of row groups."""
     curriculum: CurriculumSection | None = None
     """Order each epoch by a column."""
     system_prompt: str | None = None
-    """System message for conversations without one."""
+    """For conversations without one."""
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template."""
+    """Jinja file in place of the tokenizer's."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Its variables, such as {enable_thinking: false}."""
     response_column: str | None = None
-    """sft: column of the text to train on; default: reward_model.ground_truth."""
+    """sft: column of responses; default: reward_model.ground_truth."""
 
     @property
     def parts(self) -> list[MixturePart]:

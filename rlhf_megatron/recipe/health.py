@@ -46,11 +46,11 @@ class AlertSection(Section):
     """Receivers of actions alert and stop."""
 
     webhook_environment: str | None = None
-    """Environment variable with the webhook's URL, a secret."""
+    """Variable with the webhook's URL, a secret."""
     command: list[str] = Field(default=[])
     """Program and arguments, without a shell; {message} is replaced, JSON on stdin."""
     retries: int = Field(default=4, ge=0, le=20)
-    """Retries after a failure, after 1, 2, 4, ... seconds."""
+    """After 1, 2, 4, ... seconds."""
     most_per_hour: int = Field(default=12, gt=0)
     """More are counted and reported with the next. A stop is always sent."""
 
@@ -64,9 +64,9 @@ class HealthSection(Section):
     """Rules over metrics while the run goes on (docs/health.md)."""
 
     default_rules: bool = True
-    """Apply the default rules, which only log."""
+    """They only log."""
     rules: list[HealthRuleSection] = Field(default=[])
-    """Further rules over each step's metrics."""
+    """Further rules."""
     alert: AlertSection = AlertSection()
     """Receivers of alerts."""
 

@@ -11,7 +11,7 @@ class ModelSection(Section):
     """The model that the actor starts from."""
 
     path: str
-    """Hugging Face folder: config.json and safetensors weights."""
+    """Hugging Face folder."""
     config: str | None = None
     """Folder with the config.json for `--dry-run` where `path` is not on this machine."""
     tokenizer: str | None = None

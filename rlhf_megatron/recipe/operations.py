@@ -14,15 +14,15 @@ class EvaluationSection(Section):
     """Evaluation on the validation files (docs/evaluation.md)."""
 
     interval: int = Field(default=0, ge=0)
-    """Steps between evaluations; 0: none."""
+    """In steps; 0: never."""
     at_start: bool = True
-    """Evaluate before the first step."""
+    """Before the first step."""
     at_end: bool = True
-    """Evaluate after the last step."""
+    """After the last step."""
     samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
     """Responses per prompt."""
     temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature: 0 (greedy), or 0.01 and above."""
+    """0 (greedy), or 0.01 and above."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     correct_from: float = 1.0
@@ -55,18 +55,18 @@ class CheckpointSection(Section):
     """Checkpoints and exports (docs/checkpoints.md)."""
 
     save_interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: none."""
+    """In steps; 0: never."""
     keep_last_k: int = Field(default=2, gt=0)
-    """Checkpoints to keep."""
+    """Older ones are deleted."""
     keep_best: KeepBestSection | None = None
     """Also keep the best evaluated checkpoint, named by checkpoints/best."""
     save_before_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
     """Save and stop if the next step would leave less before the job's end (Slurm, RLHF_MEGATRON_DEADLINE); 0:
     never."""
     export_interval: int = Field(default=0, ge=0)
-    """Steps between Hugging Face exports; 0: none."""
+    """In steps; 0: never."""
     export_at_end: bool = True
-    """Export after the last step."""
+    """After the last step."""
 
 
 class TimelineSection(Section):
@@ -121,15 +121,15 @@ class MonitorSection(Section):
     """Metrics, console and plots (docs/monitoring.md)."""
 
     trackers: list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "prometheus"]] = Field(default=["jsonl"])
-    """Destinations of the metrics."""
+    """See docs/monitoring.md."""
     prometheus: PrometheusSection = PrometheusSection()
     """Serves the latest metrics on rank 0's node."""
     console: bool = True
-    """Show the live table."""
+    """The live table."""
     plots: bool = True
-    """Draw plots/run.png at the end."""
+    """plots/run.png at the end."""
     report: bool = True
-    """Write report.html at the end."""
+    """report.html at the end."""
     sample_rows: int = Field(default=8, ge=0)
     """Responses kept per evaluation in samples/step-N.parquet."""
     timeline: TimelineSection = TimelineSection()
@@ -149,7 +149,7 @@ class RegatherSection(Section):
     """Weight sync from actor to rollout."""
 
     buffer_mb: int = Field(default=256, gt=0)
-    """Communication buffers per GPU, MB of 2^20 bytes; less where memory is short."""
+    """Per GPU, MB of 2^20 bytes; less where memory is short."""
     peer_memory: bool = True
     """Read weights of the host's other GPUs over NVLink where possible; false: messages."""
     verify: int = Field(default=0, ge=0)

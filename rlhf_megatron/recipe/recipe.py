@@ -53,13 +53,13 @@ class Recipe(Section):
     name: str
     """Files go to run_root/name."""
     loop: str
-    """rl: reinforcement learning; sft: supervised fine-tuning; reward_modeling: a reward model from pairs."""
+    """rl; sft: supervised fine-tuning; reward_modeling: a reward model from pairs."""
     steps: int = Field(gt=0)
-    """Steps, of batch.prompts_per_step prompts each."""
+    """Of batch.prompts_per_step prompts each."""
     seed: int = Field(default=1, ge=0)
-    """Seed of data order, sampling and random weights."""
+    """Of data order, sampling, random weights."""
     deterministic: bool = False
-    """Use reproducible kernels only, slower on GPUs; needs rollout.scheduling static."""
+    """Reproducible kernels only, slower on GPUs; needs rollout.scheduling static."""
     run_root: str = "runs"
     """Folder of all runs."""
     model: ModelSection

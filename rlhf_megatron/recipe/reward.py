@@ -29,9 +29,9 @@ class RewardServiceSection(Section):
     """HTTP server that scores samples sent as JSON."""
 
     url: str
-    """http:// or https:// URL for the POST."""
+    """http:// or https://, for the POST."""
     samples_per_request: int = Field(default=1, gt=0)
-    """Samples per request."""
+    """Most samples in a request."""
     max_retries: int = Field(default=4, ge=0, le=1000)
     """Without an answer, or on status 408, 425, 429, 5xx."""
     backoff_seconds: float = Field(default=0.5, gt=0, le=LONGEST_SECONDS)
@@ -79,8 +79,7 @@ class RewardSource(Section):
     length_high: int | None = Field(default=None, gt=0)
     """length: score 1 from this many tokens."""
     function: str | None = None
-    """"path/to/file.py:name" of a compute_score(data_source, solution_str, ground_truth, extra_info), instead of a
-    rule."""
+    """"path/to/file.py:name", instead of a rule."""
     service: RewardServiceSection | None = None
     """HTTP server that scores samples, instead of a rule."""
 
@@ -124,7 +123,7 @@ class RewardSection(RewardSource):
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
     """Per sample in a worker process; per request to a service."""
     workers: int = Field(default=2, gt=0, le=MOST_WORKERS)
-    """Worker processes per replica, and as many per function."""
+    """Processes per replica, and as many per function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
     """Per worker of a function, with its children, GB of 2^30 bytes; killed above, and its samples fail."""
     concurrency: int = Field(default=64, gt=0, le=2**16)

@@ -38,11 +38,11 @@ class RLRecipe(RolloutRecipe):
     batch: GroupedBatchSection
     """Sizes of one step over all GPUs."""
     reference: FrozenRoleSection | None = None
-    """Frozen model for kl_coef; with actor.lora only with a path of its own."""
+    """Frozen model for kl_coef; with actor.lora only with its own path."""
     critic: CriticSection | None = None
-    """Value model of PPO: a decoder with a scalar head."""
+    """PPO's value model: a decoder with a scalar head."""
     reward_model: RewardModelSection | None = None
-    """Frozen sequence classifier with one label whose scores are rewards."""
+    """Frozen sequence classifier, one label: scores are rewards."""
     regather: RegatherSection = RegatherSection()
     """Weight sync, actor to rollout."""
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -15,23 +15,23 @@ class LayoutSection(Section):
     """Degrees of parallelism of a role."""
 
     tensor: int = Field(default=1, gt=0)
-    """Tensor parallelism: shards every layer."""
+    """Shards every layer."""
     pipeline: int = Field(default=1, gt=0)
     """Pipeline stages."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
-    """Interleaved chunks of layers per stage: smaller bubble, more messages."""
+    """Interleaved chunks per stage: smaller bubble, more messages."""
     context: int = Field(default=1, gt=0)
-    """Context parallelism: shards every sequence."""
+    """Shards every sequence."""
     expert: int = Field(default=1, gt=0)
-    """Expert parallelism: spreads a layer's experts over a stage's tensor x context x data GPUs."""
+    """Spreads a layer's experts over a stage's tensor x context x data GPUs."""
     expert_tensor: int | None = Field(default=None, gt=0)
     """Tensor parallelism of experts; default: tensor. 1 keeps each expert whole."""
     data: int | None = Field(default=None, gt=0)
-    """Data parallelism; default: the role's remaining GPUs."""
+    """Default: the role's remaining GPUs."""
     first_stage_layers: int | None = Field(default=None, gt=0)
-    """Layers of the first stage, for uneven splits."""
+    """For uneven splits."""
     last_stage_layers: int | None = Field(default=None, gt=0)
-    """Layers of the last stage."""
+    """Likewise."""
 
     @model_validator(mode="after")
     def _stages_exist(self) -> LayoutSection:
@@ -56,9 +56,9 @@ class RecomputeSection(Section):
     """Activations recomputed in the backward pass."""
 
     granularity: Literal["none", "selective", "full"] = "none"
-    """none; selective: attention only; full: whole layers."""
+    """selective: attention; full: whole layers."""
     layers: int | None = Field(default=None, gt=0)
-    """With full: layers per stage, or per virtual_pipeline chunk; default: all."""
+    """With full: layers per stage or virtual_pipeline chunk; default: all."""
 
     @model_validator(mode="after")
     def _layers_need_full(self) -> RecomputeSection:
@@ -81,18 +81,18 @@ class OffloadSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW and its learning rate, counted in optimizer steps."""
+    """AdamW and its schedule, in optimizer steps."""
 
     learning_rate: float = Field(gt=0)
-    """Peak learning rate."""
+    """Peak."""
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """Rate at the end of decay."""
+    """At the end of decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warmup."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warmup."""
+    """Linear."""
     decay_steps: int | None = Field(default=None, gt=0)
-    """Optimizer step where decay ends; default: the last."""
+    """End of decay; default: the last."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay; not of norms and biases."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -102,7 +102,7 @@ class OptimizerSection(Section):
     epsilon: float = Field(default=1e-8, gt=0)
     """Adam's epsilon."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0: off."""
+    """Largest global norm; 0: off."""
     skip_grad_norm: float | None = Field(default=None, gt=0)
     """Skip steps with a larger gradient norm before clipping."""
     distributed: bool = True
@@ -143,13 +143,13 @@ class RoleSection(Section):
     """A model that computes: where, in which layout, how much at a time."""
 
     ranks: Ranks = "all"
-    """GPUs of the role: all, "0-3", "0,2-3" or "node0:0-3;node1:0-3". Roles on disjoint GPUs train concurrently."""
+    """all, "0-3", "0,2-3" or "node0:0-3;node1:0-3". Roles on disjoint GPUs train concurrently."""
     layout: LayoutSection | None = None
     """Degrees of parallelism; default: the actor's."""
     sequence_parallel: bool = False
     """With tensor parallelism, shard norms and dropout along the sequence; always on with experts."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """Context parallel attention: ring, all-gather, or all-to-all of heads (Ulysses)."""
+    """Context parallel attention: ring, all-gather, or Ulysses."""
     tokens_per_gpu: int = Field(gt=0)
     """Packed micro-batch, the knob for memory and speed. A longer sequence runs alone."""
     logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
@@ -191,7 +191,7 @@ class LearningRoleSection(RoleSection):
     """A model that is trained."""
 
     optimizer: OptimizerSection
-    """AdamW and its learning rate, counted in optimizer steps."""
+    """AdamW and its schedule, in optimizer steps."""
 
     @property
     def learns_by(self) -> OptimizerSection | None:
@@ -255,7 +255,7 @@ class ActorSection(LearningRoleSection):
     layout: LayoutSection = LayoutSection()
     """Degrees of parallelism."""
     lora: LoraSection | None = None
-    """Low-rank adapters: only B and A of W + scale x B A are trained (docs/lora.md)."""
+    """Low-rank adapters (docs/lora.md)."""
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
     """Memory for a micro-batch's logits (tokens x vocabulary / layout.tensor, 2 bytes each in bfloat16); else they are
     computed twice, blockwise."""
@@ -305,11 +305,11 @@ class RewardModelSection(RoleSection):
     weight: float = 1.0
     """Weight of its score, added to that of section reward (rule none: nothing)."""
     path: str
-    """Folder of weights and tokenizer, such as an export of loop reward_modeling."""
+    """Weights and tokenizer, such as an export of loop reward_modeling."""
     tokenizer: str | None = None
-    """Tokenizer folder or sentencepiece .model file; default: path."""
+    """Default: path."""
     chat_template: str | None = None
-    """Jinja file that replaces its tokenizer's chat template."""
+    """Jinja file in place of its tokenizer's."""
 
     @property
     def weights_folder(self) -> str | None:

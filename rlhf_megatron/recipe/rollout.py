@@ -30,9 +30,9 @@ class DrawnLengthsSection(Section):
     """Response lengths from a lognormal distribution."""
 
     mean: float = Field(gt=0, le=LARGEST_INTEGER)
-    """Mean in tokens, before rollout.max_response_length truncates."""
+    """In tokens, before truncation."""
     sigma: float = Field(default=0.0, ge=0, le=100)
-    """Standard deviation of the log length; 0: all have the mean."""
+    """Of the log length; 0: all have the mean."""
 
     def of_row(self, row: int) -> int:
         """The length of a step's row, 1 or more; the same in every step."""
@@ -46,13 +46,13 @@ class MultiTurnSection(Section):
     function: str
     """path/to/file.py:function (default name: respond)."""
     max_assistant_turns: int = Field(default=4, gt=1)
-    """Most model turns per response; the last gets no reply."""
+    """The last gets no reply."""
     max_answer_tokens: int = Field(default=1024, gt=0)
     """Longer replies are truncated. They count towards max_response_length and are not trained on."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
     """Per reply; a timeout or failure ends the response."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
-    """Processes per replica that call the function."""
+    """Per replica."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
     """Per process with its children, GB of 2^30 bytes; killed above."""
 
@@ -61,7 +61,7 @@ class RolloutSection(Section):
     """vLLM's settings, under vLLM's names where it has them."""
 
     ranks: Ranks = "all"
-    """GPUs that generate, as for roles. A replica takes neighbours among them."""
+    """As for roles. A replica takes neighbours."""
     steps_ahead: Literal[0, 1] = 0
     """1: one-step off-policy: dedicated GPUs generate the next batch during training. Needs
     algorithm.rollout_correction or old_logprobs rollout."""
@@ -70,17 +70,17 @@ class RolloutSection(Section):
     max_response_length: int = Field(gt=0)
     """Longest response in tokens."""
     multi_turn: MultiTurnSection | None = None
-    """A function of yours replies between turns, as a tool or user (docs/multi_turn.md)."""
+    """Your function replies between turns (docs/multi_turn.md)."""
     drawn_lengths: DrawnLengthsSection | None = None
-    """For benchmarks: lognormal response lengths, drawn in advance."""
+    """For benchmarks: lognormal response lengths."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature, also of the trainer's logprobs; above 0."""
+    """Also of the trainer's logprobs; above 0."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     top_k: int = Field(default=-1, ge=-1)
-    """Sample from the k likeliest tokens; -1: off."""
+    """-1: off."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the rollout's weights; default: model.dtype."""
+    """Of weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
     """Linear layers in e4m3; not experts, embeddings, output layer. Same needs as steps_ahead."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
@@ -88,7 +88,7 @@ class RolloutSection(Section):
     kv_cache_gb: float | None = Field(default=None, gt=0, le=LARGEST_MEMORY_GB)
     """KV cache per GPU, GB of 2^30 bytes; default: what the share leaves (CPUs: 0.0625)."""
     max_num_seqs: int = Field(default=256, gt=0, le=2**16)
-    """Concurrent sequences per replica."""
+    """Per replica."""
     max_num_batched_tokens: int | None = Field(default=None, gt=0, le=2**24)
     """Tokens per engine step."""
     enable_chunked_prefill: bool = True
@@ -96,7 +96,7 @@ class RolloutSection(Section):
     enable_prefix_caching: bool = True
     """Prefill a group's prompt once."""
     enforce_eager: bool = False
-    """No CUDA graphs, no compilation: faster start, slower generation."""
+    """No CUDA graphs or compilation: faster start, slower generation."""
     share_weights: Literal["auto", "never"] = "auto"
     """auto: shards that match the actor's share its memory, which stays on the GPU; none with actor.offload.parameters.
     never: copies."""

@@ -39,7 +39,7 @@ class RetrySection(Section):
     """Restarts after a fault (docs/recovery.md)."""
 
     max_retries: int = Field(default=3, ge=0)
-    """Restarts within a job of launch/submit.py (torchrun's --max-restarts)."""
+    """Within a job of launch/submit.py (torchrun's --max-restarts)."""
     launcher: Literal["torchrun", "ft_launcher"] = "torchrun"
     """Of launch/submit.py. ft_launcher (nvidia-resiliency-ext) kills ranks that hang for hang_seconds."""
     max_repeats: int = Field(default=3, gt=0)
