@@ -274,7 +274,7 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rlhf_megatron.checkpoint.storage import TensorFile, damage, step_of
     from rlhf_megatron.models.architecture import read_architecture
     from rlhf_megatron.models.hf_export import Companions, write_checkpoint
-    from rlhf_megatron.models.lora import write_peft
+    from rlhf_megatron.models.peft_files import write_peft
     from rlhf_megatron.regather.plan import elements
     from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
 
@@ -297,7 +297,7 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
         tracked = track(only_finite(tensors), f"{role} of step {step}", len(blocks), console=Console(stderr=True))
         try:
             if adaptation:
-                write_peft(output, tracked, adaptation, str(companions.model))
+                write_peft(output, tracked, architecture, adaptation, str(companions.model))
             else:
                 write_checkpoint(output, companions, tracked, getattr(torch, dtype), head=architecture.head)
         except NotFiniteError as error:

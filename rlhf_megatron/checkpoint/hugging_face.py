@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.hf_export import Companions, write_checkpoint
-from rlhf_megatron.models.lora import Adaptation, whole_adapter_blocks, write_peft
+from rlhf_megatron.models.lora import Adaptation, whole_adapter_blocks
+from rlhf_megatron.models.peft_files import write_peft
 from rlhf_megatron.models.stacked import stored_tensors
 from rlhf_megatron.models.weight_map import Block, stacked_tensors, stays_float32, whole_blocks
 from rlhf_megatron.regather.execute import Regather
@@ -61,7 +62,7 @@ def export_adapters(
     """
 
     def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
-        write_peft(folder, tensors, adaptation, base)
+        write_peft(folder, tensors, architecture, adaptation, base)
 
     blocks = whole_adapter_blocks(architecture, adaptation)
     _write_gathered(write, blocks, sources, parameters, torch.float32, device)

@@ -60,7 +60,7 @@ def role_state(role: Role) -> dict[str, Any]:
     assert trainer is not None, f"{role.name} does not learn"
     return {
         "layout": dataclasses.asdict(shard.trainable.layout),
-        "ranks": role.ranks,
+        "ranks": list(shard.trainable.ranks),
         "architecture": stored_form(role.architecture),
         "implementation": shard.implementation,
         "adapters": dataclasses.asdict(shard.adapters.adaptation) if shard.adapters else None,

@@ -22,7 +22,7 @@ from rlhf_megatron.checkpoint.storage import TensorFile
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.architecture import Architecture, Head
 from rlhf_megatron.models.description import LATER_FIELDS, stored_form, without_silent_fields
-from rlhf_megatron.models.lora import Adaptation, adapter_blocks, whole_adapter_blocks
+from rlhf_megatron.models.lora import Adaptation, adaptation_in, adapter_blocks, whole_adapter_blocks
 from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, stays_float32, whole_blocks
 from rlhf_megatron.regather.plan import Copy, ShardSpec, plan_regather
 from rlhf_megatron.topology.layout import Layout
@@ -107,7 +107,11 @@ def saved_adaptation(state: Mapping[str, Any]) -> Adaptation | None:
     return Adaptation(saved.rank, saved.scale, tuple(saved.modules)) if saved else None
 
 
-def _check_adaptation(role: str, wanted: Adaptation | None, saved: Adaptation | None) -> None:
+def _check_adaptation(
+    role: str, architecture: Architecture, wanted: Adaptation | None, saved: Adaptation | None
+) -> None:
+    """Compare what of both is in the model: a version may know of more layers than the one that wrote."""
+    wanted, saved = (each and adaptation_in(architecture, each) for each in (wanted, saved))
     if wanted == saved:
         return
     has, asked = (
@@ -160,7 +164,7 @@ class SavedRole:
         self._adaptation = adaptation
         checked = checked_state(state)
         _check_architecture(name, architecture, checked.architecture)
-        _check_adaptation(name, adaptation, saved_adaptation(state))
+        _check_adaptation(name, architecture, adaptation, saved_adaptation(state))
         if checked.rows_of_attention != ROWS_OF_ATTENTION:
             raise ForeignCheckpoint(
                 f"the checkpoint was written by another version, with {name}'s queries, keys and values in another "

@@ -9,7 +9,8 @@ import torch
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.models.architecture import Architecture, Head, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles
-from rlhf_megatron.models.lora import Adaptation, PeftAdapter
+from rlhf_megatron.models.lora import Adaptation
+from rlhf_megatron.models.peft_files import PeftAdapter
 from rlhf_megatron.models.weight_source import RandomWeights, WeightSource
 from rlhf_megatron.planning.feasibility import check_tokens, longest_row
 from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, RLRecipe, RoleSection, role_ranks

@@ -18,6 +18,11 @@ def gates_first(values: Tensor) -> Tensor:
     return values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
+def in_pairs(values: Tensor) -> Tensor:
+    """Return the inverse of ``gates_first``."""
+    return values.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
 class GateUp(ColumnParallelLinear):
     """The first linear layer of one expert."""
 

@@ -26,6 +26,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from rlhf_megatron.models.biased_experts import Down, in_pairs
+
 Span = tuple[int, int]
 
 
@@ -47,22 +49,25 @@ class LowRank:
     sequence_group: dist.ProcessGroup | None  # over which the sequence is cut outside the layer
     norm_epsilon: float | None = None  # of an RMSNorm that the layer begins with
     norm_offset: float = 0.0  # what is added to the norm's weight
+    gates_first: bool = False  # in the output, of a weight whose rows are a gate's, its up's, the next gate's and so on
 
 
-def attach(layer: torch.nn.Module, low_rank: LowRank, factors: Sequence[Tensor]) -> None:
+def attach(layer: torch.nn.Module, low_ranks: Sequence[LowRank], factors: Sequence[Tensor]) -> None:
     """Has backward passes through ``layer`` give the gradients of ``factors``; its own weight's is not asked for.
 
     ``factors`` are A and B of one weight after the other, float32; ``layer`` is a linear layer of Megatron's or of
-    Transformer Engine's, whose output is a pair (output, bias).
+    Transformer Engine's, whose output is a pair (output, bias). A grouped one has a part for each expert of its, in
+    their order, and is called with the numbers of their tokens too.
     """
-    norm = getattr(layer, "layer_norm_weight", None) if low_rank.norm_epsilon is not None else None
+    norm = getattr(layer, "layer_norm_weight", None) if low_ranks[0].norm_epsilon is not None else None
 
     def after(_: torch.nn.Module, arguments: tuple[Any, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
         if not torch.is_grad_enabled():
             return None
         output, *rest = result
-        learning: Tensor = _FactorGradients.apply(output, arguments[0], norm, low_rank, *factors)  # type: ignore[no-untyped-call]
-        return learning, *rest
+        tokens = None if len(low_ranks) == 1 else [int(count) for count in arguments[1]]
+        learning: Tensor = _FactorGradients.apply(output, arguments[0], norm, low_ranks, tokens, *factors)  # type: ignore[no-untyped-call]
+        return learning.clone() if isinstance(layer, Down) else learning, *rest
 
     layer.register_forward_hook(after)
 
@@ -72,21 +77,35 @@ class _FactorGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, inputs: Tensor, norm: Tensor | None, low_rank: LowRank, *factors: Tensor
+        ctx: Any,
+        output: Tensor,
+        inputs: Tensor,
+        norm: Tensor | None,
+        low_ranks: Sequence[LowRank],
+        tokens: Sequence[int] | None,
+        *factors: Tensor,
     ) -> Tensor:
         # What comes before a norm is kept for it anyway; what comes behind it is made again.
         ctx.save_for_backward(inputs, norm, *factors)
-        ctx.low_rank = low_rank
+        ctx.low_ranks, ctx.tokens = low_ranks, tokens
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         inputs, norm, *factors = ctx.saved_tensors
-        low_rank: LowRank = ctx.low_rank
+        low_ranks: Sequence[LowRank] = ctx.low_ranks
         if norm is not None:
-            inputs = _normed(inputs, norm, low_rank)
-        of_factors = factor_gradients(inputs.flatten(0, -2), gradient.flatten(0, -2), low_rank, factors)
-        return gradient, None, None, None, *of_factors
+            inputs = _normed(inputs, norm, low_ranks[0])
+        x, g = inputs.flatten(0, -2), gradient.flatten(0, -2)
+        if low_ranks[0].gates_first:
+            g = in_pairs(g)
+        if ctx.tokens is None:
+            return gradient, None, None, None, None, *factor_gradients(x, g, low_ranks[0], factors)
+        of_factors: list[Tensor] = []
+        for low_rank, own_x, own_g in zip(low_ranks, x.split(ctx.tokens), g.split(ctx.tokens), strict=True):
+            own = factors[len(of_factors) : len(of_factors) + 2 * len(low_rank.weights)]
+            of_factors += factor_gradients(own_x, own_g, low_rank, own)
+        return gradient, None, None, None, None, *of_factors
 
 
 def _normed(inputs: Tensor, weight: Tensor, low_rank: LowRank) -> Tensor:

@@ -19,6 +19,7 @@ __all__ = [
     "Block",
     "Implementation",
     "Region",
+    "expert_of",
     "has_rollout_table",
     "is_expert",
     "layer_of",
@@ -34,9 +35,15 @@ __all__ = [
 def is_expert(name: str) -> bool:
     """Returns whether a parameter, or a checkpoint's tensor, is of an expert, which other ranks than the rest share.
 
-    An expert that all tokens reach is none.
+    An expert that all tokens reach is none. Parameters of adapters have slashes for dots.
     """
-    return ".experts." in name
+    return ".experts." in name.replace("/", ".")
+
+
+def expert_of(tensor: str) -> int | None:
+    """The number of the expert that a Hugging Face tensor belongs to, if it belongs to one."""
+    _, is_there, behind = tensor.partition(".experts.")
+    return int(behind.split(".")[0]) if is_there else None
 
 
 def stays_float32(name: str) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.models.lora import Adaptation, adaptation_in
 from rlhf_megatron.planning.feasibility import check_architectures
 from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
 from rlhf_megatron.planning.model_folders import planning_folder, role_architectures
@@ -68,7 +69,7 @@ def _adapter_lines(recipe: Recipe, model: Architecture) -> Iterator[str]:
         share = trainable / model_parameters(model)
         yield (
             f"{trainable:,} parameters of adapters learn, {share:.2%} of these: rank {lora.rank} on "
-            f"{', '.join(lora.modules)}"
+            f"{', '.join(adaptation_in(model, Adaptation.of(lora)).modules)}"
         )
 
 

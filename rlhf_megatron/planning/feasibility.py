@@ -9,6 +9,7 @@ from typing import get_args
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError, ModelError, RecipeError
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.lora import fused_with, module_of
 from rlhf_megatron.models.weight_map import is_expert, tensor_shapes
 from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, LinearLayer, RoleSection, transformer_engine_can
@@ -98,26 +99,25 @@ def _check_router_replay(recipe: RLRecipe, architecture: Architecture) -> None:
 
 
 def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
-    """Refuse adapters of layers that the model does not have, and of experts.
-
-    The layers of experts are grouped, and tokens come to them in another order. A shared expert has the same names.
-    """
+    """Refuse adapters of layers that the model does not have, and those of experts that PEFT could not load."""
     lora = recipe.actor.lora
     if lora is not None and architecture.delta_net:
         raise RecipeError("actor.lora: layers with a delta net have no adapters in this version; leave it out")
     named = () if lora is None or lora.target_modules == "all-linear" else lora.target_modules
     matrices = [tensor for tensor, shape in tensor_shapes(architecture).items() if len(shape) == 2]
-    of_experts = {tensor.split(".")[-2] for tensor in matrices if is_expert(tensor)}
-    others = {tensor.split(".")[-2] for tensor in matrices} - of_experts
-    has = ", ".join(module for module in get_args(LinearLayer) if module in others)
-    if lora is not None and of_experts.intersection(lora.modules):
-        raise RecipeError(
-            f"actor.lora.target_modules={lora.target_modules}: layers of experts have no adapters; name some of {has}"
-        )
-    missing = [module for module in named if module not in others]
+    modules = {module_of(tensor) for tensor in matrices}
+    has = ", ".join(module for module in get_args(LinearLayer) if module in modules)
+    missing = [module for module in named if module not in modules]
     if missing:
         raise RecipeError(
             f"actor.lora.target_modules: the layers of {architecture.family} have no {missing[0]}; name some of {has}"
+        )
+    together = {frozenset(map(module_of, fused_with(tensor))) for tensor in matrices if is_expert(tensor)}
+    parted = next((pair for pair in together if 0 < len(pair.intersection(named)) < len(pair)), None)
+    if parted:
+        raise RecipeError(
+            f"actor.lora.target_modules: {' and '.join(sorted(parted))} are one parameter of PEFT's experts; name "
+            "both or none"
         )
 
 

@@ -99,18 +99,30 @@ def shareable_parameters(architecture: Architecture, layout: Layout, stage: int)
     return layers + _embedding_parameters(architecture, layout.tensor, stage == 0, stage == layout.pipeline - 1)
 
 
-def adapter_parameters(architecture: Architecture, lora: LoraSection, layers: Iterable[int] | None = None) -> int:
-    """Return the parameters of the low-rank adapters of some decoder ``layers``, by default of all."""
-    adapted = _adapted_layers(architecture, lora.modules)
-    chosen = range(architecture.layers) if layers is None else layers
-    return sum(lora.rank * (rows + columns) for layer in chosen for rows, columns in adapted[layer])
+def adapter_parameters(architecture: Architecture, lora: LoraSection) -> int:
+    """Return the parameters of the low-rank adapters of the whole model."""
+    return sum(stage_adapters(architecture, lora, range(architecture.layers), expert=1))
 
 
-def adapted_parameters(architecture: Architecture, lora: LoraSection, layers: Iterable[int], tensor: int) -> int:
-    """Return the parameters of the linear layers with adapters in some decoder ``layers``, on one of ``tensor``
-    ranks."""
+def stage_adapters(
+    architecture: Architecture, lora: LoraSection, layers: Iterable[int], expert: int
+) -> tuple[int, int]:
+    """Return the parameters of the adapters of some decoder ``layers`` on one rank, which has one of ``expert`` parts
+    of the experts: (without experts, of experts)."""
+    dense = experts = 0
+    for layer in layers:
+        for is_of_expert, rows, columns in _adapted_layers(architecture, lora.modules)[layer]:
+            count = lora.rank * (rows + columns)
+            dense, experts = dense + count * (not is_of_expert), experts + count * is_of_expert
+    return dense, experts // expert
+
+
+def adapted_parameters(architecture: Architecture, lora: LoraSection, layers: Iterable[int], layout: Layout) -> int:
+    """Return the parameters of the linear layers with adapters in some decoder ``layers``, on one rank of
+    ``layout``."""
+    parts = (layout.tensor, layout.expert * layout.expert_parts)
     adapted = _adapted_layers(architecture, lora.modules)
-    return sum(sum(rows * columns for rows, columns in adapted[layer]) // tensor for layer in layers)
+    return sum(rows * columns // parts[of_expert] for layer in layers for of_expert, rows, columns in adapted[layer])
 
 
 def stage_layer_indices(architecture: Architecture, layout: Layout, stage: int) -> list[int]:
@@ -119,13 +131,14 @@ def stage_layer_indices(architecture: Architecture, layout: Layout, stage: int) 
 
 
 @functools.cache
-def _adapted_layers(architecture: Architecture, modules: tuple[str, ...]) -> Sequence[Sequence[tuple[int, ...]]]:
-    """The (rows, columns) of those linear layers of each decoder layer that have these Hugging Face names."""
-    adapted: list[list[tuple[int, ...]]] = [[] for _ in range(architecture.layers)]
+def _adapted_layers(architecture: Architecture, modules: tuple[str, ...]) -> Sequence[Sequence[tuple[bool, int, int]]]:
+    """(whether it is an expert's, rows, columns) of those linear layers of each decoder layer that have these Hugging
+    Face names."""
+    adapted: list[list[tuple[bool, int, int]]] = [[] for _ in range(architecture.layers)]
     for tensor, shape in tensor_shapes(architecture).items():
         layer = layer_of(tensor)
         if layer is not None and len(shape) == 2 and tensor.split(".")[-2] in modules:
-            adapted[layer].append(shape)
+            adapted[layer].append((is_expert(tensor), *shape))
     return adapted
 
 

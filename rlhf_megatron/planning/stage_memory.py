@@ -7,8 +7,8 @@ import dataclasses
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.planning.parameters import (
     adapted_parameters,
-    adapter_parameters,
     rank_parameters,
+    stage_adapters,
     stage_layer_indices,
 )
 from rlhf_megatron.recipe.recipe import Recipe
@@ -146,11 +146,15 @@ def _learning_state(
     gpus = layout.size // layout.pipeline
     if lora is not None:
         layers = stage_layer_indices(architecture, layout, stage)
-        trainable = adapter_parameters(architecture, lora, layers)  # whole on every GPU of the stage
+        # Whole on every GPU of the stage, but for those of other GPUs' experts.
+        dense, experts = stage_adapters(architecture, lora, layers, layout.expert)
+        trainable = dense + experts
         # Adam's moments; the adapters are in float32, and their own master weights.
-        optimizer = 8.0 * trainable / (gpus if learning.distributed else 1)
+        optimizer = 8.0 * trainable
+        if learning.distributed:
+            optimizer = 8.0 * (dense / gpus + experts / (gpus // layout.expert))
         streamed = share * optimizer
-        base = float(size * adapted_parameters(architecture, lora, layers, layout.tensor))
+        base = float(size * adapted_parameters(architecture, lora, layers, layout))
         return _LearningState(
             gradients=4.0 * trainable,
             optimizer=optimizer - streamed,

@@ -210,7 +210,7 @@ class LearningRoleSection(RoleSection):
 
 LinearLayer = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "w1", "w3", "w2",
 ]  # fmt: skip
 
 
@@ -224,7 +224,7 @@ class LoraSection(Section):
     rank_stabilized: bool = False
     """Scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     target_modules: Literal["all-linear"] | list[LinearLayer] = "all-linear"
-    """Names in the checkpoint; not experts."""
+    """Names in the checkpoint, of experts too."""
     path: str | None = None
     """PEFT adapter to start from, of the same rank and modules; default: a new one, with B = 0."""
     offload_base: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.lora import Adaptation, adapter_blocks, adapter_layout
+from rlhf_megatron.models.lora import Adaptation, adapter_blocks, adapter_layout, adapter_ranks
 from rlhf_megatron.models.weight_map import Block, Implementation, layer_of, megatron_blocks, rollout_blocks
 from rlhf_megatron.regather.plan import Shard, ShardSpec
 from rlhf_megatron.topology.layout import Layout
@@ -28,13 +28,16 @@ def trainer_shards(
 def adapter_shards(
     architecture: Architecture, adaptation: Adaptation, layout: Layout, ranks: Sequence[int]
 ) -> ShardSpec:
-    """The shards of the adapters of a Megatron role in ``layout``; the ranks of a pipeline stage are one shard."""
+    """The shards of the adapters of a Megatron role in ``layout``: of each pipeline stage one for each part of the
+    experts."""
     flat = adapter_layout(layout)
-    stage = flat.size // flat.pipeline
-    return ShardSpec(
-        {rank: position // stage for position, rank in enumerate(ranks)},
-        lambda shard: adapter_blocks(architecture, adaptation, flat, shard * stage),
-    )
+    shard_of: dict[int, Shard] = {}
+    position_of: dict[Shard, int] = {}
+    for position, rank in enumerate(adapter_ranks(layout, ranks)):
+        at = flat.expert_coordinates(position)
+        shard_of[rank] = (at.pipeline, at.expert)
+        position_of.setdefault((at.pipeline, at.expert), position)
+    return ShardSpec(shard_of, lambda shard: adapter_blocks(architecture, adaptation, flat, position_of[shard]))
 
 
 def rollout_shards(

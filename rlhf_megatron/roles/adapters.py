@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.biased_experts import GateUp, GroupedGateUp
 from rlhf_megatron.models.latent_attention import WholeLinear
 from rlhf_megatron.models.lora import (
     Adaptation,
@@ -25,11 +26,12 @@ from rlhf_megatron.models.lora import (
     adapted_shapes,
     adapter_blocks,
     adapter_layout,
+    adapter_ranks,
     factor_of,
     fused_with,
 )
 from rlhf_megatron.models.low_rank import Adapted, LowRank, Span, attach
-from rlhf_megatron.models.weight_map import Block
+from rlhf_megatron.models.weight_map import Block, is_expert
 from rlhf_megatron.models.weight_source import WeightSource, load_blocks, window
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
@@ -62,7 +64,7 @@ class Adapters:
     """The adapters of one rank's part of a model, and its weights with and without them.
 
     Attributes:
-        layout: how they lie on the role's ranks, with ``groups`` of its own.
+        layout: how they lie on ``ranks``, the role's in an order of their own, with ``groups`` of its own.
         chunks: modules that hold them, one for each of the model's.
         base: tells the weights without adapters from others; 0 before ``begin``.
     """
@@ -85,10 +87,10 @@ class Adapters:
         """
         self.adaptation = Adaptation.of(section)
         self._architecture, self._seed, self._on_host = architecture, seed, section.offload_base
-        self.layout = adapter_layout(layout)
-        self.groups: Any = make_groups(self.layout, ranks)
-        self._position, self.base = position, 0
-        self._model_group: dist.ProcessGroup = model_groups.mp
+        self.layout, self.ranks = adapter_layout(layout), adapter_ranks(layout, ranks)
+        self.groups: Any = make_groups(self.layout, self.ranks)
+        self._position, self.base = self.ranks.index(ranks[position]), 0
+        self._model_groups = model_groups
         self._device = next(models[0].parameters()).device
         self._adapted_blocks: list[_AdaptedBlock] = []
         self._base: list[Tensor] = []
@@ -113,23 +115,30 @@ class Adapters:
         if config.recompute_granularity == "full" and hasattr(models[0], "embedding"):
             models[0].get_submodule("embedding").register_forward_hook(_ask_for_gradient)
         sequence_group = tensor_group if config.sequence_parallel else None
+        by_layer: dict[torch.nn.Module, tuple[list[LowRank], list[Tensor]]] = defaultdict(lambda: ([], []))
         for parameter, of_parameter in by_parameter.items():
             number, path = self._chunk_of(parameter)
-            layer = models[number].get_submodule(path.removesuffix(".weight"))
+            # A grouped layer has weight0, weight1 and so on, which are there in this order.
+            layer = models[number].get_submodule(path.rpartition(".")[0])
             layer_has = [tensor for tensor in fused_with(of_parameter[0].tensor) if tensor in factors]
             columns, is_whole = of_parameter[0].region[1], isinstance(layer, WholeLinear)
+            has_whole_sequence = is_whole or is_expert(parameter)
             low_rank = LowRank(
                 [_adapted(columns, [block for block in of_parameter if block.tensor == each]) for each in layer_has],
                 self.adaptation.scale,
                 cut_by_columns=columns != (0, factors[layer_has[0]][0].shape[1]),
-                sequence_group=None if is_whole else sequence_group,
+                sequence_group=None if has_whole_sequence else sequence_group,
                 norm_epsilon=self._architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
                 norm_offset=1.0 if self._architecture.zero_centred_norms else 0.0,
+                gates_first=isinstance(layer, (GateUp, GroupedGateUp)),
             )
-            attach(layer, low_rank, [factor for tensor in layer_has for factor in factors[tensor]])
+            by_layer[layer][0].append(low_rank)
+            by_layer[layer][1].extend(factor for tensor in layer_has for factor in factors[tensor])
             adapted = [block for block in of_parameter if block.tensor in factors]
             is_first = not (is_whole and tensor_group is not None and tensor_group.rank())
             self._adapted_blocks += [_AdaptedBlock(block, *factors[block.tensor], is_first) for block in adapted]
+        for layer, (low_ranks, of_layer) in by_layer.items():
+            attach(layer, low_ranks, of_layer)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -152,8 +161,13 @@ class Adapters:
             self._base = self._memory(windows)
         for base, own in zip(self._base, windows, strict=True):
             base.copy_(own)
-        firsts = [own for adapted, own in zip(self._adapted_blocks, windows, strict=True) if adapted.is_first]
-        self.base = self._checksum(firsts)
+        of_layers: list[Tensor] = []
+        of_experts: list[Tensor] = []
+        for adapted, own in zip(self._adapted_blocks, windows, strict=True):
+            if adapted.is_first:
+                (of_experts if is_expert(adapted.block.tensor) else of_layers).append(own)
+        groups = self._model_groups
+        self.base = self._checksum(of_layers, groups.mp) + self._checksum(of_experts, groups.tp_ep_pp)
         self.merge(weights)
 
     @torch.no_grad()
@@ -176,8 +190,8 @@ class Adapters:
         finally:
             self.merge(weights)
 
-    def _checksum(self, windows: Sequence[Tensor]) -> int:
-        """Of the adapted weights of the whole model without adapters: their bits as numbers, added up.
+    def _checksum(self, windows: Sequence[Tensor], group: dist.ProcessGroup) -> int:
+        """Of adapted weights without adapters on all ranks of ``group``: their bits as numbers, added up.
 
         Another order, as another layout has, gives the same sum.
         """
@@ -185,7 +199,7 @@ class Adapters:
         for each in windows:
             total += each.view(_INTEGERS[each.itemsize]).sum(dtype=torch.int64)
         total = total.to(self._device)
-        dist.all_reduce(total, group=self._model_group)
+        dist.all_reduce(total, group=group)
         return int(total)
 
     def _memory(self, windows: Sequence[Tensor]) -> list[Tensor]:
@@ -205,13 +219,15 @@ class Adapters:
     def _make(self) -> dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """A and B of each weight of this stage, in float32: they are their own master weights.
 
-        Every rank of the stage has all of them, also of a weight that it has no part of.
+        Every rank of the stage has all of them, also of a weight that it has no part of, but for experts of others.
         """
         made: dict[str, torch.nn.Parameter] = {}
         for block in self.blocks():
             number, name = self._chunk_of(block.parameter)
             size = [stop for _, stop in block.region]
             made[block.tensor] = torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=self._device))
+            # Megatron's mark of what is summed over the ranks with the same experts.
+            made[block.tensor].allreduce = not is_expert(block.tensor)  # type: ignore[attr-defined]
             self.chunks[number].register_parameter(name, made[block.tensor])
         weights = adapted_shapes(self._architecture, self.adaptation)
         pairs = {tensor: (factor_of(tensor, "A"), factor_of(tensor, "B")) for tensor in weights}

@@ -41,6 +41,10 @@ class Trainable(Protocol):
         """Their degrees of parallelism."""
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """The role's ranks, in the order of ``layout``."""
+
+    @property
     def groups(self) -> Any:
         """The process groups of ``layout``."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import choose_implementation
-from rlhf_megatron.models.lora import Adaptation, adapter_layout
+from rlhf_megatron.models.lora import Adaptation, adapter_layout, adapter_ranks
 from rlhf_megatron.models.weight_map import Implementation
 from rlhf_megatron.models.weight_source import WeightSource
 from rlhf_megatron.recipe import RoleSection
@@ -102,7 +102,7 @@ class PlacedRole:
         else:
             make_groups(layout, self.ranks)
             if self._has_adapters:  # whose role makes groups for them
-                make_groups(adapter_layout(layout), self.ranks)
+                make_groups(adapter_layout(layout), adapter_ranks(layout, self.ranks))
         self.weights = PlacedWeights(architecture, layout, self.ranks, implementation, self.local)
 
     def broadcast(self, value: Value | None) -> Value:

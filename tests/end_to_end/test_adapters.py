@@ -147,6 +147,44 @@ def test_adapters_of_another_model_are_refused(
     assert "belong to other weights than those of model.path" in train("model.path=other", "steps=5").only_error()
 
 
+EXPERTS = ("model.path=mixture", "actor.layout={tensor: 1, expert: 2}", "rollout.layout.tensor=1")
+
+
+@pytest.fixture(scope="module")
+def of_experts(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, float]]:
+    """A run that nobody kills, of a mixture with adapters on its experts too, over two ranks."""
+    make_model(folder, 2, "--experts=4", "--expert-size=32", name="mixture")
+    train(*EXPERTS, "name=experts").check()
+    return metrics_of(folder / "runs" / "experts")
+
+
+@pytest.mark.grid
+def test_a_mixture_goes_on_to_the_last_bit(
+    folder: Path, of_experts: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    with torchrun(2, TRAIN, "lora.yaml", *EXPERTS, "name=killed-experts", folder=folder) as command:
+        wait_for(command, lambda: logged(folder / "runs" / "killed-experts") >= 2)
+        command.rank(1).kill()
+        command.finish()
+    train(*EXPERTS, "name=killed-experts").check()
+    assert metrics_of(folder / "runs" / "killed-experts") == of_experts
+
+
+@pytest.mark.grid
+def test_a_mixture_goes_on_in_another_layout(
+    folder: Path, of_experts: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    train(*EXPERTS, "name=moved", "steps=2", "checkpoint.export_at_end=false").check()
+    train(*EXPERTS, "name=moved", "actor.layout={pipeline: 2}").check()
+    moved = metrics_of(folder / "runs" / "moved")
+    assert sorted(moved) == sorted(of_experts)
+    for step, metrics in of_experts.items():
+        for name in ("reward/mean", "train/loss", "train/kl", "train/grad_norm", "rollout/response_length_mean"):
+            assert moved[step][name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-6), (step, name)
+    text = train(*EXPERTS, "name=moved", "steps=5", "actor.lora.target_modules=[q_proj]").only_error()
+    assert "on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj of actor, and the recipe asks for" in text
+
+
 def test_a_checkpoint_of_other_adapters_is_refused(
     whole: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:

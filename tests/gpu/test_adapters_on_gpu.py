@@ -18,7 +18,10 @@ from parallel.ranks import run_ranks
 from rlhf_megatron.topology.layout import Layout
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
-from parallel.test_adapters import CASES, given_adapter, make_adapter  # noqa: E402
+from parallel import test_adapters  # noqa: E402
+from parallel.test_adapters import given_adapter, keep_gates_from_ups, make_adapter  # noqa: E402
+
+CASES = test_adapters.CASES | test_adapters.MORE_CASES
 
 
 def ranks_of(name: str) -> int:
@@ -75,6 +78,7 @@ def reference(folder: Path, adapter: Path) -> Any:
     """(logprobs with and without adapters, losses, gradient norms) of PEFT in float32."""
     prompts, responses = random_rows(ROWS, VOCABULARY)
     model = peft.PeftModel.from_pretrained(load_model(folder), adapter, is_trainable=True)
+    keep_gates_from_ups(model)
     with torch.no_grad():
         logprobs = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
         with model.disable_adapter():

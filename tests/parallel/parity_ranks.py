@@ -21,6 +21,7 @@ from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.algorithms.kl import KLController  # noqa: E402
 from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weights  # noqa: E402
 from rlhf_megatron.checkpoint.role_state import restore_role, role_state, role_tensors  # noqa: E402
+from rlhf_megatron.checkpoint.saved_role import files_of_role  # noqa: E402
 from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.rl import update_actor, with_advantages  # noqa: E402
@@ -28,7 +29,8 @@ from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
-from rlhf_megatron.models.lora import Adaptation, PeftAdapter  # noqa: E402
+from rlhf_megatron.models.lora import Adaptation  # noqa: E402
+from rlhf_megatron.models.peft_files import PeftAdapter  # noqa: E402
 from rlhf_megatron.models.router_replay import choice_shape  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RLRecipe, RoleSection, make_recipe  # noqa: E402
 from rlhf_megatron.regather.shard_specs import adapter_shards  # noqa: E402
@@ -129,14 +131,14 @@ def _hand_over(before: Role, after: Role, folder: Path) -> str:
     """
     tensors, pieces = role_tensors(before, {})
     about = {"pieces": {before.name: pieces}}
-    write_tensors(folder, f"rank-{before.shard.position}.safetensors", tensors, about)
+    write_tensors(folder, f"rank-{dist.get_rank()}.safetensors", tensors, about)
     state = json.loads(json.dumps(role_state(before)))
     dist.barrier()
     for parameter in after.shard.trainable.module.parameters():
         parameter.data.zero_()
     with contextlib.ExitStack() as stack:
         paths = [partial_folder(folder) / f"rank-{position}.safetensors" for position in range(before.layout.size)]
-        files = [stack.enter_context(TensorFile(path)) for path in paths]
+        files = files_of_role(state, [stack.enter_context(TensorFile(path)) for path in paths])
         restore_role(after, state, files)
         after.merge_adapters()
         del state["rows_of_attention"]

@@ -22,7 +22,7 @@ from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import check_generates, read_architecture  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
-from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
+from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
 from rlhf_megatron.regather.learned_rollout import check_engine, learned_rollout_blocks  # noqa: E402
 from rlhf_megatron.regather.peer_memory import map_peers  # noqa: E402
@@ -49,6 +49,7 @@ def learn_and_answer(
     direct_bytes: int = 2048,
     rollout: dict[str, Any] | None = None,
     peer_memory: bool = False,
+    lora: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """For each update: vLLM's greedy and sampled answers, the trainer's logprobs of the latter, and an export.
 
@@ -56,15 +57,16 @@ def learn_and_answer(
     """
     architecture, world, rank = read_architecture(model).for_rows(48), dist.get_world_size(), dist.get_rank()
     check_generates(architecture, model)
+    learning = OptimizerSection(learning_rate=2e-3, weight_decay=0.0)
     role = Role(
         "actor",
         architecture,
         Layout(**layout),
         range(world),
-        RoleSection(tokens_per_gpu=200),
+        ActorSection(tokens_per_gpu=200, optimizer=learning, lora=lora),
         dtype=dtype,
         seed=1,
-        optimizer=OptimizerSection(learning_rate=2e-3, weight_decay=0.0),
+        optimizer=learning,
     )
     with CheckpointFiles(model, architecture) as files:
         role.load(files)

@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import ParamWrapper
 from safetensors.torch import load_file
 
 from hugging_face import load_model, make_model, random_rows, row_logprobs, train
-from parallel.parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, Case, case
+from parallel.parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, Case, case, selected_names
 from parallel.parity_ranks import run_cases
 from parallel.ranks import run_ranks
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.lora import Adaptation, adapted_shapes, factor_shapes
+from rlhf_megatron.models.peft_files import write_peft
+from rlhf_megatron.models.weight_map import is_expert
 from rlhf_megatron.topology.layout import Layout
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -63,14 +68,65 @@ CASES: dict[str, tuple[Case, list[str]]] = {
     ),
     "norms around sublayers, one rank": (Case("gemma2", True, {}), ALL),
     "parallel sublayers, TP2": (Case("cohere2", False, {"tensor": 2}, SEQUENCE), ALL),
-    "sinks, experts with biases, EP2": (Case("gpt_oss", False, {"data": 2, "expert": 2}), ATTENTION),
-    "experts, TP2 EP2": (Case("qwen3_moe", False, {"tensor": 2, "data": 2, "expert": 2}), ATTENTION),
+    "experts with biases, EP2": (
+        Case("gpt_oss", False, {"data": 2, "expert": 2}),
+        [*ATTENTION, "gate_up_proj", "down_proj"],
+    ),
+    "experts, TP2 EP2": (
+        Case("qwen3_moe", False, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 1}, SEQUENCE),
+        ALL,
+    ),
+}
+# Of experts, in `make grid`.
+MORE_CASES: dict[str, tuple[Case, list[str]]] = {
+    "experts, one rank": (Case("qwen3_moe", False, {}), ALL),
+    "experts, then parts of them": (
+        Case("qwen3_moe", False, {"data": 2, "expert": 2}, then={"tensor": 2, "expert_tensor": 2}),
+        ALL,
+    ),
+    "parts of experts, EP2, then EP4": (
+        Case(
+            "qwen3_moe",
+            False,
+            {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2},
+            SEQUENCE,
+            then={"data": 4, "expert": 4},
+        ),
+        ALL,
+    ),
+    "experts alone, PP2 VP2 EP2": (
+        Case(
+            "qwen3_moe",
+            False,
+            {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
+            {"recompute": {"granularity": "full", "layers": 1}},
+        ),
+        ["gate_proj", "up_proj", "down_proj"],
+    ),
+    "down projections of experts, EP2": (Case("qwen3_moe", False, {"data": 2, "expert": 2}), ["q_proj", "down_proj"]),
+    "a shared expert, TP2 EP2": (
+        Case("qwen2_moe", False, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 1}, SEQUENCE),
+        ALL,
+    ),
+    "dense layers and a shared expert, EP2": (
+        Case("deepseek_v3", False, {"data": 2, "expert": 2}),
+        [*LATENT, "gate_proj", "up_proj", "down_proj"],
+    ),
+    "names of Mixtral's, EP2": (Case("mixtral", False, {"data": 2, "expert": 2}), [*ATTENTION, "w1", "w3", "w2"]),
+    "experts with biases, one rank": (Case("gpt_oss", False, {}), ["gate_up_proj", "down_proj"]),
 }
 RANK, ALPHA = 3, 5.0
 
 
 def make_adapter(folder: Path, modules: list[str], path: Path) -> Path:
-    """An adapter by PEFT with random A and B: one that has learnt something."""
+    """An adapter by PEFT with random A and B: one that has learnt something; with experts one of ours."""
+    if adapts_experts(folder, modules):
+        architecture, adaptation = read_architecture(folder), Adaptation(RANK, ALPHA * RANK**-0.5, tuple(modules))
+        draw = torch.Generator().manual_seed(3)
+        shapes = factor_shapes(architecture, adaptation).items()
+        factors = [(name, 0.1 * torch.randn(shape, generator=draw)) for name, shape in shapes]
+        write_peft(path, factors, architecture, adaptation, str(folder))
+        return path
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, use_rslora=True, task_type="CAUSAL_LM")
     model = get_peft_model(load_model(folder), config)
     generator = torch.Generator().manual_seed(3)
@@ -80,6 +136,22 @@ def make_adapter(folder: Path, modules: list[str], path: Path) -> Path:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(path)
     return path
+
+
+def adapts_experts(folder: Path, modules: list[str]) -> bool:
+    adapted = adapted_shapes(read_architecture(folder), Adaptation(RANK, 1.0, tuple(modules)))
+    return any(map(is_expert, adapted))
+
+
+def keep_gates_from_ups(model: PeftModel) -> None:
+    """PEFT has A and B of gate and up of an expert as blocks of one A and B of twice the rank. Between the blocks are
+    zeros, and here they stay there."""
+    for module in model.modules():
+        if isinstance(module, ParamWrapper) and module.r["default"] == 2 * RANK:
+            b = module.lora_B["default"].weight
+            mask = torch.zeros(len(b), 2 * RANK, module.num_experts)
+            mask[: len(b) // 2, :RANK] = mask[len(b) // 2 :, RANK:] = 1
+            b.register_hook(mask.flatten(1).mul)
 
 
 def given_adapter(name: str, modules: list[str], path: Path) -> dict[str, Any]:
@@ -94,10 +166,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(home: Path) -> dict[str, list[dict[str, Any]]]:
+def results(home: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """Each case's results by rank; all cases of as many ranks share a launch."""
     cases: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
-    for name, (given, modules) in CASES.items():
+    for name in selected_names(request):
+        given, modules = (CASES | MORE_CASES)[name]
         folder = make_model(home / name, given.family, tied=given.tied, vocabulary=VOCABULARY)
         adapter = make_adapter(folder, modules, home / f"{name}, adapter")
         cases[Layout(**given.layout).size][name] = case(
@@ -109,13 +182,13 @@ def results(home: Path) -> dict[str, list[dict[str, Any]]]:
             exported=str(home / f"{name}, exported"),
         )
     found: dict[str, list[dict[str, Any]]] = {}
-    for ranks, of_size in cases.items():
+    for ranks, of_size in ((ranks, of_size) for ranks, of_size in cases.items() if of_size):
         by_rank = run_ranks(run_cases, ranks, {"cases": of_size}, timeout=600)
         found |= {name: [result[name] for result in by_rank] for name in of_size}
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.grid) for name in MORE_CASES)])
 def test_outputs_and_steps_equal_peft(name: str, home: Path, results: dict[str, list[dict[str, Any]]]) -> None:
     by_rank = results[name]
     assert all(result["losses"] == by_rank[0]["losses"] for result in by_rank)
@@ -123,6 +196,7 @@ def test_outputs_and_steps_equal_peft(name: str, home: Path, results: dict[str, 
     result = by_rank[0]
     prompts, responses = random_rows(7, VOCABULARY)
     model = PeftModel.from_pretrained(load_model(home / name), home / f"{name}, adapter", is_trainable=True)
+    keep_gates_from_ups(model)
     with torch.no_grad():
         expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])
         with model.disable_adapter():
@@ -137,11 +211,14 @@ def test_outputs_and_steps_equal_peft(name: str, home: Path, results: dict[str, 
     exported = home / f"{name}, exported"
     model.save_pretrained(home / f"{name}, expected")
     wanted = load_file(home / f"{name}, expected" / "adapter_model.safetensors")
+    again = PeftModel.from_pretrained(load_model(home / name), exported / "adapter")
     found = load_file(exported / "adapter" / "adapter_model.safetensors")
+    if adapts_experts(home / name, (CASES | MORE_CASES)[name][1]):
+        again.save_pretrained(home / f"{name}, again")
+        found = load_file(home / f"{name}, again" / "adapter_model.safetensors")
     assert found.keys() == wanted.keys()
     for tensor, value in wanted.items():
         assert (found[tensor] - value).abs().max() < 1e-5, tensor
-    again = PeftModel.from_pretrained(load_model(home / name), exported / "adapter")
     merged, trained = load_model(exported), model.merge_and_unload()
     with torch.no_grad():
         for row in zip(prompts, responses, strict=True):

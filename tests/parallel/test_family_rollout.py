@@ -42,6 +42,7 @@ class Case(NamedTuple):
     dtype: str = "float32"
     within: float = 1e-4
     rollout: Mapping[str, Any] = MappingProxyType({})
+    lora: Mapping[str, Any] | None = None
 
     @property
     def launch(self) -> tuple[int, int, bool]:
@@ -106,6 +107,10 @@ CASES = {
     "sinks, experts in one tensor": Case("gpt_oss", fields=GPT_OSS, experts=True),
     "sinks, experts in one tensor, EP2": Case("gpt_oss", {"data": 2, "expert": 2}, fields=GPT_OSS, experts=True),
     "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),
+    "adapters of experts, EP2": Case("qwen3_moe", {"data": 2, "expert": 2}, 2, experts=True, lora={"rank": 4}),
+    "adapters of experts in one tensor, EP2": Case(
+        "gpt_oss", {"data": 2, "expert": 2}, fields=GPT_OSS, experts=True, lora={"rank": 4, "alpha": 16}
+    ),
 }
 
 
@@ -135,6 +140,7 @@ def arguments(
         "updates": UPDATES,
         "dtype": case.dtype,
         "rollout": dict(case.rollout),
+        "lora": case.lora,
         "exported": str(home / f"{name}, exported"),
     }
 

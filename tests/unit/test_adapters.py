@@ -19,12 +19,12 @@ from rlhf_megatron.models.flops import training_flops
 from rlhf_megatron.models.lora import (
     Adaptation,
     NewAdapters,
-    PeftAdapter,
     adapter_blocks,
     adapter_layout,
     factor_shapes,
     whole_adapter_blocks,
 )
+from rlhf_megatron.models.peft_files import PeftAdapter
 from rlhf_megatron.planning.dry_run import dry_run
 from rlhf_megatron.planning.memory import checkpoint_bytes, estimate
 from rlhf_megatron.planning.model_folders import planned_architectures
@@ -161,17 +161,27 @@ def test_recipes_that_are_refused(overrides: list[str], expected: str, monkeypat
         load_recipe(ROOT / "recipes" / "qwen7b_lora.yaml", overrides)
 
 
-def test_experts_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_a_mixture_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    overrides = ["actor.lora={rank: 8}", "reference=null"]
-    recipe = load_recipe(ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", overrides)
-    with pytest.raises(RecipeError, match="layers of experts have no adapters; name some of q_proj, k_proj"):
-        dry_run(recipe, 16)
-    with pytest.raises(RecipeError, match="layers of experts have no adapters; name some of q_proj, k_proj"):
-        named = "actor.lora.target_modules=[q_proj, down_proj]"
-        dry_run(load_recipe(ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", [*overrides, named]), 16)
-    attention = "actor.lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"
-    dry_run(load_recipe(ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", [*overrides, attention]), 16)
+    layout = "actor.layout={expert: 8}"
+    recipe = load_recipe(
+        ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", ["actor.lora={rank: 8}", "reference=null", layout]
+    )
+    attention = 8 * 48 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    experts = 8 * 48 * 128 * 3 * (2048 + 768)
+    assert f"{attention + experts:,} parameters of adapters learn" in dry_run(recipe, 16)
+    [stage] = estimate(recipe, planned_architectures(recipe), 16).roles["actor"]
+    assert stage.gradients * GB == 4 * (attention + experts / 8)
+    assert stage.optimizer * GB == 8 * (attention / 16 + experts / 8 / 2)
+    adapted = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 // 8 * 3 * 2048 * 768)
+    assert stage.adapters * GB == 4 * (attention + experts / 8) + 2 * adapted
+    for modules, expected in (
+        ("[q_proj, gate_proj]", "gate_proj and up_proj are one parameter of PEFT's experts; name both or none"),
+        ("[q_proj, qkv_proj]", "the layers of qwen3_moe have no qkv_proj; name some of q_proj, k_proj"),
+    ):
+        given = ["actor.lora={rank: 8, target_modules: " + modules + "}", "reference=null", layout]
+        with pytest.raises(RecipeError, match=expected):
+            dry_run(load_recipe(ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", given), 16)
 
 
 def test_the_plan_of_a_recipe_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:

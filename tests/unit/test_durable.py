@@ -11,8 +11,10 @@ import torch
 
 from hugging_face import make_model
 from rlhf_megatron.durable import tidy, whole_file, whole_folder, write_text
+from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.models.hf_export import Companions, write_checkpoint
-from rlhf_megatron.models.lora import Adaptation, write_peft
+from rlhf_megatron.models.lora import Adaptation
+from rlhf_megatron.models.peft_files import write_peft
 
 
 def content_of(folder: Path) -> dict[str, str]:
@@ -79,12 +81,12 @@ def on_disk_at_rename(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[st
 
 
 def test_exports_have_their_name_when_every_file_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(tmp_path / "model")
+    architecture = read_architecture(make_model(tmp_path / "model"))
     seen = on_disk_at_rename(monkeypatch)
     tensors = [(f"model.{name}.weight", torch.ones(4, 4)) for name in "ab"]
     for _ in range(2):  # the second replaces the first
         write_checkpoint(tmp_path / "step-1", Companions(tmp_path / "model"), tensors, torch.float32, shard_bytes=64)
-        write_peft(tmp_path / "adapter", tensors, Adaptation(2, 1.0, ("q_proj",)), "base")
+        write_peft(tmp_path / "adapter", tensors, architecture, Adaptation(2, 1.0, ("q_proj",)), "base")
     named = [each for each in seen if not each[0].endswith(".replaced")]
     assert [name for name, _, _ in named] == ["step-1", "adapter"] * 2
     for _, there, done in named:

@@ -19,7 +19,8 @@ from hugging_face import make_model
 from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.hf_export import Companions, write_checkpoint
 from rlhf_megatron.models.hf_files import CheckpointFiles
-from rlhf_megatron.models.lora import PEFT_WEIGHTS, Adaptation, PeftAdapter, factor_shapes, peft_config
+from rlhf_megatron.models.lora import Adaptation, factor_shapes
+from rlhf_megatron.models.peft_files import PEFT_WEIGHTS, PeftAdapter, peft_config
 from rlhf_megatron.models.weight_map import whole_blocks
 from rlhf_megatron.models.weight_source import load_blocks
 from rlhf_megatron.recipe import LoraSection
@@ -214,7 +215,7 @@ def test_adapters_are_weights_as_others(model: Path, tmp_path: Path, change: Cha
     shapes = factor_shapes(architecture, adaptation)
     tensors = {f"base_model.model.{name}": torch.ones(shape) for name, shape in shapes.items()}
     last = list(tensors)[-1]
-    (tmp_path / "adapter_config.json").write_text(json.dumps(peft_config(adaptation, "base")))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(peft_config(architecture, adaptation, "base")))
     save_file(tensors, tmp_path / PEFT_WEIGHTS)
     PeftAdapter(tmp_path, architecture, adaptation)
     save_file(tensors | {last: change(tensors[last])}, tmp_path / PEFT_WEIGHTS)

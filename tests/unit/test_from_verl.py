@@ -199,7 +199,7 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
     lora = recipe.actor.lora
     assert lora is not None and recipe.reference is None
     assert (lora.rank, lora.scale, lora.target_modules) == (32, 1.0, "all-linear")
-    assert "adapters have no dropout" in err and "have an A each" in err
+    assert "adapters have no dropout" in err and "have gate and up, and each expert" in err
 
 
 @pytest.mark.parametrize(

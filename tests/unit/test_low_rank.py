@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_megatron.models.biased_experts import gates_first
 from rlhf_megatron.models.lora import fused_with
 from rlhf_megatron.models.low_rank import Adapted, LowRank, attach, factor_gradients
 
@@ -55,7 +56,7 @@ def test_a_layer_gives_the_gradients_of_its_factors_and_lets_others_pass(normed:
     [of_input] = torch.autograd.grad(((read @ merged.T) ** 2).sum(), x)
     layer = Layer(merged, norm, offset)
     weights = [Adapted((0, 8), [((0, 6), (0, 6))]), Adapted((0, 8), [((6, 10), (0, 4))])]
-    attach(layer, LowRank(weights, SCALE, False, None, 1e-5 if normed else None, offset), learning)
+    attach(layer, [LowRank(weights, SCALE, False, None, 1e-5 if normed else None, offset)], learning)
     output, _ = layer(x)
     (output**2).sum().backward()
     for factor, value in zip(learning, wanted, strict=True):
@@ -63,9 +64,41 @@ def test_a_layer_gives_the_gradients_of_its_factors_and_lets_others_pass(normed:
     torch.testing.assert_close(x.grad, of_input)
 
 
+class GroupedLayer(torch.nn.Module):
+    """The layers of several experts, called as Transformer Engine's grouped ones are; perhaps with gates first."""
+
+    def __init__(self, weights: list[Tensor], pairs: bool) -> None:
+        super().__init__()
+        self.weights, self.pairs = weights, pairs
+
+    def forward(self, x: Tensor, tokens: list[int]) -> tuple[Tensor, None]:
+        parts = zip(x.split(tokens), self.weights, strict=True)
+        output = torch.cat([own @ weight.T for own, weight in parts])
+        return gates_first(output) if self.pairs else output, None
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["gate, then up", "gate and up in pairs"])
+def test_a_grouped_layer_gives_those_of_each_expert(pairs: bool) -> None:
+    tokens, learning = [4, 0, 7], factors(*[(6, 8)] * 3)
+    base = torch.randn(3, 6, 8, dtype=torch.float64)
+    x = torch.randn(TOKENS, 8, dtype=torch.float64, requires_grad=True)
+    downs, ups = learning[::2], learning[1::2]
+    merged = [weight + SCALE * b @ a for weight, a, b in zip(base, downs, ups, strict=True)]
+    weighting = torch.randn(TOKENS, 6, dtype=torch.float64)
+    output, _ = GroupedLayer(merged, pairs)(x, tokens)
+    wanted = torch.autograd.grad((output * weighting).sum(), [x, *learning])
+    layer = GroupedLayer([weight.detach() for weight in merged], pairs)
+    part = LowRank([Adapted((0, 8), [((0, 6), (0, 6))])], SCALE, False, None, gates_first=pairs)
+    attach(layer, [part] * 3, learning)
+    output, _ = layer(x, tokens)
+    (output * weighting).sum().backward()
+    for found, value in zip([x, *learning], wanted, strict=True):
+        torch.testing.assert_close(found.grad, value)
+
+
 def test_nothing_is_kept_where_no_gradient_is_asked_for() -> None:
     layer = Layer(torch.randn(6, 8, dtype=torch.float64), None)
-    attach(layer, LowRank([Adapted((0, 8), [((0, 6), (0, 6))])], SCALE, False, None), factors((6, 8)))
+    attach(layer, [LowRank([Adapted((0, 8), [((0, 6), (0, 6))])], SCALE, False, None)], factors((6, 8)))
     with torch.no_grad():
         output, _ = layer(torch.randn(TOKENS, 1, 8, dtype=torch.float64))
     assert not output.requires_grad

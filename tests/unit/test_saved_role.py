@@ -17,11 +17,13 @@ from torch import Tensor
 from hugging_face import make_model
 from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole, files_of_role
 from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors
-from rlhf_megatron.errors import CheckpointError
+from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.architecture import LayerKind, read_architecture
 from rlhf_megatron.models.description import Experts, SharedExpert, stored_form
+from rlhf_megatron.models.lora import Adaptation, adapter_layout
 from rlhf_megatron.models.rope import Llama3Scaling, LongScaling, Rope, YarnScaling
 from rlhf_megatron.models.weight_map import megatron_blocks
+from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
 
@@ -126,6 +128,25 @@ def test_layers_of_another_kind_are_another_model(saved: Saved, model: Path, tmp
     saved.state["architecture"] = json.loads(json.dumps(stored_form(changed)))
     with pytest.raises(CheckpointError, match="of another model than actor's: it has (mixed_layers|experts|window) "):
         read(saved, model, tmp_path / "step-3")
+
+
+def test_adapters_on_other_layers_are_another_checkpoint(saved: Saved, model: Path) -> None:
+    architecture, every = read_architecture(model), Adaptation.of(LoraSection(rank=4))
+    saved.state["layout"] = dataclasses.asdict(adapter_layout(Layout(data=2)))
+
+    def opened(adapted: list[str], wanted: Adaptation) -> SavedRole:
+        saved.state["adapters"] = {"rank": 4, "scale": 1.0, "modules": adapted}
+        return SavedRole("actor", architecture, saved.state, [None, None], wanted)  # type: ignore[list-item]
+
+    # An earlier version knew of no layers but these, which are all that the model has.
+    usual = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert opened(usual, every).whole_blocks()
+    with pytest.raises(ForeignCheckpoint) as caught:
+        opened(["q_proj", "v_proj"], every)
+    assert str(caught.value).startswith(
+        "the checkpoint has adapters of rank 4 and scale 1 on q_proj, v_proj of actor, and the recipe asks for "
+        f"adapters of rank 4 and scale 1 on {', '.join(usual)} (actor.lora); change it back"
+    )
 
 
 NAME = "decoder.final_layernorm.weight"

@@ -47,7 +47,7 @@ def test_parts_read_from_files_make_the_files_again(folder: Path) -> None:
     assert stored_shapes(shapes, stacked) == {name: tuple(tensor.shape) for name, tensor in held.items()}
     with CheckpointFiles(folder, architecture) as files:
         again = dict(stored_tensors(((name, files.read(name, ())) for name in shapes), stacked))
-        piece = files.read(EXPERTS + "2.gate_up.weight", ((3, 7), (10, 50)))
+        piece = files.read(EXPERTS + "2.gate_up_proj.weight", ((3, 7), (10, 50)))
     assert again.keys() == held.keys() and all(torch.equal(again[name], held[name]) for name in held)
     assert torch.equal(piece, held[EXPERTS + "gate_up_proj"][2, 10:50, 3:7].t())
 
@@ -55,7 +55,7 @@ def test_parts_read_from_files_make_the_files_again(folder: Path) -> None:
 def test_a_stack_without_all_of_its_parts_is_an_error(folder: Path) -> None:
     stacked = stacked_tensors(read_architecture(folder))
     with pytest.raises(ValueError, match=r"^parts of model\.layers\.1\.mlp\.experts\.down_proj are missing$"):
-        list(stored_tensors([(EXPERTS + "0.down.weight", torch.zeros(2, 2))], stacked))
+        list(stored_tensors([(EXPERTS + "0.down_proj.weight", torch.zeros(2, 2))], stacked))
 
 
 def test_mxfp4_is_unpacked_as_transformers_unpacks_it() -> None:
@@ -73,14 +73,14 @@ def test_files_in_mxfp4_are_read_as_transformers_reads_them(folder: Path, tmp_pa
     target = packed(folder, tmp_path / "packed")
     theirs = load_model(target).state_dict()  # without a GPU transformers dequantises too
     with CheckpointFiles(target, read_architecture(target)) as files:
-        for stack, part in (("gate_up_proj", "gate_up"), ("down_proj", "down")):
+        for stack, part in (("gate_up_proj", "gate_up_proj"), ("down_proj", "down_proj")):
             whole = theirs[EXPERTS + stack][3].t()
             read = files.read(f"{EXPERTS}3.{part}.weight", ())
             assert read.dtype == torch.bfloat16 and torch.equal(read.float(), whole)
             rows, columns = (5, 9), (33, 61)
             piece = files.read(f"{EXPERTS}3.{part}.weight", (rows, columns))
             assert torch.equal(piece.float(), whole[slice(*rows), slice(*columns)])
-        assert files.where(EXPERTS + "3.down.weight") == str(target / FILE)
+        assert files.where(EXPERTS + "3.down_proj.weight") == str(target / FILE)
 
 
 @pytest.mark.parametrize(

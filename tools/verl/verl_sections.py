@@ -368,13 +368,16 @@ def put_adapters(command: Command, tree: Tree) -> None:
         if others:
             command.remark(key, f"adapters are on {', '.join(sorted(known))} alone")
     if of_megatron:
-        command.remark(f"{MODEL}.lora.rank", "queries, keys and values have an A each, and so have gate and up")
+        command.remark(
+            f"{MODEL}.lora.rank", "queries, keys and values have an A each, and so have gate and up, and each expert"
+        )
     for excluded in (f"{MODEL}.exclude_modules", f"{MODEL}.lora.exclude_modules"):
         if command.take(excluded):
             command.remark(excluded, "name the layers that are left in actor.lora.target_modules")
     if command.number(f"{MODEL}.lora.dropout", 0.0):
         command.remark(f"{MODEL}.lora.dropout", "adapters have no dropout")
     tree.put("actor.lora.path", path or None)
+    command.pass_over(f"{MODEL}.lora.share_expert_adapters")
     command.pass_over(f"{MODEL}.lora.merge", f"{MODEL}.lora.type")  # always merged, and always what is called canonical
 
 

@@ -36,9 +36,9 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# A layer's tensors in a checkpoint, and an expert's; no names of PEFT's modules, which are not of experts.
-_STACKS = {"gate_up_proj": "gate_up.weight", "down_proj": "down.weight"}
-_STACKED_BIASES = {"gate_up_proj_bias": "gate_up.bias", "down_proj_bias": "down.bias"}
+# A layer's tensors in a checkpoint, and an expert's.
+_STACKS = {"gate_up_proj": "gate_up_proj.weight", "down_proj": "down_proj.weight"}
+_STACKED_BIASES = {"gate_up_proj_bias": "gate_up_proj.bias", "down_proj_bias": "down_proj.bias"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ FAMILY = GptOss(
     ),
     qkv_bias=True,
     experts=False,
-    expert_names=ExpertNames(router="router", gate_up="gate_up", down="down"),
+    expert_names=ExpertNames(router="router", gate_up="gate_up_proj"),
     max_positions=131072,
     norm_epsilon=1e-5,
     rope_theta=150_000.0,
