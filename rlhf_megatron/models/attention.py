@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlhf_megatron.data.context_parallel import tokens_of_part
+from rlhf_megatron.models.interval_attention import can_attend, interval_attention
 
 
 def packed_attention(soft_cap: float | None = None) -> Callable[..., PackedAttention]:
@@ -128,6 +129,8 @@ def causal_attention(
     sequence; without them every token has a query. Sequences are padded on the right to the longest one: with a causal
     mask no real token sees the padding, so one call serves the whole micro-batch.
     """
+    if (soft_cap is not None or sinks is not None) and can_attend(query):
+        return interval_attention(query, key, value, boundaries, scale, window, query_positions, soft_cap, sinks)
     lengths = boundaries.diff().long()
 
     def real(counts: Tensor, most: int) -> Tensor:  # [rows, most]
@@ -168,7 +171,8 @@ def causal_attention(
 def _explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of [rows, heads, n, d] with what torch's fused one has not: all products exist at once."""
+    """Attention of [rows, heads, n, d] with what torch's fused one has not, on CPUs and in float32: all products exist
+    at once."""
     grouped = query.unflatten(1, (key.size(1), -1))  # [rows, groups, heads of a group, q, d]
     scores = ((grouped * scale) @ key[:, :, None].transpose(-1, -2)).float()
     if soft_cap is not None:
