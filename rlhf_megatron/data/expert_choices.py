@@ -26,6 +26,11 @@ class ChoiceShape:
         """The smallest type that has a value beyond the experts."""
         return torch.uint8 if self.experts <= torch.iinfo(torch.uint8).max else torch.int16
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the choices of one token."""
+        return self.layers * self.chosen * self.dtype.itemsize
+
     def unknown(self, tokens: int) -> Tensor:
         """Choices of ``tokens`` tokens of which nothing is known."""
         return torch.full((tokens, self.layers, self.chosen), unknown(self.dtype), dtype=self.dtype)

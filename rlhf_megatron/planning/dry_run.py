@@ -180,6 +180,8 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
             f"{rollout.cache_tokens:,} tokens, or {rollout.full_length_sequences:,} sequences of full length at a time "
             "per replica"
         )
+        if rollout.choices:
+            yield f"rollout: choices of experts, for router replay: {rollout.choices:.1f} beside the cache"
         if isinstance(recipe, RLRecipe) and recipe.why_weights_are_copied:
             yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
     limit = recipe.cluster.gpu_memory_gb

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token
 from rlhf_megatron.planning.parameters import (
@@ -32,7 +33,8 @@ ROLLOUT_ACTIVATIONS_GB = 2.0  # vLLM's own activations and sampling buffers, wit
 @dataclasses.dataclass(frozen=True)
 class RolloutMemory:
     """GB on each GPU of the rollout, and what fits into its KV cache; ``shared`` of the weights are the actor's memory,
-    ``reserved`` is all that vLLM takes while it generates."""
+    ``reserved`` is all that vLLM takes while it generates. ``choices`` of experts are kept beside that, for each token
+    of the cache, also while vLLM sleeps."""
 
     replicas: int
     weights: float
@@ -41,6 +43,7 @@ class RolloutMemory:
     reserved: float
     cache_tokens: int
     full_length_sequences: int
+    choices: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +83,12 @@ def _phases(recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: Rollou
     update = max(updates, default=resident)
     if not isinstance(recipe, RLRecipe):
         return {"update": update}
-    awake = rollout.reserved if rollout else 0.0
+    awake, choices = (rollout.reserved, rollout.choices) if rollout else (0.0, 0.0)
     sleeps = recipe.rollout.sleep and roles and not recipe.rollout_is_ahead
-    asleep = min(awake, SLEEPING_GB) if sleeps else awake
+    asleep = choices + (min(awake, SLEEPING_GB) if sleeps else awake)
     forward = max((stage.forward for stages in roles.values() for stage in stages), default=0.0)
     return {
-        "generate": resident + awake + recipe.regather.buffer_mb / 1024,
+        "generate": resident + awake + choices + recipe.regather.buffer_mb / 1024,
         "logprobs": resident + asleep + forward,
         "update": update + asleep,
     }
@@ -128,7 +131,17 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
     tokens = int(cache * GB // kv_cache_bytes_per_token(architecture, tensor, size))
     replicas = len(rollout_ranks(recipe, world_size)) // tensor
     sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, size, recipe.longest_sequence))
-    return RolloutMemory(replicas, weights, shared, cache, share, tokens, sequences)
+    choices = tokens * _choice_bytes(recipe, architecture) / GB
+    return RolloutMemory(replicas, weights, shared, cache, share, tokens, sequences, choices)
+
+
+def _choice_bytes(recipe: RLRecipe, architecture: Architecture) -> int:
+    """Bytes of the experts that the rollout chooses for one token, where it records them."""
+    experts, kinds = architecture.experts, architecture.layer_kinds
+    if experts is None or not recipe.algorithm.replays_experts:
+        return 0
+    layers = sum(kind.feed_forward == "experts" for kind in kinds)
+    return ChoiceShape(experts.count, layers, experts.chosen).token_bytes
 
 
 def _shared_parameters(recipe: RLRecipe, architecture: Architecture, world_size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.planning.activation_memory import largest_layer, stage_activations
 from rlhf_megatron.planning.parameters import (
     adapted_parameters,
     rank_parameters,
@@ -12,7 +13,7 @@ from rlhf_megatron.planning.parameters import (
     stage_layer_indices,
 )
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.roles import OffloadSection, RoleSection, transformer_engine_can
+from rlhf_megatron.recipe.roles import OffloadSection, RoleSection
 from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.role_layout import make_layout
@@ -99,9 +100,9 @@ def role_memory(recipe: Recipe, section: RoleSection, architecture: Architecture
     size = ELEMENT_BYTES[recipe.model.dtype]
     tokens = micro_batch_tokens(recipe, section)
     forward_tokens = micro_batch_tokens(recipe, section, gradients=False) // layout.context
-    forward_layer = forward_tokens * _layer_activations(section, architecture, layout, size)
+    longest = recipe.longest_sequence
     per_stage = []
-    for stage, layers in enumerate(layout.stage_layers(architecture.layers)):
+    for stage in range(layout.pipeline):
         held = rank_parameters(architecture, layout, stage)
         last = stage == layout.pipeline - 1
         activations = logits = 0.0
@@ -109,14 +110,16 @@ def role_memory(recipe: Recipe, section: RoleSection, architecture: Architecture
         if learning is not None:
             state = _learning_state(section, architecture, layout, stage, size)
             in_flight = min(_micro_batches_in_flight(layout, stage), _most_micro_batches(recipe, tokens, layout.data))
-            activations = _stage_activations(section, architecture, layout, layers, tokens, size, in_flight)
-            activations /= layout.context
+            activations = stage_activations(
+                section, architecture, layout, stage, tokens // layout.context, longest, size, in_flight
+            )
         if learning is not None and last:
             kept, frozen = keeps_logits(recipe, section, architecture), section.adapters is not None
             logits = _logit_bytes(
                 architecture, tokens // layout.context, layout.tensor, size, gradients=True, kept=kept, frozen=frozen
             )
         forward = _logit_bytes(architecture, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
+        forward_layer = forward_tokens * largest_layer(section, architecture, layout, stage, size, longest)
         parts = (
             size * held.total, state.gradients, state.optimizer, activations, logits, max(forward, forward_layer),
             state.streamed, state.stream_buffer, state.adapters, state.base_on_host,
@@ -205,54 +208,6 @@ def _most_micro_batches(recipe: Recipe, tokens: int, data: int) -> int:
     """Micro-batches of one data-parallel rank in one optimizer step, if every row were as long as it may be."""
     rows = -(-recipe.batch.prompts_per_update * recipe.batch.rows_per_prompt // data)
     return max(1, -(-rows * recipe.rows_per_response * recipe.longest_sequence // tokens))
-
-
-def _sequence_parts(section: RoleSection, architecture: Architecture, layout: Layout) -> int:
-    """Number of GPUs that norms are cut over; with experts always the tensor-parallel ones."""
-    return layout.tensor if section.sequence_parallel or architecture.experts else 1
-
-
-def _layer_activations(section: RoleSection, architecture: Architecture, layout: Layout, size: int) -> float:
-    """Bytes per token that one decoder layer keeps for its backward pass, in the manner of arXiv 2205.05198, section 4.
-
-    Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden). Inside: query, key, value and
-    the attention's output; and of the gated feed-forward layer gate, up and their product, and where the activation is
-    not fused, also silu(gate) and a copy of up. Attention itself keeps nothing of the order of tokens squared. Experts,
-    taken to be equally busy, keep the same of each token that they get, and its input and output.
-    """
-    a, experts = architecture, architecture.experts
-    outside = 4 * a.hidden / _sequence_parts(section, a, layout)
-    fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
-    kept = 3 if fused else 5  # Transformer Engine is taken to be installed
-    feed_forward = kept * a.feed_forward
-    if experts is not None:
-        feed_forward = experts.chosen * (kept * experts.feed_forward + 2 * a.hidden * layout.expert_parts)
-    heads = 2 * a.heads * a.head_dim + 2 * a.key_value_heads * a.head_dim
-    if a.latent is not None:
-        heads = 2 * a.heads * (a.latent.query_head + a.latent.value)
-        latents = (a.latent.query_rank or 0) + a.latent.key_value_rank
-        outside += 2 * latents / _sequence_parts(section, a, layout)  # before and behind their norms
-    inside = (heads + feed_forward) / layout.tensor
-    return size * (outside + inside)
-
-
-def _stage_activations(
-    section: RoleSection,
-    architecture: Architecture,
-    layout: Layout,
-    layers: int,
-    tokens: int,
-    size: int,
-    in_flight: float,
-) -> float:
-    """Bytes that one stage keeps; layers that are recomputed keep their input, and one of them at a time is whole."""
-    whole = _layer_activations(section, architecture, layout, size)
-    if section.recompute.granularity != "full":  # selective: fused attention has nothing large to give up
-        return tokens * layers * whole * in_flight
-    recomputed = recomputed_layers(section, layout, layers)
-    layer_input = size * architecture.hidden / _sequence_parts(section, architecture, layout)
-    kept = (layers - recomputed) * whole + recomputed * layer_input
-    return tokens * (kept * in_flight + whole)
 
 
 def _logit_bytes(

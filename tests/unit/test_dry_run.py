@@ -527,3 +527,16 @@ def test_a_world_of_no_gpus_cannot_be_planned(
 def test_a_world_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RecipeError, match="tensor 8 x pipeline 6 x data 2 = 96 is not 64 GPUs"):
         dry_run(recipe_of("qwen70b_dapo"), 64)
+
+
+def test_choices_of_experts_are_counted_beside_the_cache() -> None:
+    """One byte for each of the 8 experts of a token in 48 layers, for each token of the cache, in every phase."""
+    plain, replayed = (
+        memory_of(recipe_of("qwen3_30b_a3b_grpo", f"algorithm.router_replay='{mode}'"), "qwen3-30b-a3b", 16)
+        for mode in ("off", "rollout")
+    )
+    assert plain.rollout is not None and replayed.rollout is not None
+    choices = replayed.rollout.choices
+    assert choices * GB == replayed.rollout.cache_tokens * 48 * 8 and plain.rollout.choices == 0
+    for phase, needed in plain.phases.items():
+        assert replayed.phases[phase] == pytest.approx(needed + choices), phase

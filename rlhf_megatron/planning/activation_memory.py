@@ -1,0 +1,120 @@
+"""Memory of activations: what the parts of decoder layers keep for a backward pass, layer by layer of a stage."""
+
+from __future__ import annotations
+
+from rlhf_megatron.models.architecture import Architecture, LayerKind
+from rlhf_megatron.recipe.roles import RoleSection, transformer_engine_can
+from rlhf_megatron.topology.layout import Layout
+
+_CHUNK = 64  # tokens of which a delta net has a state, as in Megatron
+
+
+def stage_activations(
+    section: RoleSection,
+    architecture: Architecture,
+    layout: Layout,
+    stage: int,
+    tokens: int,
+    longest: int,
+    size: int,
+    in_flight: float,
+) -> float:
+    """Return the bytes that a ``stage`` keeps of a micro-batch of ``tokens``; recomputed layers keep their input, and
+    one of them at a time is whole."""
+    kept = 0.0
+    recomputes = section.recompute.granularity == "full"
+    for chunk in layout.stage_chunks(architecture.layers)[stage]:
+        recomputed = min(len(chunk), section.recompute.layers or len(chunk)) if recomputes else 0
+        kept += recomputed * size * architecture.hidden / _sequence_parts(section, architecture, layout)
+        kept += sum(
+            layer_activations(section, architecture, architecture.layer_kinds[layer], layout, size, longest)
+            for layer in chunk[recomputed:]
+        )
+    whole = largest_layer(section, architecture, layout, stage, size, longest) if recomputes else 0.0
+    return tokens * (kept * in_flight + whole)
+
+
+def largest_layer(
+    section: RoleSection, architecture: Architecture, layout: Layout, stage: int, size: int, longest: int
+) -> float:
+    """Return the most bytes per token that one layer of a ``stage`` keeps."""
+    layers = [layer for chunk in layout.stage_chunks(architecture.layers)[stage] for layer in chunk]
+    kinds = {architecture.layer_kinds[layer] for layer in layers}
+    return max(layer_activations(section, architecture, kind, layout, size, longest) for kind in kinds)
+
+
+def layer_activations(
+    section: RoleSection, architecture: Architecture, kind: LayerKind, layout: Layout, size: int, longest: int
+) -> float:
+    """Return the bytes per token that one decoder layer keeps for its backward pass, in the manner of arXiv 2205.05198,
+    section 4.
+
+    Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden), and latents.
+    """
+    a = architecture
+    outside = 4 * a.hidden
+    if kind.attention == "delta":
+        attention = _delta_net(a, size)
+    elif a.latent is not None:
+        attention = 2 * a.heads * (a.latent.query_head + a.latent.value)
+        outside += 2 * ((a.latent.query_rank or 0) + a.latent.key_value_rank)  # before and behind their norms
+    else:
+        attention = _attention(a)
+    attention += _products(a, kind, size, longest)
+    inside = (attention + _feed_forward(section, a, kind, layout, size)) / layout.tensor
+    return size * (outside / _sequence_parts(section, a, layout) + inside)
+
+
+def _sequence_parts(section: RoleSection, architecture: Architecture, layout: Layout) -> int:
+    """Number of GPUs that norms are cut over; with experts, latents or delta nets always the tensor-parallel ones."""
+    always = architecture.experts or architecture.latent or architecture.delta_net
+    return layout.tensor if section.sequence_parallel or always else 1
+
+
+def _attention(a: Architecture) -> float:
+    """Numbers of query, key, value and output; before the norms of heads, and of gates and what they let through."""
+    query, key = a.heads * a.head_dim, a.key_value_heads * a.head_dim
+    normed = query + key if a.query_key_norm or a.wide_query_key_norm else 0
+    return 2 * query + 2 * key + normed + (2 * query if a.gated_attention else 0)
+
+
+def _products(a: Architecture, kind: LayerKind, size: int, longest: int) -> float:
+    """Numbers for each token and key of its row where attention is explicit: with soft caps or sinks in float32.
+
+    In half the bytes, attention keeps nothing of the order of tokens squared.
+    """
+    if kind.attention == "delta" or size < 4 or (a.scales.attention_cap is None and not a.attention_sinks):
+        return 0.0
+    return a.heads * longest * (1.0 if a.scales.attention_cap is None else 2.0)  # softmax, and tanh
+
+
+def _feed_forward(section: RoleSection, a: Architecture, kind: LayerKind, layout: Layout, size: int) -> float:
+    """Numbers of gate, up and their product, and where the activation is not fused, also silu(gate) and a copy of up.
+
+    Experts, taken to be equally busy, keep the same of each token that they get, and its input and output.
+    """
+    fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
+    kept = 3 if fused else 5  # Transformer Engine is taken to be installed
+    if kind.feed_forward == "dense":
+        return kept * a.feed_forward
+    experts = a.experts
+    assert experts is not None
+    shared = kept * experts.shared.feed_forward if experts.shared else 0
+    return shared + experts.chosen * (kept * experts.feed_forward + 2 * a.hidden * layout.expert_parts)
+
+
+def _delta_net(a: Architecture, size: int) -> float:
+    """Numbers of the weights' type that a delta net keeps; by plain torch, which is the most (``models.delta_net``).
+
+    Of its convolution the input of each tap, its sum and its output; of the gated norm behind the rule 11 times the
+    values, those in float32 twice. The rule is in float32. For each value head of d columns of keys and e of values:
+    7 d and 4 e of keys and values in the forms that its products take, the squares of a chunk and, row by row, what the
+    rows before it have made of them, and a state [d, e] for each chunk.
+    """
+    net = a.delta_net
+    assert net is not None
+    outside = (net.taps + 2) * (2 * net.keys + net.values) + 11 * net.values
+    rows = sum(row * row + 2 * row for row in range(_CHUNK)) / _CHUNK
+    state = net.key_dim * net.value_dim / _CHUNK
+    per_head = 7 * net.key_dim + 4 * net.value_dim + 6 * _CHUNK + rows + state
+    return outside + net.value_heads * per_head * 4 / size

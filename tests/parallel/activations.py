@@ -1,0 +1,56 @@
+"""What a rank of the test of activations measures: the bytes that a pass keeps for its backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.compat import megatron
+
+megatron.install()
+
+from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
+from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
+from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
+from rlhf_megatron.recipe import ActorSection, OptimizerSection  # noqa: E402
+from rlhf_megatron.roles.role import Role  # noqa: E402
+from rlhf_megatron.topology.layout import Layout  # noqa: E402
+
+
+def kept_bytes(models: dict[str, str], tokens: int) -> dict[str, int]:
+    """Return the bytes that the decoder of each model keeps of one row of ``tokens``, parameters not among them."""
+    found = {}
+    for name, model in models.items():
+        architecture, learning = read_architecture(model).for_rows(tokens), OptimizerSection(learning_rate=1e-3)
+        role = Role(
+            "actor",
+            architecture,
+            Layout(),
+            range(1),
+            ActorSection(tokens_per_gpu=tokens, optimizer=learning),
+            dtype="float32",
+            seed=1,
+            optimizer=learning,
+        )
+        with CheckpointFiles(model, architecture) as files:
+            role.load(files)
+        kept: dict[int, Tensor] = {}
+        [chunk] = role.shard.chunks
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in role.shard.module.parameters()}
+
+        def keep(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        chunk.decoder.register_forward_pre_hook(lambda *_, hooks=hooks: hooks.__enter__())
+        chunk.decoder.register_forward_hook(lambda *_, hooks=hooks: hooks.__exit__())
+        row = torch.randint(1, architecture.vocabulary, (tokens,)).tolist()
+        batch = batch_from_rows([row[:1]], [row[1:]])
+        weights = torch.full(batch.tokens.shape, 1.0 / tokens)
+        role.update(batch, {"weights": weights}, negative_log_likelihood)
+        found[name] = sum(
+            tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in parameters
+        )
+    return found

@@ -1,0 +1,33 @@
+"""What plans say of activations beside what Megatron's local layers keep for a backward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hugging_face import make_model
+from parallel.activations import kept_bytes
+from parallel.ranks import run_ranks
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.planning.activation_memory import layer_activations
+from rlhf_megatron.recipe import ActorSection, OptimizerSection
+from rlhf_megatron.topology.layout import Layout
+
+TOKENS = 256
+FAMILIES = ["qwen2", "qwen3", "qwen2_moe", "deepseek_v3", "gemma2", "gpt_oss", "qwen3_next"]
+
+
+@pytest.mark.grid
+def test_a_plan_counts_what_layers_keep(tmp_path: Path) -> None:
+    """Up to what norms and activations of small models keep in float32 beside it: a half."""
+    models = {family: str(make_model(tmp_path / family, family)) for family in FAMILIES}
+    [kept] = run_ranks(kept_bytes, 1, {"models": models, "tokens": TOKENS})
+    learning = OptimizerSection(learning_rate=1e-3)
+    section = ActorSection(tokens_per_gpu=TOKENS, optimizer=learning, transformer_implementation="local")
+    for family, model in models.items():
+        architecture = read_architecture(model)
+        counted = sum(
+            layer_activations(section, architecture, kind, Layout(), 4, TOKENS) for kind in architecture.layer_kinds
+        )
+        assert 0.9 < kept[family] / (TOKENS * counted) < 1.5, family
