@@ -299,6 +299,13 @@ def make_model(
     config = CONFIGS[family](**(sizes | SPECIAL.get(family, {}) | head | fields))
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)
+    fill(model, seed)
+    model.save_pretrained(folder)
+    return folder
+
+
+def fill(model: Any, seed: int = 0) -> None:
+    """Give every weight of a model another random value, also those of norms, biases and correction biases."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -308,8 +315,6 @@ def make_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-    model.save_pretrained(folder)
-    return folder
 
 
 def load_model(folder: Path, **fields: Any) -> Any:

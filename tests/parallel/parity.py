@@ -47,6 +47,7 @@ def case(
     rows: Any,
     tokens_per_gpu: int = 60,
     section: dict[str, Any] | None = None,
+    steps: int = STEPS,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Return what a launch is told of a role that learns from ``rows``."""
@@ -56,7 +57,7 @@ def case(
         "rows": rows,
         "section": {"tokens_per_gpu": tokens_per_gpu} | (section or {}),
         "optimizer": OPTIMIZER,
-        "steps": STEPS,
+        "steps": steps,
     }
     return {"function": "learn", "arguments": given | arguments}
 
@@ -111,15 +112,24 @@ class Launches:
         return by_rank
 
 
-def parity_launches(cases: Mapping[str, Case], wanted: Sequence[str], home: Path) -> Launches:
-    """Return the results of ``cases``; those of as many ranks share launches."""
+def launches(ranks: Mapping[str, int], wanted: Sequence[str], told: Callable[[str], Mapping[str, Any]]) -> Launches:
+    """Return the results of cases that take so many ``ranks``, and of which a launch is ``told``.
+
+    Those of as many ranks share launches.
+    """
 
     def launch(names: list[str]) -> dict[str, list[Any]]:
-        told = {name: prepared(home, name, cases[name]) for name in names}
-        by_rank = run_ranks(run_cases, cases[names[0]].ranks, {"cases": told, "go_on": True}, timeout=590)
+        cases = {name: told(name) for name in names}
+        by_rank = run_ranks(run_cases, ranks[names[0]], {"cases": cases, "go_on": True}, timeout=590)
         return {name: [result[name] for result in by_rank] for name in names}
 
-    return Launches({name: given.ranks for name, given in cases.items()}, wanted, launch)
+    return Launches(ranks, wanted, launch)
+
+
+def parity_launches(cases: Mapping[str, Case], wanted: Sequence[str], home: Path) -> Launches:
+    """Return the results of ``cases``."""
+    ranks = {name: given.ranks for name, given in cases.items()}
+    return launches(ranks, wanted, lambda name: prepared(home, name, cases[name]))
 
 
 def one_result(by_rank: list[dict[str, Any]]) -> dict[str, Any]:

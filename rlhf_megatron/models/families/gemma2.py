@@ -16,6 +16,8 @@ from rlhf_megatron.models.families.norm_names import NORMS_AROUND
 from rlhf_megatron.models.families.windows import WindowFields
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# Of the first folders, beside sliding_window; neither transformers nor vLLM reads it.
+_TYPES = GEMMA_TYPES | {"sliding_window_size": (int,)}
 GEMMA2_ONLY = NO_ATTENTION_BIAS | {"hidden_act": GELU, "hidden_activation": GELU}
 
 
@@ -44,7 +46,7 @@ FAMILY = Gemma2(
     "Gemma2",
     FamilyFields(
         read=frozenset({"query_pre_attn_scalar", *CAPS}),
-        types=GEMMA_TYPES,
+        types=_TYPES,
         only=GEMMA2_ONLY,
         never_null=("hidden_activation", "num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
         absent={"num_key_value_heads": 4, "head_dim": 256},

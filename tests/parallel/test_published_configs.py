@@ -1,0 +1,80 @@
+"""Published configs: each is accepted, and a small model of its flags has transformers' logprobs on one rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hugging_face import fill, load_model, random_rows, row_logprobs
+from parallel.parity import Launches, case, launches, selected_names
+from published_configs import PUBLISHED, VOCABULARY, small
+from rlhf_megatron.models.architecture import ModelError, parse_architecture
+
+REFUSED = {
+    "Hunyuan-7B-Instruct": "",
+    "Kimi-K2-Instruct": "",
+    "Qwen3.5-27B": "",
+    "Qwen3.5-35B-A3B": "",
+    "Qwen3.5-397B-A17B": "",
+    "gemma-3-27b-it": "",
+    "gemma-3-4b-it": "",
+    "Devstral-Small-2-24B-Instruct": "model_type is 'mistral3'",
+    "MiniMax-M2.5": "model_type is 'minimax_m2'",
+    "Qwen3-32B-FP8-Static-PerTensor": "quantization_config is",
+}
+ACCEPTED = sorted(PUBLISHED.keys() - REFUSED.keys())
+IN_TESTS = ("Qwen3-0.6B", "DeepSeek-R1")  # of `make test`
+ROWS = random_rows(7, VOCABULARY)
+
+
+def make_small(folder: Path, name: str) -> dict[str, Any]:
+    """Save a small model with the flags of a published one, whose config.json is as its makers write it."""
+    config = small(PUBLISHED[name])
+    read = AutoConfig.for_model(**({"model_type": config["model_type"]} | config))
+    model = AutoModelForCausalLM.from_config(read, dtype=torch.float32)
+    fill(model)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return case(folder, {}, list(ROWS), steps=1)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("published")
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, home: Path) -> Launches:
+    def told(name: str) -> Mapping[str, Any]:
+        return make_small(home / name, name)
+
+    return launches(dict.fromkeys(ACCEPTED, 1), selected_names(request), told)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_TESTS else pytest.mark.grid) for name in ACCEPTED]
+)
+def test_a_small_model_has_the_logprobs_of_transformers(name: str, home: Path, results: Launches) -> None:
+    found = torch.tensor(results[name][0]["logprobs"])
+    model = load_model(home / name)
+    for part, module in model.named_modules():
+        if part.endswith("_a_layernorm"):  # the norms of latents, whose epsilon here is vLLM's
+            module.variance_epsilon = model.config.rms_norm_eps
+    with torch.no_grad():
+        expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(*ROWS, strict=True)])
+    assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_published_config_is_accepted_or_refused_in_one_line(model: str) -> None:
+    if model not in REFUSED:
+        parse_architecture(PUBLISHED[model], "here")
+        return
+    with pytest.raises(ModelError, match=f"^here/config.json: {REFUSED[model]}"):
+        parse_architecture(PUBLISHED[model], "here")

@@ -1,0 +1,56 @@
+"""config.json of published models, as their makers wrote them, and small models of the same flags.
+
+``published_configs.json`` has them field for field, one model in a line.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+
+LAYERS, HEADS, HEAD, EXPERTS, CHOSEN, VOCABULARY, WINDOW = 6, 4, 32, 16, 3, 250, 4
+# Widths and counts; every other field stays.
+_SIZES = {
+    "hidden_size": HEADS * HEAD, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "vocab_size": VOCABULARY, "n_routed_experts": EXPERTS, "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS, "moe_num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_k": CHOSEN,
+    "experts_per_token": CHOSEN, "shared_expert_intermediate_size": 48, "head_dim": HEAD, "kv_lora_rank": 32,
+    "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def small(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with fewer and narrower layers, and with the flags, patterns and positions of ``config``."""
+    if "text_config" in config:
+        return config | {"text_config": small(config["text_config"])}
+    shrunk = {field: _SIZES.get(field, value) if value else value for field, value in config.items()}
+    shrunk.pop("quantization_config", None)
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if groups is not None:
+        shrunk["num_key_value_heads"] = HEADS if groups == heads else min(groups, 2)
+    if "linear_num_value_heads" in config:
+        ratio = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        shrunk["linear_num_value_heads"] = 2 * ratio
+    if shrunk.get("sliding_window") and config["sliding_window"] < config["max_position_embeddings"]:
+        shrunk["sliding_window"] = WINDOW
+    for field, value in config.items():
+        if isinstance(value, list) and len(value) == config["num_hidden_layers"]:
+            shrunk[field] = value[:LAYERS]
+    for field in ("rope_scaling", "rope_parameters"):
+        if shrunk.get(field):
+            shrunk[field] = _small_rope(shrunk, shrunk[field])
+    return shrunk
+
+
+def _small_rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the positions of a head of the small model's size."""
+    turned = int(HEAD * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)) // 2
+    of_pairs = {"short_factor", "long_factor"}
+    shrunk = {field: value[:turned] if field in of_pairs else value for field, value in rope.items()}
+    if "mrope_section" in rope:
+        shrunk["mrope_section"] = [turned - 2 * (turned // 3), turned // 3, turned // 3]
+    return shrunk
