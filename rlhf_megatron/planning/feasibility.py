@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
@@ -67,7 +68,8 @@ def _check_layout(section: str, architecture: Architecture, layout: Layout) -> N
 def _check_rollout(layout: RolloutLayoutSection, architecture: Architecture) -> None:
     """Check what vLLM divides: attention and feed-forward layers as Megatron does, but experts in its own way."""
     tensor, experts = layout.tensor, architecture.experts
-    _check_layout("rollout", architecture, Layout(tensor, expert_tensor=1 if experts else None))
+    repeats = dataclasses.replace(architecture, gated_attention=False)  # vLLM repeats key-value heads, gated or not
+    _check_layout("rollout", repeats, Layout(tensor, expert_tensor=1 if experts else None))
     if experts is None:
         return
     if experts.biased and tensor > 1 and not layout.expert_parallel:

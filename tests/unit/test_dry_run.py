@@ -60,6 +60,8 @@ RECIPES = {
     "qwen3_30b_a3b_grpo": 16,
     "glm45_air_grpo": 64,
     "deepseek_v3_grpo": 96,
+    "gpt_oss_20b_grpo": 8,
+    "qwen3_next_grpo": 32,
 }
 PLANNED = [name for name in RECIPES if not name.startswith("tiny")]  # the tiny model is made by the demo
 MODELS = ["qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-30b-a3b", "glm-4.5-air", "deepseek-v3", "smollm2-135m"]
