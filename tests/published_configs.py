@@ -11,6 +11,13 @@ from typing import Any
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 
+# What a folder of the language model alone has, as transformers saves it.
+PUBLISHED |= {
+    f"{name}, its language model": config["text_config"]
+    for name, config in PUBLISHED.items()
+    if config["model_type"].startswith("qwen3_5")
+}
+
 LAYERS, HEADS, HEAD, EXPERTS, CHOSEN, VOCABULARY, WINDOW = 6, 4, 32, 16, 3, 250, 4
 # Widths and counts; every other field stays.
 _SIZES = {

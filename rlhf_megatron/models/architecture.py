@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.config_fields import check_class, check_fields, read_model_json, unsupported, weight_block
+from rlhf_megatron.models.config_fields import (
+    brief,
+    check_class,
+    check_fields,
+    read_model_json,
+    unsupported,
+    weight_block,
+)
 from rlhf_megatron.models.description import Architecture, Experts, Head, LayerKind, Scales
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.untrusted import shown
@@ -69,6 +76,12 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
     path = Path(folder) / "config.json"
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
+        inside = config.get("text_config")
+        if isinstance(inside, dict):
+            raise ModelError(
+                f"{shown(path)}: model_type is {brief(kind)}, a model of images or sound with a language model of type "
+                f"{brief(inside.get('model_type'))} inside; save that alone, with its text_config as config.json"
+            )
         raise unsupported(path, "model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
     check_fields(path, config, family.fields)

@@ -55,6 +55,7 @@ WHOLE = {
     "phi3": SIZES,
     "qwen2": SIZES,
     "qwen3": SIZES,
+    "qwen3_5_moe_text": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
     "qwen3_5_text": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
     "qwen3_next": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},

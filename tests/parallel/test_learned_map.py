@@ -25,7 +25,7 @@ from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
 # vLLM's module of Qwen3.5 has its images too, and imports torchvision, which a CPU's environment has not.
-NOT_HERE = set() if importlib.util.find_spec("torchvision") else {"qwen3_5_text"}
+NOT_HERE = set() if importlib.util.find_spec("torchvision") else {"qwen3_5_moe_text", "qwen3_5_text"}
 ALL = sorted(CONFIGS.keys() - VARIANTS - NOT_HERE)
 TIED = ("cohere", "cohere2", "gemma", "gemma2", "qwen3")  # in vLLM Gemmas and Cohere's always
 MIXTURES = (

@@ -11,13 +11,16 @@ import rlhf_megatron
 from hugging_face import CONFIGS
 from rlhf_megatron.models.families import FAMILIES
 
+# Unknown to transformers, which reads them as another; compared in test_published_configs.py.
+ELSEWHERE = {"kimi_k2": "deepseek_v3"}
 LIBRARY = Path(rlhf_megatron.__file__).parent
 REGISTRY = LIBRARY / "models" / "families"
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    assert {config.model_type for config in CONFIGS.values()} == set(FAMILIES)
+    assert {config.model_type for config in CONFIGS.values()} == FAMILIES.keys() - ELSEWHERE.keys()
     for name, family in FAMILIES.items():
+        name = ELSEWHERE.get(name, name)
         assert family.classes.lower().replace("_", "") == name.replace("_", "")
 
 
