@@ -35,7 +35,7 @@ class Tokenizer(ABC):
         eos_token_id: the token that ends a text.
         pad_token_id: the tokenizer's padding token, or eos_token_id where it has none.
         stop_token_ids: sorted ids on which generation stops: eos, the ids of generation_config.json, and the token
-            that the chat template puts behind an assistant's turn.
+            that the chat template puts after an assistant's turn.
         vocab_size: one more than the highest id of a token (the model's vocabulary may be padded beyond it).
     """
 
@@ -104,12 +104,12 @@ class Tokenizer(ABC):
         up to and with the header of its next turn. Its end itself is not part of that.
 
         Raises:
-            DataError: see `render_chat`; or the template puts no control token behind an assistant's turn, or another
+            DataError: see `render_chat`; or the template puts no control token after an assistant's turn, or another
                 one where others follow, or leaves a message out.
         """
         end = self.turn_end_token()
         if end is None:
-            raise DataError("the chat template puts no control token behind an assistant's turn")
+            raise DataError("the chat template puts no control token after an assistant's turn")
         probes = [{**message, "content": f"{TURN_PROBE}{index}"} for index, message in enumerate(messages)]
         tried = self._behind_turn(probes, end)
         left_out = [
@@ -132,7 +132,7 @@ class Tokenizer(ABC):
         return begin.removeprefix(end_text)
 
     def turn_end_token(self) -> int | None:
-        """Return the control token that the chat template puts behind an assistant's turn, if there is one."""
+        """Return the control token that the chat template puts after an assistant's turn, if there is one."""
         conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN_PROBE}]
         try:
             rendered = self.render_chat(conversation, add_generation_prompt=False)

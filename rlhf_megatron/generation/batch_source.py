@@ -1,4 +1,4 @@
-"""The batch of each step: rounds of generating and scoring until there are enough groups that teach something.
+"""The batch of each step: rounds of generating and scoring until there are enough informative groups.
 
 It is collected as the loop asks for it, or ahead of it by ranks that only generate.
 """
@@ -44,7 +44,7 @@ class Collector:
     def __init__(
         self, context: RunContext[RLRecipe], worker: RolloutWorker, train: PromptStream, vocabulary: int
     ) -> None:
-        """Holds what waits for the next step: groups that one had too many of, and groups that were given up.
+        """Holds what waits for the next step: surplus groups, and aborted groups.
 
         ``vocabulary``: how many tokens the actor has, by which a checkpoint's are checked.
         """
@@ -171,7 +171,7 @@ class Collector:
         return batch
 
     def _usable(self, batch: RolloutBatch) -> RolloutBatch:
-        """The rows that could be scored, and with dynamic sampling of these the groups that teach something."""
+        """The rows that could be scored, and with dynamic sampling of these the informative groups."""
         known = batch.rewards.isfinite()
         if batch.baseline_rewards is not None:
             known &= batch.baseline_rewards.isfinite()
@@ -300,7 +300,7 @@ def _groups(parts: Sequence[RolloutBatch]) -> int:
 
 
 def _joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-    """The rows of all parts with their groups, numbered anew from 0 in their order."""
+    """The rows of all parts with their groups renumbered from 0 in their order."""
     groups, number = [], 0
     for part in parts:
         ids = part.group_id.unique_consecutive(return_inverse=True)[1] + number
@@ -311,6 +311,6 @@ def _joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
 
 
 def _cut(parts: Sequence[RolloutBatch], groups: int) -> tuple[RolloutBatch, RolloutBatch]:
-    """The first ``groups`` groups of all parts, numbered anew, and the rest."""
+    """The first ``groups`` groups of all parts, renumbered, and the rest."""
     whole = _joined(parts)
     return _rows(whole, whole.group_id < groups), _rows(whole, whole.group_id >= groups)

@@ -1,6 +1,6 @@
-"""Responses of several turns: a function of the user's speaks between the model's, in processes with a time limit.
+"""Multi-turn responses: a user function replies between the model's turns, in processes with a time limit.
 
-The rank that leads a replica asks it; what comes back is put through the chat template, and its tokens go behind the
+The rank that leads a replica calls it; the reply goes through the chat template, and its tokens are appended to the
 model's, marked as not sampled (``rollout.scheduler``).
 """
 
@@ -31,7 +31,7 @@ _CHARACTERS_PER_TOKEN = 64
 
 @dataclasses.dataclass
 class TurnCounts:
-    """Outcomes of one replica's questions to the function."""
+    """Outcomes of one replica's calls of the function."""
 
     answers: int = 0
     ended: int = 0  # by the function
@@ -59,13 +59,13 @@ class TurnFunction:
     def call(
         self, messages: Sequence[dict[str, Any]], ground_truth: str, extra_info: dict[str, Any]
     ) -> Future[Outcome]:
-        """Has it answer a conversation; returns at once."""
+        """Starts the reply to a conversation; returns at once."""
         most = _CHARACTERS_PER_TOKEN * self._section.max_answer_tokens
         given = {"messages": list(messages), "ground_truth": ground_truth, "extra_info": extra_info, "most": most}
         return self._pool.submit(self._job() | given)
 
     def messages_of(self, outcome: Outcome) -> list[Message] | None:
-        """Returns what it has said; None where it failed. Raises RolloutError where it has never done anything else."""
+        """Returns its reply; None where it failed. Raises RolloutError where it has only ever failed."""
         if outcome.state == worker.DONE:
             self._returned += 1
             return list(outcome.messages)
@@ -110,7 +110,7 @@ class Conversations:
         end = tokenizer.turn_end_token()
         if end is None:
             raise RolloutError(
-                "rollout.multi_turn: the chat template puts no control token behind an assistant's turn; give one that "
+                "rollout.multi_turn: the chat template puts no control token after an assistant's turn; give one that "
                 "does, by data.chat_template"
             )
         self._end = end
@@ -130,7 +130,7 @@ class Conversations:
         )
 
     def read(self, completion: Completion, outcome: Outcome) -> list[int] | None:
-        """See Environment. Raises RolloutError where the function does not work, or the template refuses its words."""
+        """See Environment. Raises RolloutError where the function does not work, or the template refuses its reply."""
         assert self._function is not None, "only the rank that leads asks"
         messages = self._function.messages_of(outcome)
         if not messages:
@@ -141,13 +141,13 @@ class Conversations:
         try:
             tokens = self._tokenizer.encode_next_turn(cut)
         except DataError as error:
-            raise RolloutError(f"{KEY}: what it has said is refused: {error}") from error
+            raise RolloutError(f"{KEY}: its reply is refused: {error}") from error
         self._answers[completion.row_id].append(cut)
         self.counts.answers += 1
         return tokens
 
     def messages(self, completion: Completion) -> list[Message]:
-        """All that has been said behind the prompt, on the rank that leads; an answer that did not fit is not there."""
+        """The messages after the prompt, on the leading rank, without a reply that did not fit."""
         own = [{"role": "assistant", "content": text} for text in turns_of_model(completion, self._tokenizer)]
         # Nobody has answered the last one yet, or nobody will.
         answers = [*self._answers[completion.row_id][: len(own) - 1], []]

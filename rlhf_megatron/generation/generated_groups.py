@@ -30,7 +30,7 @@ OnGroup = Callable[[int, Sequence[Completion]], None]
 
 
 def make_scorer(recipe: RolloutRecipe, replica: Replica, data: Data) -> Scorer | None:
-    """Starts what scores this replica's responses, on the rank that leads it.
+    """Starts the scorer of this replica's responses, on the rank that leads it.
 
     Raises RewardError where it has no rule for a source of the data.
     """

@@ -1,4 +1,4 @@
-"""Metrics of generation and scoring over all replicas: tokens, requests given up and resumed, evenness, rewards."""
+"""Metrics of generation and scoring over all replicas: tokens, aborted and resumed requests, imbalance, rewards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def generation_metrics(
 
 
 def scoring_metrics(scores: Sequence[Score], names: Sequence[str], team: Team) -> dict[str, float]:
-    """Returns what became of the samples with this rank's ``scores``, and the mean of each part of the reward.
+    """Returns the scoring outcomes of this rank's ``scores``, and the mean of each part of the reward.
 
     ``names``: of the parts. Collective over ``team``.
     """

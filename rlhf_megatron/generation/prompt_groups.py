@@ -117,7 +117,7 @@ def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _choices_state(choices: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """The rows' choices of experts, one behind the other; nothing where none are recorded."""
+    """The rows' choices of experts, concatenated; nothing where none are recorded."""
     known = [of_row for of_row in choices if of_row is not None]
     if not known:
         return {}

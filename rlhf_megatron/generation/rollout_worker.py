@@ -95,7 +95,7 @@ class RolloutWorker:
 
         Collective over the team that generates; elsewhere nothing.
 
-        With ``wanted``, so many groups are enough: what else has begun or finished by then is left for another time.
+        With ``wanted``, that many groups are enough: others begun or finished by then are left for a later call.
         ``first_row``: how many rows this step has generated before, so that no sampling seed comes twice.
         ``for_training``: what only training reads goes with the rows.
         """
@@ -196,7 +196,7 @@ class RolloutWorker:
         return generation_metrics([generated.record for generated in calls], turns, self._replica, self._team)
 
     def scoring_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
-        """Returns what became of the samples of these calls, and the parts of their rewards; collective."""
+        """Returns the scoring outcomes of these calls, and the parts of their rewards; collective."""
         scores = [score for generated in calls for score in generated.scores()]
         return scoring_metrics(scores, self._context.recipe.reward_names, self._team)
 

@@ -68,7 +68,7 @@ def bradley_terry(scores: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, di
 
 
 def batch_of_pairs(prompts: Sequence[Prompt]) -> tuple[RolloutBatch, Tensor]:
-    """The packed conversations with the chosen and the rejected response of each pair, in turn; their margins [R]."""
+    """The packed conversations, chosen and rejected response of each pair alternating; their margins [R]."""
     conversations = [tokens for prompt in prompts for tokens in prompt.pair or ()]
     margins = torch.tensor([prompt.margin for prompt in prompts])
     return batch_from_rows(conversations, [()] * len(conversations)), margins.repeat_interleave(2)

@@ -1,7 +1,7 @@
 """Reinforcement learning: the whole loop, from prompts to a better model, in one place.
 
 Each step: generate -> score -> old and reference logprobs, values -> advantages -> update -> regather -> log ->
-evaluate -> export -> save. With rollout.steps_ahead ranks of their own generate for the next step while others learn.
+evaluate -> export -> save. With rollout.steps_ahead dedicated ranks generate for the next step while the others train.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> L
 
 
 def make_reference(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
-    """Builds the reference policy; none where there is no KL term, without which nothing reads it."""
+    """Builds the reference policy; None without a KL term."""
     section = run.recipe.reference
     return run.roles.build("reference", section) if section and run.recipe.algorithm.kl_coef else None
 
@@ -162,10 +162,9 @@ def with_outputs(
 
 
 def agreement(batch: RolloutBatch, actor: TokenOutputs) -> dict[str, float]:
-    """Measures how far the actor disagrees with the rollout about its own samples, and how undecided it is.
+    """Measures the mismatch of actor and rollout on the sampled tokens, and the actor's entropy.
 
-    Every rank has all tokens of the step, and one thread of a CPU takes 0.1 s for a million: a GPU does it if there is
-    one.
+    Every rank has all tokens of the step: on a GPU if there is one, since a CPU thread takes 0.1 s per million.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = (actor.logprobs, batch.rollout_logprobs, batch.response_mask, actor.entropy)
@@ -248,7 +247,7 @@ def in_minibatches(
 
 
 def evaluate(run: TrainingRun[RLRecipe], worker: RolloutWorker, history: History, step: int) -> None:
-    """Logs the metrics of held-out prompts by data source, answered by all replicas; nothing where there are none."""
+    """Logs the metrics of held-out prompts by data source, answered by all replicas; nothing without such prompts."""
     if run.data.validation is None:
         return
     metrics = held_out_metrics(run.context, worker, run.data.validation, run.tokenizer, step)

@@ -34,7 +34,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
 
     With ``check_first`` a preflight comes before anything is made; where it fails the process ends with status 1.
 
-    Returns the exit status: 0, ``stop_status`` for a run that was asked to stop and is to go on later, or
+    Returns the exit status: 0, ``stop_status`` for a run that was asked to stop and will resume, or
     ``NOT_SAVED_STATUS``. Raises UserError for input that is not right, and where the result could not be written.
     """
     join_world(waiting_minutes(recipe.retry.hang_seconds))

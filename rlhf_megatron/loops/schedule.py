@@ -19,7 +19,7 @@ def evaluation_is_due(recipe: Recipe, step: int) -> bool:
 
 
 def export_is_due(recipe: Recipe, step: int) -> bool:
-    """Returns whether this step is exported while the run goes on; its end is another matter."""
+    """Returns whether this step is exported; the export at the end of the run is separate."""
     interval = recipe.checkpoint.export_interval
     return bool(interval and step % interval == 0) and not is_last(recipe, step)
 

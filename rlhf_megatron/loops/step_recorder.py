@@ -1,4 +1,4 @@
-"""The record of each step: times, speed and memory, its line in the metrics, and the stop that these may call for."""
+"""Records each step: times, throughput, memory and metrics, and the stop that a health rule asks for."""
 
 from __future__ import annotations
 
@@ -63,10 +63,7 @@ class StepRecorder:
         self._write_timeline(0)
 
     def begin_step(self, step: int) -> bool:
-        """Starts the clocks of a step; returns whether its data are not those that follow on the last step's.
-
-        That is so where an attempt before has failed on the data in between, which are passed over.
-        """
+        """Starts a step's clocks; returns whether data before it are skipped, on which an earlier attempt failed."""
         watchdog.beat("step", step)
         faults.at("step", step)
         skips_data = step in self._data_skips
@@ -118,14 +115,14 @@ class StepRecorder:
         self._write_timeline(step)
 
     def abandon(self) -> None:
-        """Gives the terminal back as the run fails on this rank; the process is to end now."""
+        """Restores the terminal as the run fails on this rank; the process ends next."""
         self._health.close()
         self._gpus.close()
         if self._report:
             self._report.console.close()
 
     def close(self) -> None:
-        """Draws the run and gives the terminal back."""
+        """Draws the plots and restores the terminal."""
         self._health.close()
         self._gpus.close()
         if self._report:
@@ -173,8 +170,8 @@ class StepRecorder:
 
 
 def training_speed(recipe: Recipe, actor: PlacedRole, batch: RolloutBatch, seconds: float) -> dict[str, float]:
-    """Returns how fast the actor's GPUs went through ``batch`` in ``seconds``, and what share of their peak that is
-    where the peak is known; nothing where there was no update."""
+    """Returns the training throughput of ``batch`` in ``seconds``, and MFU on GPUs of known peak; {} without an
+    update."""
     if not seconds:
         return {}
     gpu_seconds = seconds * len(actor.ranks) / recipe.batch.passes

@@ -1,6 +1,6 @@
-"""The two teams of a run, and the point of a step where they meet: with rollout.steps_ahead some ranks only generate.
+"""The two teams of a run, learners and generators, and where they synchronise.
 
-Without it both teams are the whole world, and nothing here exchanges anything.
+With rollout.steps_ahead some ranks only generate; without it both teams are the whole world, and nothing is exchanged.
 """
 
 from __future__ import annotations

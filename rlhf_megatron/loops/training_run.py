@@ -91,7 +91,7 @@ class TrainingRun(Generic[RecipeT]):
         return checkpoints
 
     def close(self) -> None:
-        """Draws the run and ends what it holds; collective. Ranks can exchange nothing after it."""
+        """Draws the plots and releases resources; collective. Ranks cannot communicate afterwards."""
         self.recorder.close()
         dist.barrier()  # an engine that ends may take torch.distributed with it
         self.at_end.close()
@@ -147,7 +147,7 @@ def _build_actor(recipe: Recipe, roles: RoleBuilder) -> PlacedRole:
 
 
 def _first_step(recipe: Recipe, checkpoint: Path | None) -> int:
-    """The step behind the checkpoint's; raises UserError where the recipe has none left."""
+    """The step after the checkpoint's; raises UserError where the recipe has none left."""
     done = step_of(checkpoint) if checkpoint else 0
     if done > recipe.steps:
         raise UserError(

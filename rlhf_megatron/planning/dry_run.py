@@ -28,8 +28,8 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
     """The plan of ``recipe`` on ``world_size`` GPUs as plain text: recipe, layouts, batch, memory, what cannot be done.
 
     ``regather_summary`` is one line about the bytes of a regathering, ``times`` are some about the time of a step, from
-    a caller that can reckon them. Raises RecipeError where a layout does not fit the world or the model, or where there
-    is no config.json to plan with, and ModelError where one cannot be read.
+    a caller that can estimate them. Raises RecipeError where a layout does not fit the world or the model, or where
+    there is no config.json to plan with, and ModelError where one cannot be read.
     """
     model = read_architecture(planning_folder(recipe))
     architectures = role_architectures(recipe, model)
@@ -92,7 +92,7 @@ def _layout_lines(recipe: Recipe, architectures: Mapping[str, Architecture], wor
         if given:
             yield f"  replicas: {groups}"
         if recipe.rollout.steps_ahead:
-            yield "  each batch is generated while the one before is learnt from"
+            yield "  each batch is generated while the previous one is trained on"
 
 
 def _role_lines(name: str, section: RoleSection, layout: Layout, model: Architecture) -> Iterator[str]:
@@ -197,7 +197,7 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
     logits = all_logits(recipe, recipe.actor, actor)
     if logits > _LARGE_LOGITS_GB and memory.phases["update"] + logits < TIGHT * limit:
         enough = math.ceil(10 * logits) / 10
-        yield f"an update makes its logits twice; once with actor.kept_logits_gb={enough:g}, for which there is memory"
+        yield f"an update computes its logits twice; actor.kept_logits_gb={enough:g} fits, and computes them once"
 
 
 def _role_memory_line(name: str, stages: list[StageMemory]) -> str:

@@ -44,16 +44,16 @@ class Candidate:
 
 
 def find_layouts(recipe: RLRecipe, world: int) -> list[Candidate]:
-    """Return the fastest that fits ``world`` GPUs, and behind it the fastest of those that need clearly less memory.
+    """Return the fastest that fits ``world`` GPUs, then the fastest of those that need clearly less memory.
 
     Of layouts that are as fast as each other, as far as the estimate can tell, the simplest counts. Raises RecipeError
-    where there is no config.json to plan with, or no figures to reckon a time by; ModelError for a config.json.
+    where there is no config.json to plan with, or no figures to estimate a time by; ModelError for a config.json.
     """
     architectures = planned_architectures(recipe)
     if recipe.cluster.gpu is None:
         raise RecipeError("cluster.gpu: say what the GPUs are, such as cluster.gpu=H100")
     if not has_figures(recipe):
-        raise RecipeError("only steps of reinforcement learning are reckoned, and not in float32")
+        raise RecipeError("times are estimated for reinforcement learning only, and not in float32")
     choices = _choices(recipe, architectures["actor"], world)
     fitting = [each for choice in choices if (each := _candidate(recipe, architectures, world, choice))]
     best: list[Candidate] = []

@@ -35,7 +35,7 @@ def time_lines(recipe: RLRecipe, architectures: Mapping[str, Architecture], worl
         return ["set cluster.gpu, such as cluster.gpu=H100"]
     time = expected_time(recipe, architectures, world_size)
     if time is None:
-        return ["there are no figures to reckon float32 by"]
+        return ["there are no figures to estimate float32 by"]
     phases = " beside ".join(
         " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in team.items()) for team in time.teams
     )

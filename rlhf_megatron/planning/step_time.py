@@ -90,7 +90,7 @@ class ExpectedTime:
 
 
 def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int) -> ExpectedTime | None:
-    """The time of a step on ``world`` GPUs of the kind ``cluster.gpu``; None where there is nothing to reckon it by.
+    """The time of a step on ``world`` GPUs of the kind ``cluster.gpu``; None where there are no figures for it.
 
     ``architectures``: of each role, with its head. Prompts are taken to be half as long as they may be, or as long in a
     benchmark that draws lengths; responses half as long, with a lognormal spread.

@@ -101,7 +101,7 @@ class Regather:
         except RuntimeError as error:
             peers = {peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers}
             peers |= self._peers.near - {self.plan.rank} if self._peers else set()
-            raise RegatherError(f"regathering: the exchange with ranks {sorted(peers)} broke off ({error})") from error
+            raise RegatherError(f"regathering: the exchange with ranks {sorted(peers)} failed ({error})") from error
         if self._side_stream:
             torch.cuda.current_stream().wait_stream(self._side_stream)
 

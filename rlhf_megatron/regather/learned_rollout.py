@@ -38,7 +38,7 @@ def learned_rollout_blocks(
 ) -> list[list[Block]] | None:
     """Return the blocks of each tensor rank of a replica, None where the family has a table. Collective over the world.
 
-    Each rank of the first replica, ``ranks[:tensor]``, learns its own before it has an engine, and all hear of it.
+    Each rank of the first replica, ``ranks[:tensor]``, learns its own before it has an engine, and broadcasts it.
 
     Args:
         folder: of config.json.

@@ -85,7 +85,7 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
 
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
-    """Describes how what ``plan`` receives reaches this rank, for the person who watches."""
+    """Describes, for the console, how what ``plan`` receives reaches this rank."""
     received = plan.bytes_received(dtype.itemsize)
     sent = plan.without(peers.near).bytes_received(dtype.itemsize) if peers else received
     ways = [(received - sent, "read from other GPUs of this host"), (sent, "sent by other ranks")]

@@ -19,7 +19,7 @@ Shard = Any  # the name of a shard, whatever each side takes for it; hashable
 
 
 class PlanError(RuntimeError):
-    """Sources that do not hold all that the destinations want: a fault of the weight map, never of a user."""
+    """Sources that do not hold all that the destinations want: a bug of the weight map, never a user's error."""
 
 
 class Copy(NamedTuple):
@@ -225,7 +225,7 @@ def _sends(index: _Index, shares: _Shares, own: Sequence[Block], rank: int) -> I
 
 
 def _deal(items: Sequence[_Item], takes: Sequence[tuple[int, float]]) -> Iterator[tuple[int, _Item, Region]]:
-    """``items`` one behind the other, cut between rows into the fractions of ``takes``: (source, item, its part)."""
+    """``items`` end to end, cut between rows into the fractions of ``takes``: (source, item, its part)."""
     if len(takes) == 1:
         yield from ((takes[0][0], item, item.region) for item in items)
         return

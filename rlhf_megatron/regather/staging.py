@@ -170,7 +170,7 @@ def _size(turn: dict[int, _Pieces], dtype: torch.dtype) -> int:
 
 
 def _lay_out(turn: dict[int, _Pieces], space: Tensor) -> Half:
-    """Lays the staged pieces of one round out in ``space``: the peers one behind the other."""
+    """Lays the staged pieces of one round out in ``space``, peer after peer."""
     half = Half({}, defaultdict(list), {peer: pieces.direct for peer, pieces in turn.items() if pieces.direct})
     position = 0
     for peer, pieces in turn.items():

@@ -1,4 +1,4 @@
-"""Are the weights that arrived those that were sent, and do both ends of a transfer plan the same? Both collective."""
+"""Checks that weights arrived unchanged, and that both ends of a transfer plan the same pieces; collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP = 0x9E3779B97F4A7C15 % 2**62  # 2^64 / golden ratio: neighbours get unlike
 
 
 class RegatherError(RuntimeError):
-    """Ranks that plan differently, a rank that is gone, or weights that arrived wrong."""
+    """Ranks that plan differently, a rank that is gone, or weights that differ after a transfer."""
 
 
 def compare_plans(plan: RankPlan, dtype: torch.dtype) -> None:
@@ -102,8 +102,8 @@ def verify_weights(
     rank = next(rank for rank, of_rank in enumerate(names) if of_rank)
     every = sorted(set().union(*names))
     raise RegatherError(
-        f"regathering: {every[0]} arrived wrong (tensors: {len(every)}, first seen on rank {rank}): the weights of "
-        "the rollout are not the trainer's; run tools/preflight.py on these nodes"
+        f"regathering: {every[0]} differs after the transfer (tensors: {len(every)}, first seen on rank {rank}): the "
+        "rollout's weights are not the trainer's; run tools/preflight.py on these nodes"
     )
 
 

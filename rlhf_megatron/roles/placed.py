@@ -1,4 +1,4 @@
-"""A role on some of the ranks, as all ranks of the world see it: the batch goes to it, and its outputs come back."""
+"""A role on some of the ranks, as all ranks of the world see it: batches are sent to it, and its outputs returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model as the loops see it: scores of rollouts, in its own layout and in its own words."""
+"""A reward model as the loops see it: scores of rollouts, in its own layout and tokenizer."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Completion:
         return len(self.token_ids) if self.sampled is None else sum(self.sampled)
 
     def answered(self, token_ids: Sequence[int]) -> Completion:
-        """Return it with ``token_ids`` of somebody else behind it."""
+        """Return it with ``token_ids`` appended that the model did not sample."""
         count, before = len(token_ids), self.sampled or [True] * len(self.token_ids)
         return dataclasses.replace(
             self,
@@ -74,7 +74,7 @@ class Completion:
 
     @property
     def is_whole(self) -> bool:
-        """True if it ended by itself."""
+        """True if it is complete."""
         return self.finish_reason != "abort"
 
     @property
@@ -118,7 +118,7 @@ def request_seed(seed: int, step: int, row: int) -> int:
 
 
 class Environment(Protocol):
-    """Speaks between the model's turns. Of the ranks of a replica only the first one asks and reads.
+    """Replies between the model's turns. Of a replica's ranks only the first asks and reads.
 
     Attributes:
         repeatable: the engine waits for all answers that it has asked for, and then goes on with all of them: what it
@@ -136,8 +136,8 @@ class Environment(Protocol):
         ...
 
     def read(self, completion: Completion, answer: Any, /) -> list[int] | None:
-        """Return the tokens of the result of `ask` that come behind `completion`, up to the beginning of the model's
-        next turn; None where the response ends."""
+        """Return the tokens of `ask`'s result that follow `completion`, up to the beginning of the model's next turn;
+        None where the response ends."""
         ...
 
 

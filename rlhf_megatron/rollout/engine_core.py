@@ -16,7 +16,7 @@ from rlhf_megatron.rollout.engine import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class EngineRequest:
-    """Tokens to continue; `seed` decides what is drawn, whatever else the engine computes with it."""
+    """Tokens to continue; `seed` alone decides the samples, whatever is batched with them."""
 
     number: int
     token_ids: list[int]

@@ -13,7 +13,7 @@ _SECONDS_TO_WAIT = 1.0  # for answers, at a time
 
 
 class Answer(NamedTuple):
-    """Tokens of an environment behind a row so far; `token_ids` are None where the row ends."""
+    """Tokens of an environment after a row so far; `token_ids` are None where the row ends."""
 
     number: int
     completion: Completion

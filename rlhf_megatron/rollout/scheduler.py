@@ -127,7 +127,7 @@ class GenerationScheduler:
         yield [*self._ended, *self._abort()]
 
     def _abort(self) -> Ended:
-        """Give up what is in flight; returns what there is of it, if anything."""
+        """Abort what is in flight; returns the partial completions."""
         pending = self._turns.abort().items()
         partial = [(number, dataclasses.replace(completion, finish_reason="abort")) for number, completion in pending]
         outputs = [output for output in self._core.abort_requests() if output.number in self._in_flight]
@@ -208,7 +208,7 @@ class GenerationScheduler:
             self._resumed += number in self._so_far
 
     def _submit(self, number: int) -> None:
-        """Have the engine generate what comes behind what there is of a row."""
+        """Have the engine continue a row."""
         request, begun = self._requests[number], self._so_far.get(number)
         tokens = begun.token_ids if begun else []
         # A turn that drew what the one before drew would say much the same.
@@ -221,7 +221,7 @@ class GenerationScheduler:
         self._in_flight[number] = len(tokens)
 
     def _limit(self, number: int) -> int:
-        """Return the most tokens of a row behind its prompt."""
+        """Return the most tokens of a row after its prompt."""
         return min(self._requests[number].max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
 
     def _step(self) -> Ended:

@@ -6,8 +6,8 @@
     enough = queue.is_enough(finished=1)
 
 A shared queue is two counters in torch's store. To claim is to add to the first of them: what the counter passes over
-is the replica's, in one round trip, and numbers behind the last group say that none is left. So no group is claimed
-twice or lost, and a replica that ends unexpectedly keeps nobody waiting.
+is the replica's, in one round trip, and numbers past the last group say that none is left. So no group is claimed twice
+or lost, and a replica that dies blocks no other.
 """
 
 from __future__ import annotations

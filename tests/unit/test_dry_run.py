@@ -240,11 +240,11 @@ def test_the_recipe_in_the_readme_and_its_plan_are_those_of_the_file() -> None:
         (
             "qwen7b_grpo",
             ["cluster.gpu=H200", "model.dtype=float32"],
-            "there are no figures to reckon float32 by",
+            "there are no figures to estimate float32 by",
         ),
     ],
 )
-def test_a_plan_says_what_it_lacks_to_reckon_a_time(name: str, overrides: list[str], line: str) -> None:
+def test_a_plan_says_what_it_lacks_to_estimate_a_time(name: str, overrides: list[str], line: str) -> None:
     text = plan_text(recipe_of(name, *overrides), 16)
     assert f"Time of one step (estimate, without reward functions)\n  {line}\n" in text
 
@@ -415,7 +415,7 @@ def test_logits_are_kept_where_there_is_memory_for_all_of_them() -> None:
 
 
 def test_logits_that_there_is_memory_for_are_told_of() -> None:
-    told = "an update makes its logits twice; once with actor.kept_logits_gb=1.2, for which there is memory"
+    told = "an update computes its logits twice; actor.kept_logits_gb=1.2 fits, and computes them once"
     assert told in dry_run(recipe_of("qwen7b_grpo", "actor.kept_logits_gb=0"), 8)
     kept = dry_run(recipe_of("qwen7b_grpo", "actor.kept_logits_gb=1.2"), 8)
     full = dry_run(recipe_of("qwen7b_grpo", "actor.kept_logits_gb=0", "cluster.gpu_memory_gb=48"), 8)
@@ -468,7 +468,7 @@ def test_rollout_on_ranks_of_its_own_shares_no_memory_and_keeps_its_own() -> Non
         assert apart.phases["update"] == pytest.approx(four.phases["update"] - 2.0)
     text = dry_run(recipe_of("qwen7b_grpo", *ahead), 8)
     assert "rollout: 2 replicas of tensor 2, on ranks 4-7 (counted from 0 below)\n    replicas: 0-1; 2-3\n" in text
-    assert "each batch is generated while the one before is learnt from" in text
+    assert "each batch is generated while the previous one is trained on" in text
 
 
 def test_pairs_are_planned_as_two_rows_each() -> None:

@@ -96,11 +96,11 @@ def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
         (
             "qwen7b_grpo",
             [*GPUS, "model.dtype=float32"],
-            "only steps of reinforcement learning are reckoned, and not in",
+            "times are estimated for reinforcement learning only, and not in",
         ),
     ],
 )
-def test_what_cannot_be_reckoned_is_refused(name: str, overrides: list[str], message: str) -> None:
+def test_what_cannot_be_estimated_is_refused(name: str, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         find_layouts(load_rl(ROOT / "recipes" / f"{name}.yaml", overrides), 16)
 

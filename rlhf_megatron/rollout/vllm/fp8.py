@@ -1,4 +1,4 @@
-"""Linear layers of vLLM in 8-bit floating point (e4m3), quantized anew after each weight sync.
+"""Linear layers of vLLM in 8-bit floating point (e4m3), requantized after each weight sync.
 
 A layer keeps its full-precision ``weight``, which a weight sync fills or which is the actor's own memory, and gets a
 quantized copy with one scale for each row. Activations get one scale for each token as they come. So y = x W^T becomes
