@@ -91,7 +91,10 @@ def test_a_row_says_what_the_records_say() -> None:
     assert bench.misses([good], [alone, good]) == ["14B on 2: 91% of the speed of one GPU for each, below 92%"]
 
 
-def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
+def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    from step import model_config
+
     from rlhf_megatron.models.architecture import parse_architecture
     from rlhf_megatron.planning.feasibility import check_architectures
     from rlhf_megatron.planning.memory import estimate
@@ -105,9 +108,7 @@ def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path) -> None:
         check_world(recipe, shape["gpus"])
         assert recipe.reward.length_high == recipe.rollout.max_response_length
         if "config" in shape:
-            config = json.loads((ROOT / shape["config"] / "config.json").read_text())
-            config["num_hidden_layers"] = shape.get("layers", config["num_hidden_layers"])
-            architectures = role_architectures(recipe, parse_architecture(config, shape["config"]))
+            architectures = role_architectures(recipe, parse_architecture(model_config(shape), shape["config"]))
             check_architectures(recipe, architectures)
             needed = estimate(recipe, architectures, shape["gpus"])
             assert max(needed.phases.values()) < 0.95 * GPU_GB, shape

@@ -111,11 +111,7 @@ def folder_with_model(folder: Path) -> Path:
 def prepare(shape: Mapping[str, Any], folder: Path, steps: int, informative: float | None = None) -> RLRecipe:
     """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe."""
     if "config" in shape:
-        config = json.loads((HERE.parent.parent / shape["config"] / "config.json").read_text(encoding="utf-8"))
-        config |= {"num_hidden_layers": shape.get("layers", config["num_hidden_layers"])} | shape.get("changed", {})
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
-        (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "model" / "config.json").write_text(json.dumps(model_config(shape)), encoding="utf-8")
     values = {
         "defaults": [str(HERE / "step_recipe.yaml")],
         **shape["recipe"],
@@ -129,6 +125,16 @@ def prepare(shape: Mapping[str, Any], folder: Path, steps: int, informative: flo
     recipe = load_rl(folder / "recipe.yaml")
     write_prompts(recipe, folder / "model", folder / "prompts.parquet", 1.0 if informative is None else informative)
     return recipe
+
+
+def model_config(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a shape's model: as many layers as it says, and with its other changes."""
+    path = HERE.parent.parent / shape["config"] / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": shape.get("layers", config["num_hidden_layers"])} | shape.get("changed", {})
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+    return config
 
 
 def write_prompts(recipe: RLRecipe, model: Path, path: Path, informative: float = 1.0) -> None:
