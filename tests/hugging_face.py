@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -43,11 +42,13 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
-# With flash-linear-attention these would compute by kernels that do not read a reference on the host.
-with mock.patch.dict(sys.modules, {"fla": None}):
-    import transformers.models.qwen3_5.modeling_qwen3_5
-    import transformers.models.qwen3_next.modeling_qwen3_next  # noqa: F401
+# Where flash-linear-attention is installed these compute by its kernels, which do not read a reference on the host.
+for _modeling in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
+    _modeling.torch_chunk_gated_delta_rule = inspect.unwrap(_modeling.torch_chunk_gated_delta_rule)
 
 CONFIGS = {
     "cohere": CohereConfig,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_megatron.data.context_parallel import tokens_of_part
 from rlhf_megatron.models.attention import causal_attention
-from rlhf_megatron.models.interval_attention import interval_attention
+from rlhf_megatron.models.interval_attention import interval_attention, intervals
 
 LENGTHS = [40, 8, 520, 256, 16]
 CASES: dict[str, dict[str, Any]] = {
@@ -48,10 +48,9 @@ def inputs(name: str, device: str, dtype: torch.dtype, lengths: list[int] | None
 def interval(given: Inputs) -> Tensor:
     """Return the attention by intervals."""
     query, key, value, *sinks = given.tensors
-    scale = query.size(-1) ** -0.5
-    return interval_attention(
-        query, key, value, given.boundaries, scale, sinks=sinks[0] if sinks else None, **given.arguments
-    )
+    attended = intervals(given.boundaries, given.arguments["window"], given.arguments["query_positions"])
+    soft_cap, scale = given.arguments["soft_cap"], query.size(-1) ** -0.5
+    return interval_attention(query, key, value, attended, scale, soft_cap, sinks[0] if sinks else None)
 
 
 def explicit(given: Inputs) -> Tensor:

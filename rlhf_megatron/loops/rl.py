@@ -39,7 +39,7 @@ from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.teams import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
-from rlhf_megatron.models.router_replay import choice_shape
+from rlhf_megatron.models.choice_shape import choice_shape
 from rlhf_megatron.recipe import AlgorithmSection, RLRecipe
 from rlhf_megatron.roles.outputs import TokenOutputs
 from rlhf_megatron.roles.placed import PlacedRole, compute_concurrently

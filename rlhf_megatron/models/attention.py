@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlhf_megatron.data.context_parallel import tokens_of_part
-from rlhf_megatron.models.interval_attention import can_attend, interval_attention
+from rlhf_megatron.models.interval_attention import can_attend, interval_attention, intervals
 
 
 def packed_attention(soft_cap: float | None = None) -> Callable[..., PackedAttention]:
@@ -130,7 +130,8 @@ def causal_attention(
     mask no real token sees the padding, so one call serves the whole micro-batch.
     """
     if (soft_cap is not None or sinks is not None) and can_attend(query):
-        return interval_attention(query, key, value, boundaries, scale, window, query_positions, soft_cap, sinks)
+        attended = intervals(boundaries, window, query_positions)
+        return interval_attention(query, key, value, attended, scale, soft_cap, sinks)
     lengths = boundaries.diff().long()
 
     def real(counts: Tensor, most: int) -> Tensor:  # [rows, most]

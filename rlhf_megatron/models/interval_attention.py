@@ -27,15 +27,16 @@ def interval_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
+    attended: tuple[Tensor, Tensor],
     scale: float,
-    window: int | None = None,
-    query_positions: Tensor | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Return what ``causal_attention`` does of the same arguments, [q, heads, d]; compiled on GPUs alone."""
-    low, high = intervals(boundaries, window, query_positions)
+    """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; compiled on GPUs alone.
+
+    ``attended``: see ``intervals``. ``soft_cap`` and ``sinks``: see ``causal_attention``.
+    """
+    low, high = attended
     attend: Any = _compiled() if query.is_cuda else flex_attention
     out, aux = attend(
         *(_padded(packed).transpose(0, 1)[None] for packed in (query, key, value)),
@@ -48,8 +49,8 @@ def interval_attention(
     if sinks is not None:  # one more key, without a value: exp(lse) / (exp(lse) + exp(sink)) of the softmax is left
         left = torch.sigmoid(aux.lse.float() - sinks.float()[None, :, None])
         out = (out * left[..., None]).to(value.dtype)
-    attended: Tensor = out[0].transpose(0, 1)[: len(query)]
-    return attended
+    of_queries: Tensor = out[0].transpose(0, 1)[: len(query)]
+    return of_queries
 
 
 def intervals(boundaries: Tensor, window: int | None, query_positions: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,19 +16,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlhf_megatron.data.expert_choices import ChoiceShape, is_known
+from rlhf_megatron.data.expert_choices import is_known
 from rlhf_megatron.models.architecture import Architecture
-
-
-def choice_shape(architecture: Architecture) -> ChoiceShape | None:
-    """The choices of a token of this model; None where it has no experts."""
-    experts = architecture.experts
-    return ChoiceShape(experts.count, len(layers_with_experts(architecture)), experts.chosen) if experts else None
-
-
-def layers_with_experts(architecture: Architecture) -> list[int]:
-    """The layers that have a router, rising."""
-    return [layer for layer, kind in enumerate(architecture.layer_kinds) if kind.feed_forward == "experts"]
+from rlhf_megatron.models.choice_shape import layers_with_experts
 
 
 @dataclasses.dataclass

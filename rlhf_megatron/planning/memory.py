@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.choice_shape import choice_shape
 from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token
 from rlhf_megatron.planning.parameters import (
     adapter_parameters,
@@ -137,11 +137,8 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
 
 def _choice_bytes(recipe: RLRecipe, architecture: Architecture) -> int:
     """Bytes of the experts that the rollout chooses for one token, where it records them."""
-    experts, kinds = architecture.experts, architecture.layer_kinds
-    if experts is None or not recipe.algorithm.replays_experts:
-        return 0
-    layers = sum(kind.feed_forward == "experts" for kind in kinds)
-    return ChoiceShape(experts.count, layers, experts.chosen).token_bytes
+    shape = choice_shape(architecture) if recipe.algorithm.replays_experts else None
+    return shape.token_bytes if shape else 0
 
 
 def _shared_parameters(recipe: RLRecipe, architecture: Architecture, world_size: int) -> int:

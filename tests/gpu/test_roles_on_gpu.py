@@ -56,7 +56,7 @@ class Layers(NamedTuple):
 LAYERS = {
     "Megatron float32": Layers("local", "float32", 1e-5, 1e-6, 1e-5, 1e-6),
     "Transformer Engine float32": Layers("transformer_engine", "float32", 5e-3, 1e-3, 1e-2, 5e-5),
-    "Transformer Engine bfloat16": Layers("transformer_engine", "bfloat16", 6e-2, 1e-2, 1.5e-2, 3e-4),
+    "Transformer Engine bfloat16": Layers("transformer_engine", "bfloat16", 6e-2, 1e-2, 1e-2, 3e-4),
     "Transformer Engine float16": Layers("transformer_engine", "float16", 1e-2, 2e-3, 1e-2, 1e-4),
 }
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
@@ -89,7 +89,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(home: Path, request: pytest.FixtureRequest) -> Callable[[str, str], dict[str, Any]]:
-    """What rank 0 found in a case, or how it failed; selected cases of as many ranks run with the first of them."""
+    """Results of rank 0 in a case, or its failure; selected cases of as many ranks run with the first of them."""
     items = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = {(of_item.get("name"), of_item.get("layers")) for of_item in items}
 
@@ -137,29 +137,32 @@ def reference(folder: Path) -> Any:
 
 @functools.cache
 def chosen_experts(folder: Path) -> list[Any] | None:
-    """Which experts transformers' routers take, row by row [tokens, layers, chosen]; None without experts.
+    """The experts that transformers' routers take, row by row [tokens, layers, chosen]; None without experts.
 
     Rounding may have a router choose another one where two are close, and logprobs are then far off by right.
     """
     model, rows = load_model(folder), []
+    routers = routers_of(model)
+    if not routers:
+        return None
     chosen: list[Tensor] = []
-    for router in routers_of(model):
+    for router in routers:
         router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
     for prompt, response in zip(*random_rows(ROWS, VOCABULARY), strict=True):
         chosen.clear()
         row_logprobs(model, prompt, response)
-        rows.append(torch.stack(chosen, dim=1).tolist() if chosen else None)
-    return rows if all(row is not None for row in rows) else None
+        rows.append(torch.stack(chosen, dim=1).tolist())
+    return rows
 
 
 @functools.cache
-def own_rounding(folder: Path, dtype: str) -> Tensor:
-    """How far transformers itself is off in a type: of each token's logprob."""
+def own_rounding(folder: Path, dtype: str) -> float:
+    """The median difference of a token's logprob that transformers itself has in a type."""
     model = load_model(folder).to(getattr(torch, dtype))
     rows = zip(*random_rows(ROWS, VOCABULARY), strict=True)
     with torch.no_grad():
         rounded = torch.cat([row_logprobs(model, prompt, response) for prompt, response in rows])
-    return (rounded.float() - reference(folder)[0]).abs()
+    return float((rounded.float() - reference(folder)[0]).abs().median())
 
 
 @pytest.mark.parametrize(("name", "layers"), CASES)
@@ -180,15 +183,14 @@ def test_outputs_and_steps_equal_transformers(
         f"{name}, {layers}: logprobs {difference.max():.1e} (median {difference.median():.1e}), "
         f"parameters {moved.max():.1e} (median {moved.median():.1e}) from transformers"
     )
-    rounding = own_rounding(home / name, kind.dtype)
-    assert difference.max() < max(kind.largest, 1.5 * float(rounding.max()))
-    assert difference.median() < max(kind.median, 1.5 * float(rounding.median()))
+    assert difference.max() < kind.largest
+    assert difference.median() < max(kind.median, own_rounding(home / name, kind.dtype))
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
     assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative)
     assert moved.median() < kind.moved
     # AdamW moves no element further than its rate, so two runs part by twice that; and the result is rounded.
-    least_bit = ROUNDING.get(kind.dtype, 0.0) * max(float(value.abs().max()) for value in parameters.values())
-    assert moved.max() < (3e-5 if kind.implementation == "local" else 2.1 * STEPS * LEARNING_RATE + least_bit)
+    rounding = ROUNDING.get(kind.dtype, 0.0) * max(float(value.abs().max()) for value in parameters.values())
+    assert moved.max() < (3e-5 if kind.implementation == "local" else 2.1 * STEPS * LEARNING_RATE + rounding)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""What a rank of the test of activations measures: the bytes that a pass keeps for its backward pass."""
+"""Measurement by a rank of the test of activations: the bytes that a pass keeps for its backward pass."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.rl import update_actor, with_advantages  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
+from rlhf_megatron.models.choice_shape import choice_shape  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.models.lora import Adaptation  # noqa: E402
 from rlhf_megatron.models.peft_files import PeftAdapter  # noqa: E402
-from rlhf_megatron.models.router_replay import choice_shape  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RLRecipe, RoleSection, make_recipe  # noqa: E402
 from rlhf_megatron.regather.shard_specs import adapter_shards  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402

@@ -18,8 +18,8 @@ from rlhf_megatron.algorithms.diagnostics import mismatch_metrics  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
+from rlhf_megatron.models.choice_shape import choice_shape  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
-from rlhf_megatron.models.router_replay import choice_shape  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RolloutSection  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402

@@ -1,4 +1,4 @@
-"""What plans say of activations beside what Megatron's local layers keep for a backward pass."""
+"""Planned activations beside those that Megatron's local layers keep for a backward pass."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ RANK, ALPHA = 3, 5.0
 
 
 def make_adapter(folder: Path, modules: list[str], path: Path) -> Path:
-    """An adapter by PEFT with random A and B: one that has learnt something; with experts one of ours."""
+    """An adapter by PEFT with random A and B: one that is trained; with experts one of ours."""
     if adapts_experts(folder, modules):
         architecture, adaptation = read_architecture(folder), Adaptation(RANK, ALPHA * RANK**-0.5, tuple(modules))
         draw = torch.Generator().manual_seed(3)

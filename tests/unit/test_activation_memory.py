@@ -1,4 +1,4 @@
-"""Activations of one layer of real models, reckoned by hand: numbers of two bytes for a token."""
+"""Activations of one layer of real models, computed by hand: numbers of two bytes for a token."""
 
 from __future__ import annotations
 
