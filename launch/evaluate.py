@@ -7,6 +7,8 @@ import os
 import sys
 
 from rlhf_megatron.recipe import RolloutRecipe, load_evaluation
+from rlhf_megatron.recipe.arguments import add_recipe_arguments
+from rlhf_megatron.recipe.hub_names import with_folders
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.runtime.command import (
     INPUT_STATUS,
@@ -31,8 +33,7 @@ def main() -> int:
         epilog="For example: model.path=runs/NAME/export/step-100 evaluation.samples_per_prompt=8 "
         "evaluation.temperature=1.0",
     )
-    parser.add_argument("recipe", help="a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
+    add_recipe_arguments(parser)
     arguments = parser.parse_intermixed_args()
     recipe = load_evaluation(arguments.recipe, arguments.overrides)
     prepare_environment()  # before torch is imported
@@ -44,6 +45,7 @@ def main() -> int:
 
 def evaluate(recipe: RolloutRecipe) -> int:
     """Does this rank's part."""
+    recipe = with_folders(recipe, weights=True)
     from rlhf_megatron.evaluation.standalone import evaluate as run
 
     run(recipe)

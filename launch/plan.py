@@ -11,7 +11,13 @@ from rich.table import Table
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.planning.layout_search import Candidate, find_layouts, nearest_layout
+from rlhf_megatron.planning.model_folders import planned_architectures
+from rlhf_megatron.planning.report import sent_between_hosts
+from rlhf_megatron.planning.start_time import expected_start
+from rlhf_megatron.planning.step_terms import step_terms
 from rlhf_megatron.recipe import load_rl, role_ranks
+from rlhf_megatron.recipe.arguments import add_recipe_arguments
+from rlhf_megatron.recipe.hub_names import planned
 from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpus
 
 
@@ -23,15 +29,14 @@ def main() -> int:
         "and below it the fastest of those that need less memory. Needs no GPU and no weights.",
         epilog="For example: recipes/qwen32b_dapo.yaml --world 64 cluster.gpu=H200 cluster.gpu_memory_gb=140",
     )
-    parser.add_argument("recipe", help="a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
+    add_recipe_arguments(parser)
     parser.add_argument("--world", required=True, help="the number of GPUs")
     parser.add_argument("--price", type=float, help="of a GPU for an hour, to reckon what the recipe's steps cost")
     arguments = parser.parse_intermixed_args()
     world = number_of_gpus("--world", arguments.world)
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise UserError(f"--price={arguments.price}: must be 0 or more")
-    recipe = load_rl(arguments.recipe, arguments.overrides)
+    recipe = planned(load_rl(arguments.recipe, arguments.overrides))
     candidates = find_layouts(recipe, world)
     if not candidates:
         nearest = nearest_layout(recipe, world)
@@ -41,15 +46,32 @@ def main() -> int:
     shown = table(candidates, world, recipe.steps, arguments.price)
     needed = Console(width=1000).measure(shown).maximum  # rich would cut what is wider than a file's 80 columns
     Console(width=max(needed, Console().width)).print(shown)
+    print(terms_line(candidates[0], world))
     print("the first:", " ".join(candidates[0].overrides) or "the recipe as it is")
     return 0
 
 
+def terms_line(candidate: Candidate, world: int) -> str:
+    """What of a step, and of the start, grows with the number of GPUs, in seconds."""
+    architectures = planned_architectures(candidate.recipe)
+    terms = step_terms(candidate.recipe, architectures, world, candidate.time)
+    start = sum(expected_start(candidate.recipe, architectures, world).values())
+    return f"of a step: {', '.join(f'{name} {value:.2g}' for name, value in terms.items())} s; start {start:.0f} s"
+
+
 def table(candidates: Sequence[Candidate], world: int, steps: int, price: float | None) -> Table:
-    """A row for each: time and speed of a step, what ``steps`` steps take and cost, the fullest phase's memory, and the
-    layout."""
+    """A row for each: time and speed of a step, what ``steps`` steps take and cost, the fullest phase's memory, GB of
+    weights between hosts where there are several, and the layout."""
+    several = world > candidates[0].recipe.cluster.gpus_per_node
     layouts = Table(box=None, header_style="bold")
-    for name in ("s/step", "tok/s/GPU", "GPU-h", *(["cost"] if price is not None else []), "GB"):
+    for name in (
+        "s/step",
+        "tok/s/GPU",
+        "GPU-h",
+        *(["cost"] if price is not None else []),
+        "GB",
+        *(["GB sent"] if several else []),
+    ):
         layouts.add_column(name, justify="right", no_wrap=True)
     for name in ("actor", "recompute", "stream", "rollout"):
         layouts.add_column(name, no_wrap=True)
@@ -63,6 +85,7 @@ def table(candidates: Sequence[Candidate], world: int, steps: int, price: float 
             f"{hours:,.0f}",
             *cost,
             f"{each.memory:.0f}",
+            *([sent_between_hosts(each.recipe, world)] if several else []),
             f"TP{actor.layout.tensor} PP{actor.layout.pipeline} DP{gpus // actor.layout.model_gpus}",
             actor.recompute.granularity,
             f"{actor.offload.streamed_optimizer:.0%}",

@@ -12,11 +12,15 @@ from operator import attrgetter
 from pathlib import Path
 
 import jinja2
+import yaml
 
 from rlhf_megatron.monitor.environment_report import redact_argument
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe, RecipeError, UserError, check_world, load_recipe
+from rlhf_megatron.recipe.arguments import add_recipe_arguments
+from rlhf_megatron.recipe.load import frozen_yaml
 from rlhf_megatron.recipe.slurm import SlurmSection
+from rlhf_megatron.redaction import redact
 from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpus
 from rlhf_megatron.untrusted import read_text, reason_of, shown
 
@@ -40,15 +44,14 @@ class Task:
     """One run of a job: a job that is no array has one."""
 
     run: str  # its folder
-    arguments: list[str]  # of launch/train.py
+    overrides: list[str]  # of the job's recipe
 
 
 @command
 def main() -> int:
     """Returns the exit status: 0 submitted or shown, 2 for input that is not right, or sbatch's own."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", help="a YAML file, see recipes/; its section slurm describes the job")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
+    add_recipe_arguments(parser, "; its section slurm describes the job")
     parser.add_argument("--nodes", type=int, help="instead of the recipe's slurm.nodes")
     parser.add_argument(
         "--array",
@@ -60,7 +63,8 @@ def main() -> int:
     overrides = [*arguments.overrides, *([f"slurm.nodes={arguments.nodes}"] if arguments.nodes is not None else [])]
     recipe = load_recipe(arguments.recipe, overrides)
     tasks = tasks_of(arguments.recipe, overrides, recipe, arguments.array)
-    script = job_script(arguments.recipe, recipe, tasks, is_array=arguments.array is not None)
+    frozen = frozen_recipe(arguments.recipe)
+    script = job_script(arguments.recipe, frozen, recipe, tasks, is_array=arguments.array is not None)
     if arguments.print:
         print(script, end="")
         return 0
@@ -71,7 +75,7 @@ def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | N
     """The runs of the job, each checked as launch/train.py would; in an array a run without a name of its own gets
     NAME-K. Raises UserError for what cannot run, a run that asks for another job, or a file that cannot be read."""
     if array is None:
-        return [_task(path, list(overrides), recipe, f"{path}")]
+        return [_task(list(overrides), recipe, path)]
     try:
         lines = read_text(array, UserError, MOST_BYTES_OF_ARRAY).removeprefix("\ufeff").splitlines()
     except UserError as error:
@@ -96,7 +100,7 @@ def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | N
             except RecipeError as error:
                 raise RecipeError(f"{error} ({shown(where)})") from error
             _check_same_job(recipe, of_run, where)
-            tasks.append(_task(path, all_overrides, of_run, where))
+            tasks.append(_task(all_overrides, of_run, where))
     if not tasks:
         raise UserError(f"--array {array}: has no line with overrides; write one per run")
     runs = [task.run for task in tasks]
@@ -124,15 +128,32 @@ def _check_no_secret(overrides: Sequence[str], where: str) -> None:
             )
 
 
-def _task(path: str, overrides: list[str], recipe: Recipe, where: str) -> Task:
+def _task(overrides: list[str], recipe: Recipe, where: str) -> Task:
     _check_no_secret(overrides, where)
     gpus = number_of_gpus("slurm.nodes x cluster.gpus_per_node", str(recipe.slurm.nodes * recipe.cluster.gpus_per_node))
     check_world(recipe, gpus)
-    return Task(str(RunFolder(recipe.run_root, recipe.name).path), [path, *overrides])
+    return Task(str(RunFolder(recipe.run_root, recipe.name).path), overrides)
 
 
-def job_script(path: str, recipe: Recipe, tasks: Sequence[Task], is_array: bool) -> str:
-    """The text for sbatch. Raises UserError where a value has a character that no script can carry."""
+def frozen_recipe(path: str) -> str | None:
+    """The recipe as its file stands now, for the script to carry; None, with a warning, where it holds a secret."""
+    text = frozen_yaml(path)
+    values = yaml.safe_load(text)
+    if redact(values) == values:
+        return text
+    print(
+        f"warning: {shown(path)}: holds what looks like a secret, which the job's script would keep; the job reads "
+        "the file whenever it starts, so leave it as it is until the job has ended",
+        file=sys.stderr,
+    )
+    return None
+
+
+def job_script(path: str, frozen: str | None, recipe: Recipe, tasks: Sequence[Task], is_array: bool) -> str:
+    """The text for sbatch. Raises UserError where a value has a character that no script can carry.
+
+    ``frozen``: the text of the recipe at ``path``; None where the job is to read that.
+    """
     slurm = recipe.slurm
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(LAUNCH / "slurm"),
@@ -145,6 +166,7 @@ def job_script(path: str, recipe: Recipe, tasks: Sequence[Task], is_array: bool)
     environment.filters["quoted"] = quoted
     return environment.get_template("job.sbatch.j2").render(
         recipe=_printable(path),
+        frozen=frozen,
         options=sbatch_options(recipe, len(tasks) if is_array else None),
         tasks=tasks,
         rendezvous_host=slurm.rendezvous_host,

@@ -32,6 +32,7 @@ from torch.distributed.launcher import api
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.runtime.command import INPUT_STATUS, command
 from rlhf_megatron.runtime.rank_logs import FOLDER
+from rlhf_megatron.topology.open_files import raise_file_limit
 from rlhf_megatron.topology.store import serve_store
 from rlhf_megatron.untrusted import reason_of, shown
 
@@ -79,6 +80,7 @@ def main() -> int:
     parser = run.get_args_parser()
     parser.error = refuse  # type: ignore[method-assign, assignment]
     options: argparse.Namespace = parser.parse_args()
+    raise_file_limit()  # each rank has a connection to a store here
     try:
         store = serve_rendezvous(options)  # lives as long as torchrun, which takes it for the one that it asks for
         config, program, arguments = configured(options)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from pathlib import Path
 
+from rlhf_megatron.checkpoint.manifest import read_manifest
+from rlhf_megatron.errors import UserError, errors_of
 from rlhf_megatron.recipe import AnyRecipe, load_recipe
+from rlhf_megatron.recipe.arguments import add_recipe_arguments
+from rlhf_megatron.recipe.hub_names import planned, with_run_folders
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.runtime.command import (
     INPUT_STATUS,
@@ -15,6 +20,7 @@ from rlhf_megatron.runtime.command import (
     command,
     number_of_gpus,
     on_this_rank,
+    tell,
     was_refused,
 )
 from rlhf_megatron.runtime.rank_logs import redirect_output
@@ -29,8 +35,7 @@ def main() -> int:
     if was_refused():
         return INPUT_STATUS
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", help="a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
+    add_recipe_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop; needs no GPU and no torchrun")
     parser.add_argument(
         "--resume",
@@ -43,10 +48,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        from rlhf_megatron.planning.report import plan_text
-
-        print(plan_text(recipe, planned_world(arguments.world)))
-        return 0
+        return show_plan(planned(recipe), planned_world(arguments.world))
     if "RANK" in os.environ:
         end_with_parent()
     stop_signals.listen()
@@ -57,6 +59,21 @@ def main() -> int:
     return record(on_this_rank)(functools.partial(train, recipe, arguments.resume, arguments.preflight)) or 0
 
 
+def show_plan(recipe: AnyRecipe, world_size: int) -> int:
+    """Prints the plan and what checks of files saw, then every mistake that was found; returns the exit status."""
+    from rlhf_megatron.planning.report import plan_errors, plan_text
+    from rlhf_megatron.preflight.file_checks import check_lines, file_checks, mistakes_of
+
+    errors, checks, plan = plan_errors(recipe, world_size), file_checks(recipe), list[str]()
+    errors = errors or errors_of([lambda: plan.append(plan_text(recipe, world_size))])
+    if plan:
+        print("\n  ".join([f"{plan[0]}\nFiles", *check_lines(recipe, checks)]))
+    mistakes = [*map(str, errors), *mistakes_of(checks)]
+    for mistake in dict.fromkeys(mistakes):
+        tell(UserError(mistake))
+    return INPUT_STATUS if mistakes else 0
+
+
 def planned_world(asked: str | None) -> int:
     """The GPUs to plan for: those of ``--world``, or torchrun's; raises UserError where that is no number above 0."""
     where, text = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) if asked is None else ("--world", asked)
@@ -65,9 +82,17 @@ def planned_world(asked: str | None) -> int:
 
 def train(recipe: AnyRecipe, resume: str, check_first: bool) -> int:
     """Runs the recipe's loop on this rank; returns the exit status."""
+    run_folder = Path(recipe.run_root) / recipe.name
+    recipe = with_run_folders(recipe, run_folder, functools.partial(commits_of_checkpoint, resume))
     from rlhf_megatron.loops.run import run
 
     return run(recipe, resume, check_first)
+
+
+def commits_of_checkpoint(resume: str) -> dict[str, str]:
+    """The commits of the hub's models that the run of a checkpoint began with; none where no checkpoint is named."""
+    commits: dict[str, str] = {} if resume in ("auto", "none") else read_manifest(Path(resume)).state.get("hub", {})
+    return commits
 
 
 if __name__ == "__main__":

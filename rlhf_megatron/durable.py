@@ -26,6 +26,8 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # where a file server says that it has no room
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
@@ -67,16 +69,28 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     All files are on disk by then. Raises OSError where that fails; the older folder is still there then.
     """
+    partial = begin_folder(folder)
+    try:
+        yield partial
+        finish_folder(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what a failure has left takes room
+
+
+def begin_folder(folder: Path) -> Path:
+    """Make and return the empty folder where ``folder`` is written until all of it is there; raises OSError."""
     partial = partial_of(folder)
     remove(partial)
     partial.mkdir(parents=True)
-    try:
-        yield partial
-        for path in [*partial.rglob("*"), partial]:
-            sync(path)
-        take_name(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what a failure has left takes room
+    return partial
+
+
+def finish_folder(folder: Path) -> None:
+    """Have what has been written since ``begin_folder`` on disk, and then under its name; raises OSError."""
+    partial = partial_of(folder)
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    take_name(partial, folder)
 
 
 def take_name(written: Path, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from rlhf_megatron.redaction import hide_secrets
 
 
@@ -24,6 +26,17 @@ def is_transient(error: BaseException) -> bool:
             return True
         chain = chain.__cause__
     return False
+
+
+def errors_of(checks: Iterable[Callable[[], object]]) -> list[UserError]:
+    """Make every check, and return what those that fail raise; where the first would do, call them one by one."""
+    errors = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            errors.append(error)
+    return errors
 
 
 class RecipeError(UserError):

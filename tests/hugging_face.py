@@ -10,30 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    ArceeConfig,
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -50,34 +67,79 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 for _modeling in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
     _modeling.torch_chunk_gated_delta_rule = inspect.unwrap(_modeling.torch_chunk_gated_delta_rule)
 
+_VISION = {
+    "gemma3": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "mistral3": {
+        "model_type": "pixtral",
+        "image_size": 28,
+        "patch_size": 14,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
+    "qwen3_5": {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 64},
+}
+
+
+def _wrapping(kind: type, vision: str, language: str = "") -> Callable[..., Any]:
+    """Return what makes a config of ``kind`` of the fields of its language model, of type ``language``."""
+    outer: dict[str, Any] = {"mm_tokens_per_image": 4} if vision == "gemma3" else {}
+
+    def config(tie_word_embeddings: bool, **fields: Any) -> Any:
+        tied = {"tie_word_embeddings": tie_word_embeddings}
+        inner = {"model_type": language} if language else {}
+        tower = {"hidden_size": 16, "intermediate_size": 24} | _VISION[vision]
+        return kind(text_config=fields | tied | inner, vision_config=tower, **outer, **tied)
+
+    return config
+
+
+WRAPPERS = {
+    "gemma3": _wrapping(Gemma3Config, "gemma3"),
+    "mistral3": _wrapping(Mistral3Config, "mistral3", "mistral"),
+    "qwen3_5": _wrapping(Qwen3_5Config, "qwen3_5"),
+    "qwen3_5_moe": _wrapping(Qwen3_5MoeConfig, "qwen3_5"),
+}
 CONFIGS = {
+    "arcee": ArceeConfig,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
+    "cohere_norms": CohereConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v2_lite": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "deepseek_v3_plain": DeepseekV3Config,
+    "dots1": Dots1Config,
     "ernie4_5": Ernie4_5Config,
+    "ernie4_5_moe": Ernie4_5_MoeConfig,
     "exaone4": Exaone4Config,
     "exaone4_full": Exaone4Config,
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "glm": GlmConfig,
     "glm4": Glm4Config,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
+    "granitemoe": GraniteMoeConfig,
+    "granitemoehybrid": GraniteMoeHybridConfig,
+    "granitemoehybrid_plain": GraniteMoeHybridConfig,
+    "hunyuan_v1_dense": HunYuanDenseV1Config,
+    "hunyuan_v1_moe": HunYuanMoEV1Config,
     "llama": LlamaConfig,
     "llama3": LlamaConfig,
     "llama_attention_biases": LlamaConfig,
     "llama_biases": LlamaConfig,
+    "ministral3": Ministral3Config,
+    "minimax_m2": MiniMaxM2Config,
     "mistral": MistralConfig,
     "mistral_linear": MistralConfig,
     "mistral_window": MistralConfig,
     "mixtral": MixtralConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
+    "olmoe": OlmoeConfig,
     "phi3": Phi3Config,
     "phi3_long": Phi3Config,
     "qwen2": Qwen2Config,
@@ -137,10 +199,43 @@ _DELTA_NET = {
     "linear_value_head_dim": 24,
     "partial_rotary_factor": 0.25,
 }
+_ALPHA = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}}
+_GEMMA3 = {
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 48,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    },
+}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}
+_GRANITE4 = _GRANITE | {
+    "layer_types": ["attention"] * 4,
+    "mamba_n_heads": 4,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "shared_intermediate_size": 96,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "arcee": {"mlp_bias": True},
+    "dots1": _GROUPED | {"routed_scaling_factor": 2.5, "sliding_window": WINDOW, "max_window_layers": 2},
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 64,
+        "moe_k": 2,
+        "moe_layer_interval": 2,
+        "moe_num_experts": 4,
+        "moe_num_shared_experts": 2,
+    },
     "exaone4": {"sliding_window": WINDOW},
     "exaone4_full": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "cohere": {"logit_scale": 0.5},
+    "cohere_norms": {"logit_scale": 0.5, "use_qk_norm": True},
     "cohere2": {"logit_scale": 0.5, "sliding_window": WINDOW, "sliding_window_pattern": 2},
     "deepseek_v2": _V2 | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
     "deepseek_v2_lite": _V2 | _DEEPSEEK_YARN | {"n_group": 1, "q_lora_rank": None},
@@ -153,15 +248,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
-    "gemma3_text": {
-        "sliding_window": WINDOW,
-        "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 48,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-        },
-    },
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
     "glm4_moe_lite": _LATENT | _GROUPED | {"rms_norm_eps": 1e-6},  # transformers' of latents
     "glm4_moe": _GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5},
@@ -181,12 +269,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.3,
-        "logits_scaling": 0.5,
-    },
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": _GRANITE4,
+    "granitemoehybrid_plain": _GRANITE4 | {"position_embedding_type": None},
+    "hunyuan_v1_dense": _ALPHA,
+    "hunyuan_v1_moe": _ALPHA | {"num_experts": 4, "moe_topk": 2},
     "llama3": {
         "max_position_embeddings": 16384,
         "rope_parameters": {
@@ -200,13 +288,26 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "llama_attention_biases": {"attention_bias": True},
     "llama_biases": {"attention_bias": True, "mlp_bias": True},
+    "ministral3": {
+        "rope_parameters": _DEEPSEEK_YARN["rope_parameters"]
+        | {"llama_4_scaling_beta": 0.1, "max_position_embeddings": 256}
+    },
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "mistral": {"sliding_window": None},
+    "mistral3": {"sliding_window": None},
     "mistral_linear": {
         "sliding_window": None,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     },
     "mistral_window": {"sliding_window": WINDOW},
     "mixtral": {"num_local_experts": 4, "sliding_window": WINDOW},
+    "olmoe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
     "olmo3": {
         "sliding_window": WINDOW,
         "rope_parameters": {
@@ -244,6 +345,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_biases": {"attention_bias": True},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80},
     "qwen3_5_moe_text": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80},
     "qwen3_5_text": _DELTA_NET,
     "qwen3_next": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]},
@@ -253,9 +356,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 # Of these families.
 VARIANTS = {
+    "cohere_norms",
     "exaone4_full",
     "deepseek_v2_lite",
     "deepseek_v3_plain",
+    "granitemoehybrid_plain",
     "llama3",
     "llama_attention_biases",
     "llama_biases",
@@ -300,8 +405,8 @@ def make_model(
         "pad_token_id": PAD,
     }
     head = {"num_labels": 1} if classifier else {}
-    config = CONFIGS[family](**(sizes | SPECIAL.get(family, {}) | head | fields))
-    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    config = (CONFIGS | WRAPPERS)[family](**(sizes | SPECIAL.get(family, {}) | head | fields))
+    kind = AutoModelForSequenceClassification if classifier else auto_class(config)
     model = kind.from_config(config, dtype=torch.float32)
     fill(model, seed)
     model.save_pretrained(folder)
@@ -321,9 +426,15 @@ def fill(model: Any, seed: int = 0) -> None:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
+def auto_class(config: Any) -> Any:
+    """Transformers' class for a whole model: with its vision tower, where it has one."""
+    return AutoModelForImageTextToText if "text_config" in config.sub_configs else AutoModelForCausalLM
+
+
 def load_model(folder: Path, **fields: Any) -> Any:
     """The folder's model, or one with other ``fields``, in float32 and ready to train (there is no dropout)."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **fields)
+    kind = auto_class(AutoConfig.from_pretrained(folder))
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **fields)
 
 
 def load_classifier(folder: Path) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data.context_parallel import tokens_of_part
-from rlhf_megatron.models.attention import causal_attention
+from rlhf_megatron.models.attention import Queries, causal_attention
 from rlhf_megatron.models.interval_attention import interval_attention, intervals
 
 LENGTHS = [40, 8, 520, 256, 16]
@@ -41,14 +41,16 @@ def inputs(name: str, device: str, dtype: torch.dtype, lengths: list[int] | None
     shapes = [(queries, 4, case["head_dim"]), (total, 2, case["head_dim"]), (total, 2, case["head_dim"])]
     shapes += [(4,)] * case["sinks"]
     tensors = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
-    arguments = {"window": case["window"], "soft_cap": case["soft_cap"], "query_positions": positions}
+    queries_of = None if positions is None else Queries(positions, boundaries // 2)
+    arguments = {"window": case["window"], "soft_cap": case["soft_cap"], "queries": queries_of}
     return Inputs(tensors, boundaries, arguments)
 
 
 def interval(given: Inputs) -> Tensor:
     """Return the attention by intervals."""
     query, key, value, *sinks = given.tensors
-    attended = intervals(given.boundaries, given.arguments["window"], given.arguments["query_positions"])
+    of_rank = given.arguments["queries"]
+    attended = intervals(given.boundaries, given.arguments["window"], of_rank and of_rank.positions)
     soft_cap, scale = given.arguments["soft_cap"], query.size(-1) ** -0.5
     return interval_attention(query, key, value, attended, scale, soft_cap, sinks[0] if sinks else None)
 
@@ -58,5 +60,5 @@ def explicit(given: Inputs) -> Tensor:
     query, key, value, *sinks = (each.float() for each in given.tensors)
     longest, scale = int(given.boundaries.diff().max()), query.size(-1) ** -0.5
     return causal_attention(
-        query, key, value, given.boundaries, longest, scale, sinks=sinks[0] if sinks else None, **given.arguments
+        query, key, value, given.boundaries, longest, scale=scale, sinks=sinks[0] if sinks else None, **given.arguments
     )

@@ -50,8 +50,16 @@ IMPORTS = (
     "rlhf_megatron.loops.reward_modeling",
     "rlhf_megatron.loops.sft",
     "rlhf_megatron.rollout.vllm.vllm_engine",
+    # What a run imports as it makes its engine, and as it ends: half of its time on a CPU.
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.qwen3",
+    "rlhf_megatron.monitor.page",
 )
 TORCHRUN = ["-m", "torch.distributed.run"]
+COMMAND_LINE = ["-m", "rlhf_megatron.runtime.command_line"]
 MESSAGE_BYTES = ENVIRONMENT_BYTES = 1 << 16
 ROOM = "ROOM_FOR_THE_ENVIRONMENT_OF_FORKS"
 
@@ -126,6 +134,7 @@ class Nursery:
         """Takes one message; returns the identifier of a process that has been started."""
         pid, status = json.loads(self._connection.recv(MESSAGE_BYTES))
         if status is None:
+            self._ended.pop(pid, None)  # of an earlier process: systems use numbers again
             return int(pid)
         self._ended[pid] = status
         self._connection.send(json.dumps(pid).encode())
@@ -202,7 +211,7 @@ def become(request: list[Any]) -> None:
         flags.append(arguments.pop(0))
     sys.stdout.reconfigure(write_through="-u" in flags)  # type: ignore[union-attr]
     further = None
-    if arguments[:2] == TORCHRUN or arguments[0].endswith("launch/torchrun.py"):
+    if arguments[:2] in (TORCHRUN, COMMAND_LINE) or arguments[0].endswith("launch/torchrun.py"):
         further = take_over(starts_of_torchrun)
     elif arguments[0].endswith("tools/tune.py"):
         further = take_over(starts_of_tune)

@@ -6,10 +6,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import published_dense
+
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+
+# But for those whose factors of LongRoPE are not the published ones, and for what the file has.
+_ELSEWHERE = ("EXAONE 4.0 32B", "Phi-3.5 mini", "Phi-4", "Phi-4 mini")
+PUBLISHED |= {name: config for name, config in published_dense.PUBLISHED.items() if name not in _ELSEWHERE}
 
 # What a folder of the language model alone has, as transformers saves it.
 PUBLISHED |= {
@@ -22,18 +29,26 @@ LAYERS, HEADS, HEAD, EXPERTS, CHOSEN, VOCABULARY, WINDOW = 6, 4, 32, 16, 3, 250,
 # Widths and counts; every other field stays.
 _SIZES = {
     "hidden_size": HEADS * HEAD, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": LAYERS,
+    "shared_intermediate_size": 96, "mamba_n_heads": HEADS, "mamba_d_head": 2 * HEAD,
     "num_attention_heads": HEADS, "vocab_size": VOCABULARY, "n_routed_experts": EXPERTS, "num_experts": EXPERTS,
     "num_local_experts": EXPERTS, "moe_num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_k": CHOSEN,
     "experts_per_token": CHOSEN, "shared_expert_intermediate_size": 48, "head_dim": HEAD, "kv_lora_rank": 32,
-    "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "rotary_dim": HEAD // 2,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_VISION_SIZES = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_heads": 2,
+    "num_hidden_layers": 1, "num_position_embeddings": 16, "out_hidden_size": HEADS * HEAD,
 }  # fmt: skip
 
 
 def small(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config with fewer and narrower layers, and with the flags, patterns and positions of ``config``."""
     if "text_config" in config:
-        return config | {"text_config": small(config["text_config"])}
+        tower = {field: _VISION_SIZES.get(field, value) for field, value in config["vision_config"].items()}
+        outer = {field: value for field, value in config.items() if field != "quantization_config"}
+        return outer | {"text_config": small(config["text_config"]), "vision_config": tower}
     shrunk = {field: _SIZES.get(field, value) if value else value for field, value in config.items()}
     shrunk.pop("quantization_config", None)
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
@@ -42,7 +57,7 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
     if "linear_num_value_heads" in config:
         ratio = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         shrunk["linear_num_value_heads"] = 2 * ratio
-    if shrunk.get("sliding_window") and config["sliding_window"] < config["max_position_embeddings"]:
+    if shrunk.get("sliding_window") and config["sliding_window"] < config.get("max_position_embeddings", math.inf):
         shrunk["sliding_window"] = WINDOW
     for field, value in config.items():
         if isinstance(value, list) and len(value) == config["num_hidden_layers"]:

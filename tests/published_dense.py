@@ -1,4 +1,7 @@
-"""config.json of published models with dense layers, field for field."""
+"""config.json of published models, most with dense layers, field for field.
+
+Those of AFM, dots.llm1 and Granite are of the makers' fields and were not read off their files: numbers may differ.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +91,55 @@ SEED_OSS = {
     "torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": True, "vocab_size": 155136,
 }  # fmt: skip
 
+AFM = {
+    "architectures": ["ArceeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128003], "head_dim": 128, "hidden_act": "relu2", "hidden_size": 2560,
+    "initializer_range": 0.02, "intermediate_size": 18432, "max_position_embeddings": 65536, "mlp_bias": False,
+    "model_type": "arcee", "num_attention_heads": 20, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "pad_token_id": 128004, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "type": "yarn",
+    },
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "vocab_size": 128005,
+}  # fmt: skip
+GRANITE4 = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attention_multiplier": 0.015625, "bos_token_id": 100257, "embedding_multiplier": 12, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 2560, "init_method": "mup", "initializer_range": 0.1,
+    "intermediate_size": 8192, "layer_types": ["attention"] * 40, "logits_scaling": 10, "mamba_chunk_size": 256,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_expand": 2,
+    "mamba_n_groups": 1, "mamba_n_heads": 80, "mamba_proj_bias": False, "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid", "normalization_function": "rmsnorm", "num_attention_heads": 40,
+    "num_experts_per_tok": 0, "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 0,
+    "output_router_logits": False, "pad_token_id": 100256, "position_embedding_type": "rope",
+    "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.01, "shared_intermediate_size": 8192, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.56.0", "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+DOTS = {
+    "architectures": ["Dots1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 151649,
+    "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 10944, "max_position_embeddings": 32768, "max_window_layers": 62, "model_type": "dots1",
+    "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 2,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 62,
+    "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None,
+    "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 152064,
+}  # fmt: skip
+
+GRANITE_MOE = {
+    "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
+    "attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+    "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02, "intermediate_size": 512,
+    "logits_scaling": 6.0, "max_position_embeddings": 131072, "model_type": "granitemoe", "num_attention_heads": 24,
+    "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 40,
+    "output_router_logits": False, "pad_token_id": 0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 10000000.0, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.46.0", "use_cache": True, "vocab_size": 49155,
+}  # fmt: skip
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "OLMo 2 7B": OLMO2,
     "OLMo 2 32B": OLMO2
@@ -95,6 +147,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8},
     "OLMo 3 7B": OLMO3,
     "GLM-4 9B 0414": GLM4,
+    "GLM-4 9B Chat": GLM4
+    | {"architectures": ["GlmForCausalLM"], "max_position_embeddings": 131072, "model_type": "glm"}
+    | {"rms_norm_eps": 1.5625e-07, "transformers_version": "4.46.0.dev0"},
     "GLM-4 32B 0414": GLM4
     | {"attention_bias": False, "hidden_size": 6144, "intermediate_size": 23040, "num_attention_heads": 48}
     | {"num_hidden_layers": 61},
@@ -109,4 +164,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 30, "sliding_window": None}
     | {"sliding_window_pattern": None, "tie_word_embeddings": True},
     "Seed-OSS 36B": SEED_OSS,
+    "AFM 4.5B": AFM,
+    "dots.llm1": DOTS,
+    "Granite 4.0 Micro": GRANITE4,
+    "Granite 3.1 3B A800M": GRANITE_MOE,
 }

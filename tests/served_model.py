@@ -27,7 +27,7 @@ SAMPLED = Sampling(temperature=0.7, top_p=1.0, top_k=-1, max_tokens=12, stop_tok
 class Served:
     """The engine, the two models whose weights it serves in turn, and what making it did to the process."""
 
-    def __init__(self, folder: Path, name: str = "vllm") -> None:
+    def __init__(self, folder: Path, name: str = "vllm", **settings: Any) -> None:
         self.folders = [make_model(folder / name, "qwen3", seed=seed) for seed, name in enumerate(("first", "second"))]
         # A generation_config.json in which every token ends a text: only Sampling's stop tokens may count.
         for path in self.folders:
@@ -35,7 +35,8 @@ class Served:
         self.models = [load_model(path) for path in self.folders]
         # Two prompts of 40 tokens are as many as one step takes.
         longest = MAX_PROMPT + MAX_RESPONSE
-        section = RolloutSection(max_response_length=MAX_RESPONSE, max_num_seqs=4, max_num_batched_tokens=longest)
+        lengths = {"max_response_length": MAX_RESPONSE, "max_num_seqs": 4, "max_num_batched_tokens": longest}
+        section = RolloutSection.model_validate(lengths | settings)
         torch.manual_seed(11)
         self.set_num_threads = torch.set_num_threads
         self.before = process_state()

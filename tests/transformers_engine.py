@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, Sampling
 from rlhf_megatron.rollout.engine_core import EngineOutput, EngineRequest
+from rlhf_megatron.rollout.paused import PausedRequests
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.request_checks import check_requests
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
@@ -100,6 +101,19 @@ class TransformersCore:
         self._running, self._waiting = [], deque()
         return outputs
 
+    def abort_request(self, number: int) -> None:
+        self._running = [each for each in self._running if each.request.number != number]
+        self._waiting = deque(each for each in self._waiting if each.request.number != number)
+
+    def pause(self) -> list[EngineOutput]:
+        return []
+
+    def unfinished(self) -> list[EngineOutput]:
+        return [
+            dataclasses.replace(each.output("abort"), token_ids=list(each.tokens), logprobs=list(each.logprobs))
+            for each in (*self._running, *self._waiting)
+        ]
+
     def running(self) -> dict[int, int]:
         return {sequence.request.number: len(sequence.tokens) for sequence in self._running}
 
@@ -109,6 +123,10 @@ class TransformersCore:
     def reset_prefix_cache(self) -> None:
         if self._running or self._waiting:
             raise RuntimeError("the prefix cache is in use; requests are still running")
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Those that sequences have are copies of their own."""
         self._prefixes.clear()
 
     @torch.no_grad()
@@ -161,8 +179,9 @@ class TransformersEngine:
         load_format: str = "dummy",
         shared: Mapping[str, Tensor] | None = None,
         records_experts: bool = False,
+        language: Mapping[str, Any] | None = None,
     ) -> None:
-        assert not records_experts
+        assert not records_experts and language is None
         assert section.layout.tensor == 1 and section.quantization is None
         torch_dtype = getattr(torch, section.dtype or dtype)
         with preserved_random_state():
@@ -177,7 +196,7 @@ class TransformersEngine:
         self._max_length = max_prompt_length + section.max_response_length
         self._core = TransformersCore(model, section.max_num_seqs, section.max_num_seqs * self._max_length)
         self._vocabulary, self._version = model.config.vocab_size, None
-        self._lengths = ResponseLengths()
+        self._lengths, self._paused = ResponseLengths(), PausedRequests()
         self.record = GenerationRecord()
 
     def generate(
@@ -188,12 +207,21 @@ class TransformersEngine:
         on_completion: Callable[[Completion], None] | None = None,
         queue: WorkQueue | None = None,
         environment: Environment | None = None,
+        pauses: bool = False,
     ) -> list[Completion]:
         if self._version is None:
             raise RuntimeError("the engine has no weights; write them and call weights_updated first")
-        check_requests(requests, sampling, self._max_length, self._vocabulary)
         scheduler = GenerationScheduler(
-            self._core, requests, sampling, self._version, self._lengths, queue=queue, environment=environment
+            self._core,
+            requests,
+            sampling,
+            self._version,
+            self._lengths,
+            queue=queue,
+            environment=environment,
+            paused=self._paused,
+            pauses=pauses,
+            check=lambda group: check_requests(group, sampling, self._max_length, self._vocabulary),
         )
         completions = scheduler.generate(on_progress, on_completion)
         self.record = scheduler.record
@@ -205,11 +233,19 @@ class TransformersEngine:
     def reset_prefix_cache(self) -> None:
         self._core.reset_prefix_cache()
 
+    def drop_paused(self) -> None:
+        for number in self._paused.release():
+            self._core.abort_request(number)
+        self.reset_prefix_cache()
+
     def parameters(self) -> dict[str, Tensor]:
         return dict(self._parameters)
 
     def weights_updated(self, version: int) -> None:
-        self.reset_prefix_cache()
+        if self._paused:
+            self._core.forget_prefixes()
+        else:
+            self.reset_prefix_cache()
         self._version = version
 
     def sleep(self) -> None:

@@ -18,7 +18,7 @@ def run_in_interpreter(script: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     path = Path(__file__).with_name(script)
     checked = subprocess.run(
-        [sys.executable, "-P", str(path)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", str(path)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert checked.returncode == 0, checked.stderr
 

@@ -273,9 +273,9 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     from rlhf_megatron.checkpoint.saved_role import SavedRole, files_of_role, head_of, saved_adaptation
     from rlhf_megatron.checkpoint.storage import TensorFile, damage, step_of
     from rlhf_megatron.models.architecture import read_architecture
-    from rlhf_megatron.models.hf_export import Companions, write_checkpoint
+    from rlhf_megatron.models.hf_export import Companions, export_form, write_checkpoint
     from rlhf_megatron.models.peft_files import write_peft
-    from rlhf_megatron.regather.plan import elements
+    from rlhf_megatron.models.rectangles import elements
     from rlhf_megatron.runtime.finite import NotFiniteError, only_finite
 
     check_output(output)
@@ -299,7 +299,8 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
             if adaptation:
                 write_peft(output, tracked, architecture, adaptation, str(companions.model))
             else:
-                write_checkpoint(output, companions, tracked, getattr(torch, dtype), head=architecture.head)
+                stored = export_form(companions, architecture).stored(tracked)
+                write_checkpoint(output, companions, stored, getattr(torch, dtype), head=architecture.head)
         except NotFiniteError as error:
             raise UserError(f"{checkpoint}: {role}: {error}; take an older checkpoint") from error
     parameters = sum(elements(block.region) for block in blocks)

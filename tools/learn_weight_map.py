@@ -10,6 +10,8 @@ from rlhf_megatron.errors import UserError
 from rlhf_megatron.models.weight_map import has_rollout_table
 from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
 from rlhf_megatron.recipe import load_rl
+from rlhf_megatron.recipe.arguments import add_recipe_arguments
+from rlhf_megatron.recipe.hub_names import planned
 from rlhf_megatron.regather.learned_rollout import learn_without_ranks
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.runtime.command import ArgumentParser, command
@@ -23,10 +25,9 @@ def main() -> int:
         "dry run knows the bytes of a weight sync before. Needs vLLM, no GPU and no weights.",
         epilog="For example: recipes/glm45_air_grpo.yaml",
     )
-    parser.add_argument("recipe", help="a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
+    add_recipe_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    recipe = load_rl(arguments.recipe, arguments.overrides)
+    recipe = planned(load_rl(arguments.recipe, arguments.overrides))
     architecture = planned_architectures(recipe)["actor"]
     if has_rollout_table(architecture):
         raise UserError(f"{architecture.family}: has a table of vLLM's weights; there is nothing to learn")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.recipe.arguments import add_recipe_arguments
+from rlhf_megatron.recipe.hub_names import with_folders
 from rlhf_megatron.recipe.section import LONGEST_SECONDS
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.runtime.command import INPUT_STATUS, ArgumentParser, check_environment, command, was_refused
@@ -26,8 +28,7 @@ def main() -> int:
     if was_refused():
         return INPUT_STATUS
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replace a value of the recipe")
+    add_recipe_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the checks as JSON")
     parser.add_argument("--seconds", type=float, default=120.0, help="time of each of the two parts (default: 120)")
     arguments = parser.parse_intermixed_args()
@@ -37,7 +38,7 @@ def main() -> int:
 
     if not 0 < arguments.seconds <= LONGEST_SECONDS:
         raise UserError(f"--seconds {arguments.seconds:g}: must be a time above 0")
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = with_folders(load_recipe(arguments.recipe, arguments.overrides), weights=True)
     verdict = preflight(recipe, arguments.seconds, arguments.json)
     sys.stdout.flush()
     if not verdict:

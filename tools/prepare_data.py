@@ -1,5 +1,7 @@
 """Make parquet files with verl's columns, for data.train_files and data.validation_files.
 
+    python tools/prepare_data.py import --input questions.csv --prompt-field question --answer-field answer \\
+        --data-source my_math --output train.parquet
     python tools/prepare_data.py gsm8k --input train.jsonl --output train.parquet
     python tools/prepare_data.py reasoning-gym --task chain_sum --size 2000 --seed 1 --set max_terms=3 \\
         --exclude test.parquet --output train.parquet
@@ -16,7 +18,6 @@ is checked (rlhf_megatron/rewards/).
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import difflib
 import json
@@ -35,26 +36,35 @@ from rich.console import Console
 from rich.progress import track
 
 from rlhf_megatron.data.demonstrations import demonstration_rows
+from rlhf_megatron.data.foreign_files import card_of, data_files, read_jsonl, read_records, split_files
+from rlhf_megatron.data.given_answers import DEFAULT_RESPONSE_COLUMN
 from rlhf_megatron.data.pairs import pair_rows
-from rlhf_megatron.data.parquet import UNREADABLE, python_rows
-from rlhf_megatron.data.prompts import DEFAULT_RESPONSE_COLUMN, prompt_key
-from rlhf_megatron.data.rows import ParquetRows, parse_extra_info, parse_messages
+from rlhf_megatron.data.parquet import UNREADABLE, RowLocation, python_rows
+from rlhf_megatron.data.prompts import prompt_key
+from rlhf_megatron.data.rows import (
+    ParquetRows,
+    column_value,
+    parse_extra_info,
+    parse_ground_truth,
+    parse_messages,
+    parse_turns,
+    with_system_prompt,
+)
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.errors import DataError
+from rlhf_megatron.hub import DEFAULT_REVISION, Repository, commit_of, files_of, folder_of, is_hub_name, local_folder
 from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.rewards import gsm8k, reasoning_gym
 from rlhf_megatron.rewards.data_check import check_files, tables
 from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
-from rlhf_megatron.untrusted import check_regular, kind_of, parse_json, reason_of, shown
+from rlhf_megatron.untrusted import kind_of, reason_of, shown
 
 # The words that verl's own GSM8K files use, so that results can be compared.
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 ROWS_PER_GROUP = 1024
 # A procedural task repeats itself; after this many tries for each row asked for, it has no more distinct ones to give.
 TRIES_PER_ROW = 50
-# Of a line of JSON.
-MOST_LINE_BYTES = 64 * 2**20
 MOST_ROWS = 10**7  # of a file
 SECONDS_PER_ROW = 10  # rows take milliseconds, unless numbers of --set are without measure
 
@@ -82,7 +92,7 @@ def check(options: argparse.Namespace) -> int:
         raise DataError("--max-prompt-length: needs --tokenizer to count tokens")
     if options.sample < 1:
         raise DataError(f"--sample: {options.sample} rows try no reward; give 1 or more")
-    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+    tokenizer = None if options.tokenizer is None else load_tokenizer(local_folder(options.tokenizer, "--tokenizer"))
     reward = RewardSection(function=options.reward_function)
     findings = check_files(
         options.files,
@@ -91,6 +101,7 @@ def check(options: argparse.Namespace) -> int:
         options.max_prompt_length,
         options.sample,
         system_prompt=options.system_prompt,
+        images=options.images,
     )
     if options.json:
         print(json.dumps(findings.as_json(), ensure_ascii=False))
@@ -127,6 +138,32 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompt-template", default=f"{{question}} {GSM8K_INSTRUCTION}", help="must contain {question}"
     )
     math_words.set_defaults(make_rows=gsm8k_rows)
+
+    given = commands.add_parser(
+        "import",
+        parents=[shared],
+        help="jsonl, csv, parquet or arrow files, or a data set of the Hugging Face hub's form",
+        description="Makes verl's columns of a field with the prompt (a text, or messages) and one with the right "
+        "answer, and keeps the columns named by --keep as they are, such as messages, or chosen and rejected.",
+    )
+    given.add_argument(
+        "--input", required=True, help="a file, a folder of files or of datasets' save_to_disk, or OWNER/NAME"
+    )
+    given.add_argument("--revision", help="of a data set on the hub (default: main)")
+    given.add_argument("--prompt-field", metavar="FIELD", help="text, or messages; a path into structs such as a.b")
+    given.add_argument("--answer-field", metavar="FIELD", help="the right answer (reward_model.ground_truth)")
+    given.add_argument("--data-source", metavar="NAME", help="chooses the reward (default: the name of the input)")
+    given.add_argument(
+        "--keep", nargs="+", action="extend", default=[], metavar="FIELD", help="columns to keep as they are"
+    )
+    given.add_argument("--from-split", default="train", metavar="SPLIT", help="of a data set (default: train)")
+    given.add_argument("--config", metavar="NAME", help="subset of a data set, where it has several")
+    given.add_argument("--drop-images", action="store_true", help="import the text of rows that have images")
+    given.add_argument("--size", type=int, help="number of rows (default: all)")
+    given.add_argument(
+        "--prompt-template", default="{question}", help="around a prompt of text; must contain {question}"
+    )
+    given.set_defaults(make_rows=imported_rows)
 
     tasks = commands.add_parser(
         "reasoning-gym",
@@ -181,9 +218,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     checked = commands.add_parser("check", help="whether files are fit for training; exit status 1 if they are not")
     checked.add_argument("files", type=Path, nargs="+", metavar="FILE", help="parquet file with verl's columns")
-    checked.add_argument("--tokenizer", help="folder or .model file to measure prompts with")
+    checked.add_argument("--tokenizer", help="folder, .model file or OWNER/NAME on the hub to measure prompts with")
     checked.add_argument("--max-prompt-length", type=int, help="in tokens; longer prompts are counted")
     checked.add_argument("--system-prompt", metavar="TEXT", help="data.system_prompt of the recipe, to be measured too")
+    checked.add_argument("--images", choices=["refuse", "drop"], default="refuse", help="data.images of the recipe")
     checked.add_argument("--reward-function", help="path/to/file.py:name (default: the rule of each data_source)")
     checked.add_argument("--sample", type=int, default=100, help="rows of each source to try the reward on (100)")
     checked.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
@@ -233,6 +271,82 @@ def readable(batches: Iterable[Any], file: Path) -> Iterator[Any]:
         yield from batches
     except UNREADABLE as error:
         raise DataError(f"--input: {shown(file)} cannot be read ({reason_of(error)}); get it again") from error
+
+
+def imported_rows(options: argparse.Namespace) -> list[Row]:
+    """Return the rows of files of others.
+
+    Raises:
+        DataError: a file or row cannot be read, lacks a field, or has images; or there are too few rows.
+    """
+    check_request(options)
+    if options.prompt_field is None and not options.keep:
+        raise DataError("--prompt-field: name the field of the prompt, or columns to --keep as they are")
+    excluded = read_questions(options.exclude)
+    fields = [field for field in (options.prompt_field, options.answer_field, *options.keep) if field is not None]
+    columns = [name for field in fields for name in (field, field.split(".")[0])]
+    rows: list[Row] = []
+    for file in input_files(options):
+        for location, values in read_records(file, columns, options.drop_images):
+            row = imported_row(options, values, location, len(rows))
+            if not excluded or question_of(row, location) not in excluded:
+                rows.append(row)
+            if len(rows) == options.size:
+                return rows
+            if len(rows) > MOST_ROWS:
+                raise DataError(f"--input: {shown(options.input)} has over {MOST_ROWS:,} rows; give --size")
+    if not rows or options.size is not None:
+        wanted = options.size or "some"
+        raise DataError(f"{shown(options.input)}: {len(rows)} rows are left, {wanted} were asked for; lower --size")
+    return rows
+
+
+def input_files(options: argparse.Namespace) -> list[Path]:
+    """Return the files to import; those of the hub are downloaded first. Raises DataError and HubError."""
+    split, config = options.from_split, options.config
+    if not is_hub_name(options.input):
+        return data_files(Path(options.input), split, config)
+    repository = Repository(options.input, options.revision or DEFAULT_REVISION, "--input", "dataset")
+    commit = commit_of(repository)
+    CONSOLE.print(f"{options.input} at {commit}", highlight=False, soft_wrap=True)
+    card = card_of(folder_of(repository, commit, ["README.md"], []) / "README.md")
+    chosen = split_files(sorted(files_of(repository, commit)), card, split, config, options.input)
+    folder = folder_of(repository, commit, chosen, [])
+    return [folder / name for name in chosen]
+
+
+def imported_row(options: argparse.Namespace, values: Row, location: RowLocation, index: int) -> Row:
+    """Return one row in verl's columns, with those that are kept; raises DataError where a field is missing."""
+    row: Row = {}
+    for column in options.keep:
+        if column not in values:
+            raise location.error(column, f"missing; the row has {shown(', '.join(map(str, values)))}")
+        row[column] = values[column]
+    info: Row = {"split": split_name(options), "index": index}
+    source = options.data_source or (options.input if is_hub_name(options.input) else Path(options.input).stem)
+    if options.prompt_field is None:
+        return {"data_source": source, "extra_info": info, **row}
+    prompt, answer = column_value(values, options.prompt_field), ""
+    if isinstance(prompt, str) and prompt.strip():
+        info["question"] = prompt
+        prompt = make_row(options, "", prompt, "", "", {})["prompt"]
+    elif not isinstance(prompt, list):
+        found = f"the row has {shown(', '.join(map(str, values)))}"
+        raise location.error(options.prompt_field, f"{shown(repr(prompt))} instead of a text or messages; {found}")
+    messages = with_system_prompt(parse_turns(prompt, options.prompt_field, location), options.system)
+    if options.answer_field is not None:
+        given = column_value(values, options.answer_field)
+        if given is None or given == "":
+            raise location.error(options.answer_field, "no answer; write one, or remove the row")
+        answer = parse_ground_truth({"ground_truth": given}, location)
+    described = {"data_source": source, "prompt": messages, "reward_model": {"style": "rule", "ground_truth": answer}}
+    return {**described, "extra_info": info, **row}
+
+
+def question_of(row: Row, location: RowLocation) -> str:
+    """Return what `read_questions` compares; "" of a row without a prompt."""
+    question = row["extra_info"].get("question") or (row["prompt"][-1]["content"] if "prompt" in row else "")
+    return str(question).strip()
 
 
 def gsm8k_rows(options: argparse.Namespace) -> list[Row]:
@@ -335,7 +449,7 @@ def create_task(task: str, seed: int, size: int, settings: dict[str, Any]) -> An
         package = reasoning_gym.import_package()
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise DataError(f"reasoning-gym is not installed ({error}); install the extra: rlhf-megatron[tasks]") from error
+        raise DataError(f"reasoning-gym is not installed ({error}); pip install reasoning-gym==0.1.25") from error
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"tasks: {', '.join(sorted(DATASETS))}"
@@ -398,47 +512,6 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
                 raise DataError(f"--set: {shown(key)}={shown(value)}: must be finite") from error
             raise DataError(f"--set: the value of {shown(key)} is not YAML: {shown(repr(value))}") from error
     return parsed
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) of a file with one JSON object per line; empty lines are passed over.
-
-    Raises:
-        DataError: the file cannot be read, or a line is too long or no JSON object.
-    """
-    try:
-        check_regular(path, DataError)
-    except DataError as error:
-        why = str(error).removeprefix(f"{shown(path)}: ")
-        raise DataError(f"--input: {shown(path)} cannot be read ({why})") from error
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_BYTES + 1), b""), start=1):
-                where = f"{path}, line {number}"
-                if len(line) > MOST_LINE_BYTES:
-                    raise DataError(f"{shown(where)}: has over {MOST_LINE_BYTES:,} bytes; the file must be jsonl")
-                # A mark of the order of bytes is what some editors begin a file with.
-                text = line.removeprefix(codecs.BOM_UTF8).strip()
-                if not text:
-                    continue
-                yield number, _record(text, where)
-    except OSError as error:
-        raise DataError(f"--input: {shown(path)} cannot be read ({reason_of(error)})") from error
-
-
-def _record(text: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object of a line; raises DataError."""
-    try:
-        record = parse_json(text, where, DataError)
-        json.dumps(record, ensure_ascii=False).encode()
-    except DataError as error:
-        why = str(error).removeprefix(f"{shown(where)}: ").removeprefix("not valid JSON ").strip("()")
-        raise DataError(f"{shown(where)}: not JSON ({why}); the file must be jsonl") from error
-    except UnicodeEncodeError as error:
-        raise DataError(f"{shown(where)}: holds half of a surrogate pair; write it again") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{shown(where)}: {type(record).__name__} instead of a JSON object")
-    return record
 
 
 def read_questions(files: Sequence[Path]) -> set[str]:

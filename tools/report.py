@@ -11,13 +11,13 @@ labelled by their folders; NAME=PATH gives one a label of your own.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.page import write_page
 from rlhf_megatron.monitor.plots import plot_comparison, plot_run
+from rlhf_megatron.monitor.run_choice import runs_by_label
 from rlhf_megatron.runtime.command import ArgumentParser, command
 from rlhf_megatron.untrusted import reason_of, shown
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--title", default="", help="default: the labels")
     options = parser.parse_args(arguments)
     try:
-        runs = by_label(options.runs)
+        runs = runs_by_label(options.runs)
         output = options.output or default_output(list(runs.values()))
         if output.suffix == ".html":
             write_page({label: file.parent for label, file in runs.items()}, output, options.title)
@@ -59,25 +59,6 @@ def draw(runs: dict[str, Path], output: Path, title: str) -> None:
         plot_run(file, output, title or label)
     else:
         plot_comparison(runs, output, title)
-
-
-def labelled(text: str) -> tuple[str, Path]:
-    """(label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is taken."""
-    parts = text.split("=")
-    splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
-    label, path = next((split for split in splits if os.path.exists(split[1])), splits[-1])
-    file = path / "metrics.jsonl" if os.path.isdir(path) else path
-    return label or (Path(os.path.realpath(file.parent)).name if file.name == "metrics.jsonl" else file.stem), file
-
-
-def by_label(arguments: list[str]) -> dict[str, Path]:
-    """label -> metrics file; raises MonitorError where two have the same label."""
-    runs: dict[str, Path] = {}
-    for label, file in map(labelled, arguments):
-        if label in runs:
-            raise MonitorError(f"{runs[label]} and {file} are both labelled {label}; give NAME=PATH for one of them")
-        runs[label] = file
-    return runs
 
 
 if __name__ == "__main__":

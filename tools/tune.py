@@ -37,11 +37,13 @@ from rlhf_megatron.errors import UserError
 from rlhf_megatron.monitor.metrics import read_steps
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import RecipeError, load_recipe
+from rlhf_megatron.recipe.arguments import add_recipe_arguments
 from rlhf_megatron.recipe.load import apply_override
 from rlhf_megatron.runtime.command import ArgumentParser, command
+from rlhf_megatron.shipped import SHIPPED, recipe_file
 from rlhf_megatron.untrusted import reason_of, shown
 
-TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
+TRAIN = SHIPPED / "launch" / "train.py"
 SECONDS_BETWEEN_LOOKS = 2.0
 SECONDS_TO_END = 120.0  # a run that is asked to end may be in the middle of a step
 FAILURES_IN_A_ROW = 3
@@ -95,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the tool."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", help="a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="the same in all trials")
+    add_recipe_arguments(parser, overrides="the same in all trials")
     parser.add_argument(
         "--search", action="append", default=[], metavar="KEY=RANGE", help="LOW..HIGH, LOW..HIGH:log, A|B|C"
     )
@@ -195,7 +196,7 @@ def import_optuna() -> ModuleType:
         import optuna
         import optuna.storages.journal
     except ImportError as error:
-        raise RecipeError(f"optuna cannot be imported ({error}); pip install 'rlhf-megatron[tune]'") from error
+        raise RecipeError(f"optuna cannot be imported ({error}); pip install optuna") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     module: ModuleType = optuna
     return module
@@ -302,7 +303,7 @@ def write_results(options: argparse.Namespace, study: Any, optuna: ModuleType, f
     values: dict[str, Any] = {}
     for override in [*options.overrides, *best.user_attrs["overrides"]]:
         apply_override(values, override)
-    where = os.path.relpath(Path(options.recipe).resolve(), folder.resolve())
+    where = os.path.relpath(recipe_file(options.recipe).resolve(), folder.resolve())
     text = yaml.safe_dump({"defaults": [where], **values}, sort_keys=False, allow_unicode=True)
     remark = (
         f"# The best of {len(complete)} whole trials: {options.metric} = {best.value:.6g} in trial {best.number}.\n"

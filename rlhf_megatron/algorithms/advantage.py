@@ -1,11 +1,12 @@
 """Advantages: how much better a response, or a token of it, was than what could be expected; chosen by name.
 
-Functions of rewards [R] and groups give one number per row, which ``of_rows`` puts on all of its sampled tokens; those
+Functions of rewards [R] and groups give one number per row, which is that of all of its sampled tokens; those
 of per-token rewards are in ``returns``. All work in the precision of their inputs; the estimators use float64.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows
 from rlhf_megatron.algorithms.group_statistics import EPSILON, centred_in_group, deviation_in_group, whitened
-from rlhf_megatron.algorithms.returns import discounted_sums, gae, rewards_of_tokens
+from rlhf_megatron.algorithms.returns import discounted_sums, factors, gae, rewards_of_tokens
+from rlhf_megatron.algorithms.totals import ALONE, Totals
 from rlhf_megatron.data.rollout_batch import RolloutBatch
+from rlhf_megatron.data.row_numbers import RowNumbers
 from rlhf_megatron.recipe import AlgorithmSection
 
 
@@ -109,68 +112,74 @@ def pass_at_k_advantages(
 
 # ---- by name
 
-Estimator = Callable[[RolloutBatch, AlgorithmSection], RolloutBatch]
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """Quantities that estimators see of the rows of a whole step, [R] each; all but lengths and groups are float64."""
+
+    rewards: Tensor  # less the penalties of a row's tokens
+    group_id: Tensor
+    lengths: Tensor  # of sampled tokens
+    baseline_rewards: Tensor | None = None
 
 
-def outcomes(batch: RolloutBatch) -> Tensor:
-    """[R] float64: each row's reward, less the penalties of its tokens."""
-    rewards = batch.rewards.double()
-    if batch.penalties is None:
-        return rewards
-    return rewards.index_add(0, batch.row_of_token, batch.penalties.double(), alpha=-1)
-
-
-def of_rows(batch: RolloutBatch, per_row: Tensor) -> RolloutBatch:
-    """The batch with a row's advantage [R] on all of its sampled tokens."""
-    return batch.with_fields(advantages=batch.spread(per_row.float()))
-
-
-def _grpo(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    return of_rows(batch, grpo_advantages(outcomes(batch), batch.group_id, settings.divides_by_std))
-
-
-def _rloo(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    return of_rows(batch, rloo_advantages(outcomes(batch), batch.group_id))
-
-
-def _opo(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    return of_rows(batch, opo_advantages(outcomes(batch), batch.group_id, batch.response_lengths))
-
-
-def _gpg(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    return of_rows(batch, gpg_advantages(outcomes(batch), batch.group_id, settings.divides_by_std))
-
-
-def _pass_at_k(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    return of_rows(
-        batch, pass_at_k_advantages(outcomes(batch), batch.group_id, settings.pass_k, settings.divides_by_std)
+def outcomes(numbers: RowNumbers, penalties: Tensor | None = None) -> Outcomes:
+    """The outcomes of rows, whose tokens' ``penalties`` are summed [R]."""
+    rewards, baseline = numbers.rewards.double(), numbers.baseline_rewards
+    return Outcomes(
+        rewards if penalties is None else rewards - penalties,
+        numbers.group_id,
+        numbers.response_lengths,
+        None if baseline is None else baseline.double(),
     )
 
 
-def _remax(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    assert batch.baseline_rewards is not None, "remax needs the rewards of greedy responses"
-    return of_rows(batch, remax_advantages(outcomes(batch), batch.baseline_rewards.double()))
+def _grpo(rows: Outcomes, settings: AlgorithmSection) -> Tensor:
+    return grpo_advantages(rows.rewards, rows.group_id, settings.divides_by_std)
 
 
-def _reinforce_plus_plus_baseline(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    return of_rows(batch, reinforce_plus_plus_baseline_advantages(outcomes(batch), batch.group_id))
+def _rloo(rows: Outcomes, settings: AlgorithmSection) -> Tensor:
+    return rloo_advantages(rows.rewards, rows.group_id)
 
 
-def _reinforce_plus_plus(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
+def _opo(rows: Outcomes, settings: AlgorithmSection) -> Tensor:
+    return opo_advantages(rows.rewards, rows.group_id, rows.lengths)
+
+
+def _gpg(rows: Outcomes, settings: AlgorithmSection) -> Tensor:
+    return gpg_advantages(rows.rewards, rows.group_id, settings.divides_by_std)
+
+
+def _pass_at_k(rows: Outcomes, settings: AlgorithmSection) -> Tensor:
+    return pass_at_k_advantages(rows.rewards, rows.group_id, settings.pass_k, settings.divides_by_std)
+
+
+def _remax(rows: Outcomes, settings: AlgorithmSection) -> Tensor:
+    assert rows.baseline_rewards is not None, "remax needs the rewards of greedy responses"
+    return remax_advantages(rows.rewards, rows.baseline_rewards)
+
+
+def _reinforce_plus_plus_baseline(rows: Outcomes, settings: AlgorithmSection) -> Tensor:
+    return reinforce_plus_plus_baseline_advantages(rows.rewards, rows.group_id)
+
+
+def _reinforce_plus_plus(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals) -> RolloutBatch:
     """Discounted sums of what follows each token, whitened over all sampled tokens (arXiv 2501.03262v9, section 3)."""
     mask = batch.response_mask
-    following = discounted_sums(rewards_of_tokens(batch)[mask], batch.response_lengths, settings.gamma)
-    return batch.with_fields(advantages=_on_tokens(whitened(following), mask).float())
+    gamma = factors(settings.gamma, batch, settings.discount_per)
+    following = discounted_sums(rewards_of_tokens(batch)[mask], batch.response_lengths, gamma)
+    return batch.with_fields(advantages=_on_tokens(whitened(following, totals), mask).float())
 
 
-def _gae(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
+def _gae(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals) -> RolloutBatch:
     assert batch.values is not None, "gae needs the critic's values"
     mask = batch.response_mask
+    gamma, gae_lambda = (factors(each, batch, settings.discount_per) for each in (settings.gamma, settings.gae_lambda))
     advantages, returns = gae(
-        rewards_of_tokens(batch), batch.values.double(), mask, batch.cu_seqlens, settings.gamma, settings.gae_lambda
+        rewards_of_tokens(batch), batch.values.double(), mask, batch.cu_seqlens, gamma, gae_lambda
     )
     if settings.whiten_advantages:
-        advantages = _on_tokens(whitened(advantages[mask]), mask)
+        advantages = _on_tokens(whitened(advantages[mask], totals), mask)
     return batch.with_fields(advantages=advantages.float(), returns=returns.float())
 
 
@@ -179,22 +188,30 @@ def _on_tokens(sampled: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(len(mask), dtype=sampled.dtype).masked_scatter(mask, sampled)
 
 
-ADVANTAGES: dict[str, Estimator] = {
+# Of the numbers of all rows alone -> the advantage of each row [R].
+OF_ROWS: dict[str, Callable[[Outcomes, AlgorithmSection], Tensor]] = {
     "grpo": _grpo,
     "rloo": _rloo,
-    "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "remax": _remax,
     "opo": _opo,
     "gpg": _gpg,
     "pass_at_k": _pass_at_k,
+}
+# Of the tokens of a share of the rows -> the share with ``advantages``, and ``returns`` where a critic learns.
+OF_TOKENS: dict[str, Callable[[RolloutBatch, AlgorithmSection, Totals], RolloutBatch]] = {
+    "reinforce_plus_plus": _reinforce_plus_plus,
     "gae": _gae,
 }
 
 
-def estimate_advantages(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    """The batch with ``advantages`` [T] by ``settings.advantage``, and ``returns`` [T] where a critic learns.
+def row_advantages(rows: Outcomes, settings: AlgorithmSection) -> Tensor | None:
+    """[R] float32: the advantage of each row of a whole step by ``settings.advantage``, which all of its sampled tokens
+    have; None where each token has its own."""
+    estimator = OF_ROWS.get(settings.advantage)
+    return estimator(rows, settings).float() if estimator else None
 
-    It must be the whole step's: gpg, reinforce_plus_plus, its baseline form and the whitening of gae look at all rows.
-    """
-    return ADVANTAGES[settings.advantage](batch, settings)
+
+def token_advantages(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals = ALONE) -> RolloutBatch:
+    """A share of a step's rows with ``advantages`` [T] of tokens, and ``returns`` [T] where a critic learns."""
+    return OF_TOKENS[settings.advantage](batch, settings, totals)

@@ -22,8 +22,13 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, c
     A response without tokens counts as a response with loss 0. Raises ValueError for another name, and where
     sequence_sum_constant has no constant above 0.
     """
-    rows = max(1, len(cu_seqlens) - 1)
-    tokens_of_row = marked_in_rows(response_mask, cu_seqlens).double()
+    per_row = row_weights(marked_in_rows(response_mask, cu_seqlens), aggregation, constant)
+    return on_marked(per_row, response_mask, cu_seqlens)
+
+
+def row_weights(response_lengths: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
+    """response_lengths [R] of a WHOLE minibatch -> [R] float32: the ``token_weights`` of each row's sampled tokens."""
+    rows, tokens_of_row = max(1, len(response_lengths)), response_lengths.double()
     match aggregation:
         case "token_mean":
             per_row = torch.full_like(tokens_of_row, 1.0 / max(1.0, float(tokens_of_row.sum())))
@@ -40,4 +45,4 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, c
                 f"loss_aggregation {aggregation!r} is not one of token_mean, sequence_mean_token_mean, "
                 "sequence_mean_token_sum, sequence_sum_constant"
             )
-    return on_marked(per_row.float(), response_mask, cu_seqlens)
+    return per_row.float()

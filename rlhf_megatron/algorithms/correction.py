@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.diagnostics import effective_sample_fraction
 from rlhf_megatron.algorithms.kl import LARGEST_LOG_RATIO
+from rlhf_megatron.algorithms.totals import ALONE, Totals, count, largest, total
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.recipe.algorithm import RolloutCorrectionSection
 
@@ -56,22 +57,25 @@ def correction_weights(
     return torch.where(rejected[row], 0.0, weights), rejected
 
 
-def with_correction(batch: RolloutBatch, settings: RolloutCorrectionSection) -> tuple[RolloutBatch, dict[str, float]]:
-    """(the batch with ``correction`` [T], metrics); as it is, and {}, where the settings ask for nothing.
+def with_correction(
+    batch: RolloutBatch, settings: RolloutCorrectionSection, totals: Totals = ALONE
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """(the batch with ``correction`` [T], metrics of all shares); as it is, and {}, where the settings ask for nothing.
 
     ``train/correction_effective_fraction`` is the effective sample size of the weights over the tokens.
     """
-    if not settings.is_used or not bool(batch.response_mask.any()):
+    tokens = count(batch.tokens[batch.response_mask], totals) if settings.is_used else 0
+    if not tokens:
         return batch, {}
     assert batch.old_logprobs is not None
     mask = batch.response_mask
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[mask].double()
     weights, rejected = correction_weights(log_ratio, batch.row_of_sampled, batch.rows, settings)
     metrics = {
-        "train/correction_weight_mean": float(weights.mean()),
-        "train/correction_weight_max": float(weights.max()),
-        "train/correction_masked_fraction": 1.0 - int(weights.count_nonzero()) / len(weights),
-        "train/correction_rejected_fraction": float(rejected.double().mean()),
-        "train/correction_effective_fraction": effective_sample_fraction(weights),
+        "train/correction_weight_mean": float(total(weights, totals)) / tokens,
+        "train/correction_weight_max": float(largest(weights, totals)),
+        "train/correction_masked_fraction": 1.0 - float(total((weights != 0).double(), totals)) / tokens,
+        "train/correction_rejected_fraction": float(total(rejected.double(), totals)) / count(rejected, totals),
+        "train/correction_effective_fraction": effective_sample_fraction(weights, totals),
     }
     return batch.with_fields(correction=torch.zeros(len(mask)).masked_scatter(mask, weights.float())), metrics

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.totals import ALONE, Totals, count, largest, total
+
 # Added to a standard deviation before dividing by it.
 EPSILON = 1e-6
 
@@ -48,10 +50,12 @@ def deviation_in_group(centred: Tensor, group_id: Tensor) -> Tensor:
     return (square * size / (size - 1).clamp(min=1)).sqrt()
 
 
-def whitened(values: Tensor) -> Tensor:
-    """[n] -> [n]: minus the mean, over the unbiased standard deviation; exactly 0 where all are equal, or one alone."""
-    if len(values) < 2:
+def whitened(values: Tensor, totals: Totals = ALONE) -> Tensor:
+    """[n] -> [n]: minus the mean, over the unbiased standard deviation, both of all shares' values; exactly 0 where all
+    are equal, or one alone."""
+    number = count(values, totals)
+    if number < 2:
         return torch.zeros_like(values)
-    above = values - values.min()
-    centred = above - above.mean()
-    return centred / ((centred.square().sum() / (len(values) - 1)).sqrt() + EPSILON)
+    above = values + largest(-values, totals)
+    centred = above - total(above, totals) / number
+    return centred / ((total(centred.square(), totals) / (number - 1)).sqrt() + EPSILON)

@@ -7,46 +7,57 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.algorithms.correction import correction_weights
 from rlhf_megatron.algorithms.kl import kl_estimate
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES, Tokens
 from rlhf_megatron.algorithms.selection import SELECTIONS
+from rlhf_megatron.algorithms.totals import ALONE, Totals
 from rlhf_megatron.algorithms.value_loss import value_loss
 from rlhf_megatron.data.rollout_batch import RolloutBatch, in_order
+from rlhf_megatron.data.row_numbers import RowNumbers
 from rlhf_megatron.recipe import AlgorithmSection
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 def objective_fields(
-    minibatch: RolloutBatch, settings: AlgorithmSection, constant: float | None = None
+    minibatch: RolloutBatch, settings: AlgorithmSection, weights_of_rows: Tensor, totals: Totals = ALONE
 ) -> dict[str, Tensor]:
-    """Inputs of ``policy_objective`` for each token [T] of a WHOLE minibatch, before it is cut: what depends on more
-    than a row is decided here. ``constant`` as in ``token_weights``.
+    """Inputs of ``policy_objective`` for each token [T] of a share of a WHOLE minibatch, before it is cut: what depends
+    on more than a row is decided here. ``weights_of_rows`` [R] are the ``row_weights`` of the share's rows.
     """
-    weights = token_weights(minibatch.response_mask, minibatch.cu_seqlens, settings.loss_aggregation, constant)
+    weights = minibatch.spread(weights_of_rows)
     if minibatch.correction is not None:
         weights = weights * minibatch.correction
     fields = minibatch.fields(weights) | {"row": minibatch.row_of_token}
     if settings.policy_loss in SELECTIONS:
-        fields["selected"] = SELECTIONS[settings.policy_loss](minibatch, settings)
+        fields["selected"] = SELECTIONS[settings.policy_loss](minibatch, settings, totals)
     return fields
 
 
-def rows_to_learn(batch: RolloutBatch, settings: AlgorithmSection) -> list[int]:
-    """Return the rows that have a gradient: those with an advantage other than 0, or all where another term needs them.
+def rows_to_learn(numbers: RowNumbers, has_advantage: Tensor | None, settings: AlgorithmSection) -> Tensor:
+    """Return [R] bool, the rows that have a gradient: those that ``has_advantage`` says have one other than 0, or all
+    where another term needs them, which is None.
 
     Each policy loss but that of ``kl_cov`` is a product with the advantage, so without a KL to a reference and an
     entropy bonus a row whose advantages are all 0 adds exactly 0. One row is kept in any case: the optimizer's step
     (moments, decay) is part of the result. ``objective_fields`` must have seen all rows.
     """
-    needed = settings.zero_advantage_rows == "keep" or settings.policy_loss == "kl_cov" or settings.entropy_coef
-    if needed or batch.reference_logprobs is not None or batch.advantages is None or not batch.rows:
-        return list(range(batch.rows))
-    tokens = (batch.advantages != 0) & batch.response_mask
-    rows: list[int] = batch.row_of_token[tokens].unique_consecutive().tolist()
-    return rows or [int(batch.lengths.argmin())]
+    if has_advantage is None or learns_from_all(settings) or not numbers.rows:
+        return torch.ones(numbers.rows, dtype=torch.bool)
+    if bool(has_advantage.any()):
+        return has_advantage
+    return torch.zeros_like(has_advantage).index_fill(0, numbers.lengths.argmin(), True)
+
+
+def learns_from_all(settings: AlgorithmSection) -> bool:
+    """True where rows without an advantage have a gradient too, or are kept whatever they have."""
+    return (
+        settings.zero_advantage_rows == "keep"
+        or settings.policy_loss == "kl_cov"
+        or bool(settings.entropy_coef)
+        or bool(settings.kl_coef)
+    )
 
 
 def of_rows(fields: dict[str, Tensor], batch: RolloutBatch, rows: Sequence[int]) -> dict[str, Tensor]:

@@ -149,12 +149,19 @@ def dppo_kl_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
 
 
 def _masked_surrogate(tokens: Tokens, divergence: Tensor, settings: AlgorithmSection) -> PolicyLoss:
-    """-M r A. M = 0 where the advantage pushes a token further away that is beyond its bound, low where A < 0."""
+    """-M r A. M = 0 where the advantage pushes a token further away that is beyond its bound, low where A < 0.
+
+    With ``clip_ratio_dual`` c it is -M min(r, c) A logprob, without gradient through the ratio (section 5.4): below c
+    the gradient is the same, above it the token keeps one of weight c.
+    """
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
     beyond_high = (advantages > 0) & (log_ratio > 0) & (divergence > settings.clip_ratio_high)
     beyond_low = (advantages < 0) & (log_ratio < 0) & (divergence > settings.clip_ratio_low)
     masked = beyond_high | beyond_low
-    return PolicyLoss(torch.where(masked, 0.0, -log_ratio.exp() * advantages), masked)
+    weighted = log_ratio.exp()
+    if settings.clip_ratio_dual is not None:
+        weighted = weighted.detach().clamp(max=settings.clip_ratio_dual) * tokens.logprobs
+    return PolicyLoss(torch.where(masked, 0.0, -weighted * advantages), masked)
 
 
 def reinforce_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:

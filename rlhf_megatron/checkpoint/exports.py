@@ -19,7 +19,7 @@ from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.runtime.watchdog import watchdog
-from rlhf_megatron.topology.exchange import from_rank
+from rlhf_megatron.topology.exchange import by_rank
 from rlhf_megatron.untrusted import reason_of
 
 ADAPTER_FOLDER = "adapter"  # of an export, in PEFT's format
@@ -49,7 +49,7 @@ class Exports:
         self._context, self._recipe, self._actor = context, context.recipe, actor
         recipe = context.recipe
         self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
-        self._writer = min(actor.ranks)  # of weights and adapters
+        self._writer = min(actor.ranks)  # of what is not weights
         folder = context.folder.export(recipe.steps).parent
         if dist.get_rank() == 0:
             try:
@@ -78,7 +78,7 @@ class Exports:
             self._write_weights(parts)
             if lora:
                 self._write_adapters(parts / ADAPTER_FOLDER, Adaptation.of(lora))
-                self._name(parts, folder)
+                by_rank(self._writer, lambda: take_name(parts, folder))
         except OSError as error:
             if lora and dist.get_rank() == self._writer:
                 shutil.rmtree(parts, ignore_errors=True)  # what a failure has left takes room
@@ -101,18 +101,6 @@ class Exports:
         actor, base = self._actor, self._recipe.model.path
         sources, parameters = actor.weights.adapter_shard_spec(adaptation), actor.weights.adapter_parameters()
         export_adapters(folder, base, actor.architecture, adaptation, sources, parameters, self._context.device)
-
-    def _name(self, parts: Path, folder: Path) -> None:
-        """Gives the finished folder its name; raises OSError on all ranks where that fails."""
-        problem = None
-        if dist.get_rank() == self._writer:
-            try:
-                take_name(parts, folder)
-            except OSError as error:
-                problem = str(error)
-        problem = from_rank(problem, self._writer)
-        if problem:
-            raise OSError(problem)
 
     def write_last(self, saved: int | None) -> Path | None:
         """Writes the last step where the recipe asks for that, and returns the folder; ``saved`` is the step of the

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.exports import beginning
 from rlhf_megatron.checkpoint.manifest import FORMAT, Manifest, WrittenFile, file_of_rank, read_manifest
+from rlhf_megatron.checkpoint.parts import Part, SpreadPart
 from rlhf_megatron.checkpoint.role_state import restore_role, role_state, role_tensors
 from rlhf_megatron.checkpoint.saved_role import files_of_role
 from rlhf_megatron.checkpoint.storage import (
@@ -41,6 +43,7 @@ from rlhf_megatron.checkpoint.storage import (
 )
 from rlhf_megatron.durable import tidy
 from rlhf_megatron.errors import CheckpointError, DataError, ForeignCheckpoint
+from rlhf_megatron.recipe.hub_names import recorded
 from rlhf_megatron.recipe.operations import CheckpointSection
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime import faults
@@ -48,38 +51,10 @@ from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.recovery import RecoveryLog
 from rlhf_megatron.runtime.signals import job_end, stop_signals
 from rlhf_megatron.topology.exchange import from_rank, refused_by_all
-from rlhf_megatron.topology.team import Team
 from rlhf_megatron.untrusted import reason_of, shown
 
 Say = Callable[[str], None]
 _TIME_IS_UP = 1  # no signal that is noted has this number
-
-
-class Part(Protocol):
-    """A part of a run's state beside its roles, the same on every rank: dicts with JSON values and tensors."""
-
-    def state(self) -> dict[str, Any]:
-        """Everything that ``load`` needs."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Resumes where ``state`` was taken."""
-
-
-class TeamOwnedState:
-    """A part that only one team keeps up to date: its state is that of the team's first rank, on every rank."""
-
-    def __init__(self, part: Part, team: Team) -> None:
-        """Of the world's team, the part is the same everywhere as it is."""
-        self._part, self._team = part, team
-
-    def state(self) -> dict[str, Any]:
-        """See Part; collective over the world."""
-        state = self._part.state()
-        return state if self._team.group is None else from_rank(state, self._team.first)
-
-    def load(self, state: dict[str, Any]) -> None:
-        """See Part."""
-        self._part.load(state)
 
 
 class RunStopped(Exception):
@@ -147,10 +122,11 @@ class Checkpoints:
         roles: Mapping[str, PlacedRole],
         parts: Mapping[str, Part],
         say: Say,
+        spread: Mapping[str, SpreadPart] | None = None,
     ) -> None:
         """``folder`` is the run's checkpoints/; ``say`` shows a line to the person who watches (on rank 0)."""
         self._folder, self._section = folder, section
-        self._roles, self._parts, self._say = dict(roles), dict(parts), say
+        self._roles, self._parts, self._spread, self._say = dict(roles), dict(parts), dict(spread or {}), say
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: _Save | None = None
         self._held: dict[str, torch.Tensor] = {}  # the memory of a save; there is one at a time
@@ -162,12 +138,20 @@ class Checkpoints:
         if section.save_before_seconds and self._limit.end is None:
             say("checkpoint.save_before_seconds has no effect: nothing says when this job ends")
 
-    def restore_one_of(self, checkpoints: Generator[Path, None, None], newest: Path) -> Path:
-        """Restores ``newest``, or the first behind it in ``sound_checkpoints`` that can be used, and returns that."""
+    def restore_one_of(
+        self, checkpoints: Generator[Path, None, None], newest: Path, changed: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Restores ``newest``, or the first behind it in ``sound_checkpoints`` that can be used, and returns that.
+
+        ``changed``: what of the recipe is not as it was, for recovery.jsonl.
+        """
         checkpoint = newest
         while True:
             try:
-                self.restore(checkpoint)
+                step = self.restore(checkpoint)
+                if self._rank == 0:
+                    more = {"changed": dict(changed)} if changed else {}
+                    self._recovery.append("resume", step, f"from {checkpoint}", **more)
                 return checkpoint
             except ForeignCheckpoint:
                 raise
@@ -196,10 +180,8 @@ class Checkpoints:
                 own = files[self._rank]
                 with refused_by_all(), _damage_of(checkpoint, "random numbers"):
                     restore_random_state({name: own.tensor(prefix + name) for name in own.about["random"]})
-        self.saved = step = step_of(checkpoint)
-        if self._rank == 0:
-            self._recovery.append("resume", step, f"from {checkpoint}")
-        return step
+        self.saved = step_of(checkpoint)
+        return self.saved
 
     def _read(self, checkpoint: Path, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
         """Fills this rank's roles and parts; exchanges nothing."""
@@ -216,6 +198,10 @@ class Checkpoints:
         for name, part in self._parts.items():
             with _damage_of(checkpoint, name):
                 part.load(join_tensors(state["parts"][name], files[0]))
+        for name, spread in self._spread.items():
+            with _damage_of(checkpoint, name):
+                own = functools.partial(_own_tensors, files, name)
+                spread.load(join_tensors(state["parts"][name], files[0]), own)
 
     def after(self, step: int, is_due: bool, is_last: bool, metric_value: float | None) -> None:
         """Saves after ``step`` if that ``is_due`` or the run is to stop, and publishes what has been written meanwhile.
@@ -268,20 +254,25 @@ class Checkpoints:
             if role.local:
                 role_part, pieces[name] = role_tensors(role.local, self._held)
                 tensors |= role_part
-        plain, part_tensors = split_tensors({name: part.state() for name, part in self._parts.items()}, "parts")
+        parts: dict[str, Part | SpreadPart] = {**self._parts, **self._spread}
+        plain, part_tensors = split_tensors({name: part.state() for name, part in parts.items()}, "parts")
         if self._rank == 0:
             tensors |= part_tensors
+        own = split_tensors({name: part.own_tensors() for name, part in self._spread.items()}, "own")[1]
+        tensors |= own
         random = random_state()
         tensors |= {f"random/{name}": value for name, value in random.items()}
         roles = {
             name: role.broadcast(role_state(role.local) if role.local else {}) for name, role in self._roles.items()
         }
-        about = {"pieces": pieces, "random": sorted(random)}
+        about = {"pieces": pieces, "random": sorted(random), "own": sorted(own)}
         file = self._writer.submit(write_tensors, folder, file_of_rank(self._rank), tensors, about)
         best = self._section.keep_best
         compared = MetricValue(best.metric, best.mode, metric_value) if best and metric_value is not None else None
         faults.at("write", step)
         state = {"step": step, "launch": self._recovery.launch(), "roles": roles, "parts": plain}
+        if self._rank == 0 and (commits := recorded(self._folder.parent)):
+            state["hub"] = commits
         self._pending = _Save(folder, file, state, compared)
 
     def _publish_pending(self) -> None:
@@ -370,6 +361,15 @@ def _agreed_damage(checkpoint: Path) -> tuple[str | None, int]:
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return next((text for text in problems if text), None), version
+
+
+def _own_tensors(files: Sequence[TensorFile], name: str, rank: int, prefix: str) -> dict[str, torch.Tensor]:
+    """See OwnTensors; of the part ``name``."""
+    if not 0 <= rank < len(files):
+        raise CheckpointError(f"has no file of rank {rank}")
+    begin = f"own/{name}/{prefix}/"
+    own = [key for key in files[rank].about.get("own", []) if str(key).startswith(begin)]
+    return {key.removeprefix(begin): files[rank].tensor(key) for key in own}
 
 
 @contextlib.contextmanager

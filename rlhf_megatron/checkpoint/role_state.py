@@ -19,7 +19,7 @@ from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.description import stored_form
 from rlhf_megatron.models.weight_map import is_expert
 from rlhf_megatron.roles.host_memory import pinned_buffers
-from rlhf_megatron.roles.optimizer_state import MOMENTS, is_distributed, moments_of, owned_ranges
+from rlhf_megatron.roles.optimizer_state import MOMENTS, OwnedRange, is_distributed, moments_of, owned_ranges
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.untrusted import shown
 
@@ -99,17 +99,22 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
             if name not in owned:
                 continue
             part = owned[name]
-            part.weights.copy_(whole.reshape(-1)[part.start : part.stop])
+            part.weights.copy_(_part_of(whole, part))
             for kind in MOMENTS if steps else moments_of(part):  # those of a checkpoint that was passed over are gone
-                moment = torch.zeros_like(whole)
+                moment = torch.zeros(part.stop - part.start)
                 if steps:
-                    saved.fill(moment, copies, kind)
+                    moment = saved.part(whole, copies, kind, part.start, part.stop)
                     if kind == "exp_avg_sq" and bool((moment < 0).any()):  # its root would not be finite
                         raise CheckpointError(f"the checkpoint's {role.name}/{kind}/{shown(name)} is below 0")
-                part.state[kind] = moment.reshape(-1)[part.start : part.stop].to(part.weights.device).clone()
+                part.state[kind] = moment.view(part.weights.shape).to(part.weights.device, copy=True)
             if steps or "step" in part.counters:
                 # A tensor of its own for each parameter: torch adds to it in place.
                 part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps
     trainer.steps_taken = int(state["steps_taken"])
     if trainer.loss_scale and state.get("loss_scale"):
         trainer.loss_scale.load(state["loss_scale"])
+
+
+def _part_of(whole: Tensor, part: OwnedRange) -> Tensor:
+    """The range of a parameter, in the form that the optimizer has it: flat, or whole where it is not distributed."""
+    return whole.reshape(-1)[part.start : part.stop].view(part.weights.shape)

@@ -219,6 +219,21 @@ class SavedRole:
             window = tuple(slice(at, at + size) for at, size in zip(copy.source_offset, extent, strict=True))
             whole[target] = source[window]
 
+    def part(self, whole: Tensor, copies: Sequence[Copy], kind: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the reader's parameter, flattened, which has the shape of ``whole``.
+
+        Where the writers had the same parameter, nothing else of it is read.
+        """
+        source = {(copy.source, copy.source_parameter) for copy in copies}
+        if len(source) == 1 and all(copy.source_offset == copy.destination_offset for copy in copies):
+            [(position, name)] = source
+            pieces = self._pieces(position, name, kind)
+            if pieces[0][0].shape == list(whole.shape):
+                return self._joined(pieces, name, kind, start, stop)
+        filled = torch.zeros_like(whole)
+        self.fill(filled, copies, kind)
+        return filled.reshape(-1)[start:stop]
+
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every Hugging Face tensor whole, with its name, one at a time; of adapters, every A and B."""
         blocks = self.whole_blocks()
@@ -230,6 +245,12 @@ class SavedRole:
 
     def _read(self, position: int, name: str, kind: str) -> Tensor:
         """A parameter of the writer's layout, joined from the ranges of its data-parallel ranks."""
+        pieces = self._pieces(position, name, kind)
+        shape = pieces[0][0].shape
+        return self._joined(pieces, name, kind, 0, math.prod(shape)).view(shape)
+
+    def _pieces(self, position: int, name: str, kind: str) -> list[tuple[_Piece, TensorFile]]:
+        """The ranges of a parameter of the writer's layout in order, and the files that have them; there is one."""
         of_layer, of_experts = self._shard_keys[position]
         peers = self._peers[of_experts if is_expert(name) else of_layer]
         tensor = f"{self._role}/{kind}/{name}"
@@ -247,13 +268,22 @@ class SavedRole:
         ):
             count = f"not just the {size} elements" if pieces else "nothing"
             raise CheckpointError(f"the checkpoint holds {count} of {self._role}'s {kind} of {shown(name)}")
-        whole = torch.zeros(pieces[0][0].shape)
+        return pieces
+
+    def _joined(
+        self, pieces: Sequence[tuple[_Piece, TensorFile]], name: str, kind: str, start: int, stop: int
+    ) -> Tensor:
+        """Elements ``start`` to ``stop`` of what the ``pieces`` are of."""
+        tensor, joined = f"{self._role}/{kind}/{name}", torch.zeros(stop - start)
         for piece, file in pieces:
-            value = file.tensor(tensor)
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first >= last:
+                continue
+            value = file.part(tensor, first - piece.start, last - piece.start)
             if value.dtype != torch.float32:
                 raise CheckpointError(f"the checkpoint holds {tensor} as {value.dtype}, and float32 is written")
-            whole.view(-1)[piece.start : piece.stop] = value
-        return whole
+            joined[first - start : last - start] = value
+        return joined
 
     def _piece(self, file: TensorFile, name: str) -> _Piece | None:
         """The range of a parameter that a file has, if it has one."""

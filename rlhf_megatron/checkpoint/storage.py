@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -223,32 +224,49 @@ def damage(folder: Path, files: list[WrittenFile]) -> str | None:
         if _digest(path) != file.digest:
             return f"{path}: its content has changed since it was written"
         try:
-            with TensorFile(path):
-                pass
+            with TensorFile(path) as opened_file:
+                _ = opened_file.about
         except CheckpointError as error:  # written so
             return str(error)
     return None
 
 
 class TensorFile:
-    """Reads one file of a checkpoint without loading all of it; a context manager."""
+    """Reads one file of a checkpoint without loading all of it; a context manager.
+
+    It is opened when it is first asked for something: a rank needs few of the files of many ranks. Every method raises
+    CheckpointError where the file cannot be opened, or does not say in JSON what it is about.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where the file cannot be opened, or does not say in JSON what it is about."""
         self.path = path
+        self._stack = contextlib.ExitStack()
+
+    @functools.cached_property
+    def _open(self) -> Any:
         try:
-            with opened(path, CheckpointError):  # no pipe or device, which safetensors would read
+            with opened(self.path, CheckpointError):  # no pipe or device, which safetensors would read
                 pass
-            self._file: Any = safe_open(path, framework="pt")
-            self._open = self._file.__enter__()
+            return self._stack.enter_context(safe_open(self.path, framework="pt"))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise self._unreadable(error) from error
+
+    @functools.cached_property
+    def about(self) -> dict[str, Any]:
+        """The description that it was written with."""
+        try:
             text = (self._open.metadata() or {})["about"]
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {reason_of(error)})") from error
-        self.about: Any = parse_json(text, f"{path}: its description", CheckpointError)
-        if not isinstance(self.about, dict):
-            raise CheckpointError(f"{path}: its description is not a JSON object")
+        except KeyError as error:
+            raise self._unreadable(error) from error
+        about = parse_json(text, f"{self.path}: its description", CheckpointError)
+        if not isinstance(about, dict):
+            raise CheckpointError(f"{self.path}: its description is not a JSON object")
+        return about
+
+    def _unreadable(self, error: Exception) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        return CheckpointError(f"{self.path}: cannot be read ({type(error).__name__}: {reason_of(error)})")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, which is not read; raises CheckpointError where it is not there."""
@@ -259,6 +277,12 @@ class TensorFile:
         """One tensor, copied to memory of its own; raises CheckpointError where it is not there."""
         with self._missing_tensor_refused(name):
             value: Tensor = self._open.get_tensor(name)
+            return value
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of a tensor of one dimension; no others are read."""
+        with self._missing_tensor_refused(name):
+            value: Tensor = self._open.get_slice(name)[start:stop]
             return value
 
     @contextlib.contextmanager
@@ -272,7 +296,7 @@ class TensorFile:
         return self
 
     def __exit__(self, *details: Any) -> None:
-        self._file.__exit__(*details)
+        self._stack.close()
 
 
 def split_tensors(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:

@@ -9,6 +9,8 @@ KNOWN = {"first": "0.19.2", "last": "0.19.2"}
 """The versions that were run."""
 
 _RANDOM, _MAPPINGS = "megatron.core.tensor_parallel.random", "megatron.core.tensor_parallel.mappings"
+_DATA_PARALLEL = "megatron.core.distributed.distributed_data_parallel"
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 _LANGUAGE = "megatron.core.models.common.language_module."
 
 NAMES = (
@@ -28,6 +30,14 @@ NAMES = (
         "megatron.core.transformer.moe.router_replay",
         "RouterReplay.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)",
         "experts that are chosen elsewhere",
+    ),
+    # Weights gathered while passes compute.
+    PrivateName(_DATA_PARALLEL, "DistributedDataParallel.param_to_bucket_group", "weights on their way"),
+    PrivateName(_DATA_PARALLEL, "DistributedDataParallel.disable_forward_pre_hook(param_sync)", "weights on their way"),
+    PrivateName(_BUCKETS, "_ParamAndGradBucketGroup.param_gather_handle", "weights on their way"),
+    PrivateName(_BUCKETS, "_ParamAndGradBucketGroup.start_param_sync()", "weights on their way"),
+    PrivateName(
+        _BUCKETS, "_ParamAndGradBucketGroup.finish_param_sync(skip_next_bucket_dispatch)", "weights on their way"
     ),
     # Machines without a GPU.
     PrivateName(_RANDOM, "_get_cuda_rng_state", "random states of the CPU"),

@@ -1,9 +1,12 @@
-"""Private names of torch: its table of process groups and the thread count that vLLM takes for itself."""
+"""Private names of torch: its groups, threads of gloo, the thread count that vLLM takes, a key of its compiler."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import datetime
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +45,73 @@ def align_group_names() -> None:
     distributed_c10d._world.group_count = int(count)
 
 
+def named_group(ranks: Sequence[int], name: str, backend: str | None, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Make the process group of `ranks`, by their own calls alone; NCCL connects them at their first collective.
+
+    By itself torch names groups by a count that only agrees where all ranks of the world call for all groups, and with
+    a device named NCCL splits the world's communicator for each, which every rank has to take part in. Over gloo one
+    thread works on the group's collectives, in order.
+    """
+    world = distributed_c10d._get_default_group()
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        with _group_names(name), _gloo_of_one_thread():
+            group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = device
+    assert group is not None, f"this rank is none of {ranks}"
+    return group
+
+
+def split_of(
+    parent: dist.ProcessGroup, parts: list[list[int]], name: str, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """Split the NCCL communicator of `parent`: of `parts`, in its ranks, return this rank's; collective over it."""
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=parent)  # which must have a communicator
+    with _group_names(name):
+        group = dist.split_group(parent, parts, timeout, backend="cuda:nccl")
+    assert group is not None, f"this rank is in none of {parts}"
+    return group
+
+
+@contextlib.contextmanager
+def _group_names(name: str) -> Iterator[None]:
+    """Have the group that is made inside be called `name`, the same on all of its ranks and no other's."""
+    before = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: distributed_c10d.GroupName(name)
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = before
+
+
+class _GlooOfOneThread(dist.ProcessGroupGloo):
+    """gloo whose collectives one thread works on, not two.
+
+    Each thread notes the name of what it has finished in one std::string, without a lock (torch 2.13,
+    ProcessGroupGloo::runLoop): where two finish at once, and a name is longer than 15 characters, as that of coalesced
+    gathers is, both free the same memory.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self.create_device(interface=name) for name in interfaces] or [self.create_default_device()]
+        options._threads, options._timeout = 1, timeout
+        super().__init__(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _gloo_of_one_thread() -> Iterator[None]:
+    """Have the group that is made inside be of ``_GlooOfOneThread`` where it is of gloo; torch takes no options."""
+    before = distributed_c10d.ProcessGroupGloo
+    distributed_c10d.ProcessGroupGloo = _GlooOfOneThread  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = before  # type: ignore[misc]
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Have tensors that are made inside be of `dtype` where nothing else is said."""
@@ -51,6 +121,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def with_constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function to which Python's floats are constants, of which each value has code of its own."""
+    from torch._dynamo import config
+
+    return config.patch(specialize_float=True)(compiled)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ import json
 import signal
 import struct
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from rlhf_megatron.child_python import child_command
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.untrusted import read_text, shown
 
@@ -31,10 +31,7 @@ MOST_SECONDS = 5.0
 MOST_BYTES = 2**30
 
 _HEADER = struct.Struct(">Q")
-_BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlhf_megatron.data import template_process; template_process.main(*json.loads(sys.argv[2]))"
-)
+_BOOTSTRAP = "from rlhf_megatron.data import template_process; template_process.main(*json.loads(sys.argv[2]))"
 # Questions of which a template is to make different texts, and what may have been said before.
 _PROBES = ("first probe", "second probe")
 _BEFORE: Sequence[list[Message]] = (
@@ -119,7 +116,7 @@ class ChatTemplate:
         """Start a process with the template compiled. Raises UnusableTemplate."""
         limits = (MOST_SECONDS, MOST_BYTES, MOST_ADDED_CHARACTERS)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(sys.path), json.dumps(limits)],
+            child_command(_BOOTSTRAP, json.dumps(limits)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,

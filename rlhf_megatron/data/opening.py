@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from rlhf_megatron.data.drawn_prompts import Readers
 from rlhf_megatron.data.order import WindowOrder
 from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset, Responses, prompt_key
 from rlhf_megatron.data.stream import PromptStream
@@ -48,7 +49,12 @@ class Validation:
 
 
 def open_data(
-    section: DataSection, tokenizer: Tokenizer, seed: int, responses: Responses = "none", max_prompts: int | None = None
+    section: DataSection,
+    tokenizer: Tokenizer,
+    seed: int,
+    responses: Responses = "none",
+    max_prompts: int | None = None,
+    readers: Readers | None = None,
 ) -> Data:
     """Open and check training and validation data.
 
@@ -58,6 +64,7 @@ def open_data(
         seed: of the order.
         responses: see `PromptDataset`.
         max_prompts: evaluate on so many prompts at most.
+        readers: see `PromptStream`.
 
     Raises:
         DataError: a file, column or row is bad, or nothing is left to train or to evaluate on.
@@ -92,7 +99,7 @@ def open_data(
                 f"warning: {shared} of {seen} validation prompts are also in data.train_files; take them out there, or "
                 "the evaluation says nothing about new prompts"
             )
-    return Data(PromptStream(datasets, section, seed), validation.prompts if validation else None, notes)
+    return Data(PromptStream(datasets, section, seed, readers), validation.prompts if validation else None, notes)
 
 
 def open_validation(

@@ -16,7 +16,8 @@ from functools import lru_cache
 import numpy
 from numpy.typing import NDArray
 
-from rlhf_megatron.data.rows import Block, ParquetRows
+from rlhf_megatron.data.own_rows import Rows as DataRows
+from rlhf_megatron.data.rows import Block
 from rlhf_megatron.errors import DataError
 
 Rows = NDArray[numpy.int64]
@@ -129,7 +130,7 @@ class CurriculumOrder(Order):
         rows = _shuffled(self.size, self._seed, epoch, 0, self._part) if self._shuffle else numpy.arange(self.size)
         return rows[numpy.argsort(self._keys[rows], kind="stable")]
 
-    def needed_bytes(self, rows: ParquetRows) -> int:
+    def needed_bytes(self, rows: DataRows) -> int:
         """Return the most that rows which follow each other need of decoded blocks, as `Block.size` counts."""
         sizes = numpy.array([block.size for block in rows.blocks])
         owners = rows.block_of(self._epoch(0))
@@ -157,7 +158,7 @@ class Shares:
 
 
 def curriculum_order(
-    rows: ParquetRows,
+    rows: DataRows,
     column: str,
     descending: bool,
     bands: int | None,

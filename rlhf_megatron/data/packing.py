@@ -1,79 +1,98 @@
-"""Micro-batches: which rows of a batch go to which data-parallel rank, and together through the model.
-
-Pure functions of the rows' lengths: every rank computes the whole plan and takes its part.
+"""Which rows go to which data-parallel rank, which all ranks compute alike, and which of a rank's together through the
+model, which it plans for itself. Pure functions of the rows' lengths.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from statistics import fmean
+import functools
+from collections.abc import Callable, Sequence
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_megatron.data.balance import deal
+from rlhf_megatron.data.balance import deal, spread
 from rlhf_megatron.data.expert_choices import unknown
-from rlhf_megatron.data.rollout_batch import RolloutBatch
+from rlhf_megatron.data.rollout_batch import RolloutBatch, boundaries
+from rlhf_megatron.data.shared_prompts import Packing, PromptedRows, RepeatedKeys, pack_with_shared_prompts
+
+
+def assign_rows(
+    lengths: Tensor,
+    data: int,
+    parts: Sequence[Tensor] | None = None,
+    rows_together: int = 1,
+    attention: float = 0.0,
+) -> Tensor:
+    """[R] -> [R] int64: the data-parallel rank of each row, -1 for rows that are in none of ``parts``.
+
+    Ranks have about the same to do in each part, which are indices of rows; default: all. A row of n tokens costs n +
+    ``attention`` n^2. Each ``rows_together`` rows that follow each other in a part go to one rank.
+    """
+    owner = numpy.full(len(lengths), -1, dtype=numpy.int64)
+    costs = row_costs(lengths, attention)
+    totals = numpy.zeros(data)
+    for part in [torch.arange(len(lengths))] if parts is None else parts:
+        rows = part.numpy()
+        units = numpy.add.reduceat(costs[rows], numpy.arange(0, len(rows), rows_together)) if len(rows) else costs[:0]
+        bins = spread(units, data)
+        of_bins = numpy.bincount(bins, units, minlength=data)
+        # The dearest bin goes to the rank that has the least to do so far.
+        ranks = numpy.empty(data, dtype=numpy.int64)
+        ranks[numpy.argsort(-of_bins, kind="stable")] = numpy.argsort(totals, kind="stable")
+        if not totals.any():
+            ranks = numpy.arange(data)
+        totals[ranks] += of_bins
+        owner[rows] = ranks[bins].repeat(rows_together)[: len(rows)]
+    return torch.from_numpy(owner)
+
+
+def row_costs(lengths: Tensor, attention: float) -> NDArray[numpy.float64]:
+    """[R] -> [R]: what each row costs, see ``assign_rows``."""
+    tokens = lengths.numpy().astype(numpy.float64)
+    costs: NDArray[numpy.float64] = tokens + attention * tokens * tokens
+    return costs
 
 
 def plan_micro_batches(
     lengths: Sequence[int],
     tokens_per_gpu: int,
-    data: int,
     rows_together: int = 1,
     multiple: int = 1,
     attention: float = 0.0,
-) -> list[list[list[int]]]:
-    """``plan[d][m]``: the rows of micro-batch m on data-parallel rank d; all ranks have the same number of them.
+    at_least: int = 1,
+) -> list[list[int]]:
+    """``plan[m]``: the rows of micro-batch m, of the rows of one data-parallel rank.
 
-    Each ``rows_together`` rows that follow each other stay in one micro-batch, in their order. A rank has the fewest
-    micro-batches, a ``multiple``, that keep each within ``tokens_per_gpu``; a row longer than that goes alone. Ranks
-    have about the same to do, and so have the micro-batches of one, where n tokens of a row cost n + ``attention`` n^2.
-    Every row appears exactly once; a micro-batch may be empty where there are few rows.
+    Each ``rows_together`` rows that follow each other stay in one micro-batch, in their order. There are the fewest
+    micro-batches, ``at_least`` so many and a ``multiple``, that keep each within ``tokens_per_gpu``; a row longer than
+    that goes alone. They have about the same to do, costs as in ``assign_rows``, the dearest first: those that run at
+    the same time on several ranks are near to each other. Where there are few rows some are empty.
     """
     units = [lengths[first : first + rows_together] for first in range(0, len(lengths), rows_together)]
     sizes = [min(sum(unit), tokens_per_gpu) for unit in units]  # a longer one fills a micro-batch, and only one
     costs = [sum(n + attention * n * n for n in unit) for unit in units]
-    count = max(1, -(-sum(sizes) // (tokens_per_gpu * data)))
+    count = max(at_least, -(-sum(sizes) // tokens_per_gpu))
     count += -count % multiple
-    while (plan := _deal_twice(costs, sizes, data, count, tokens_per_gpu)) is None:
+    while (micros := deal(costs, sizes, count, tokens_per_gpu)) is None:
         count += multiple
-    return [
-        [[unit * rows_together + k for unit in micro for k in range(rows_together)] for micro in of_rank]
-        for of_rank in plan
-    ]
+    micros.sort(key=lambda micro: -sum(costs[unit] for unit in micro))
+    return [[unit * rows_together + k for unit in micro for k in range(rows_together)] for micro in micros]
 
 
-def _deal_twice(
-    costs: Sequence[float], sizes: Sequence[int], data: int, count: int, limit: int
-) -> list[list[list[int]]] | None:
-    """Units over ranks, and those of each rank over its ``count`` micro-batches; None where they do not fit."""
-    ranks = deal(costs, sizes, data, count * limit)
-    if ranks is None:
-        return None
-    plan = []
-    for units in ranks:
-        micros = deal([costs[unit] for unit in units], [sizes[unit] for unit in units], count, limit)
-        if micros is None:
-            return None
-        plan.append([[units[index] for index in micro] for micro in micros])
-    # The dearest first on every rank: those that run at the same time are near to each other.
-    return [sorted(micros, key=lambda micro: -sum(costs[unit] for unit in micro)) for micros in plan]
+def plan_for_all(plan_of: Callable[[int], list[list[int]]], most: Callable[[int], int]) -> list[list[int]]:
+    """This rank's micro-batches, as many as every other rank has.
 
-
-def imbalance(
-    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], attention: float = 0.0
-) -> dict[str, float]:
-    """Imbalance of a plan: the largest cost over the mean, of data-parallel ranks and of micro-batches. 1 is even.
-
-    Costs as in ``plan_micro_batches``.
+    ``plan_of`` gives a plan of at least so many; ``most`` the largest of what all ranks pass.
     """
-    micros = [
-        [sum(lengths[row] + attention * lengths[row] ** 2 for row in micro) for micro in of_rank] for of_rank in plan
-    ]
-    ranks, every = [sum(costs) for costs in micros], [cost for costs in micros for cost in costs]
-    return {"imbalance": max(ranks) / fmean(ranks), "imbalance_micro_batch": max(every) / fmean(every)}
+    fewest = plan_of(1)
+    count = most(len(fewest))
+    plan = plan_of(count) if count > len(fewest) else fewest
+    if len(plan) > count:  # more of them do not always fit where fewer do
+        plan = fewest + [[] for _ in range(count - len(fewest))]
+    return plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +112,7 @@ class MicroBatch:
     fields: dict[str, Tensor]  # [n] each: advantages, weights and so on
     batch_indices: Tensor  # [n] int64: where each sampled token stands in the whole batch, or which row it is there
     expert_choices: Tensor | None = None  # [t, layers, chosen]: of these layers with experts, where they are replayed
+    keys: RepeatedKeys | None = None  # where sequences attend to those of a prompt before their own
 
 
 def make_micro_batch(
@@ -106,6 +126,7 @@ def make_micro_batch(
     alignment: int = 1,
     device: torch.device | str = "cpu",
     replayed_layers: Sequence[int] = (),
+    prompted: PromptedRows | None = None,
 ) -> MicroBatch:
     """Packs ``rows`` of ``batch``, to be read at the sampled tokens, or ``per_row`` at the last that is no padding.
 
@@ -114,43 +135,56 @@ def make_micro_batch(
     no real token attends to it. The number of tokens is rounded up to ``alignment``, a multiple of ``row_alignment``
     (sequence parallelism splits it evenly), and is at least that, so that an empty micro-batch still has a shape to
     send through the pipeline. ``replayed_layers``: those of the batch's expert choices that go with it.
+    ``prompted``, the rows of the batch: a prompt is there once for all that begin with it, with the choices of the
+    first of them.
     """
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
     where = _joined([torch.arange(start, stop) for start, stop in spans])
-    lengths = [-(-(stop - start) // row_alignment) * row_alignment for start, stop in spans]
-    padding = -sum(lengths) % alignment if lengths else alignment
-    if padding:
-        lengths.append(padding)
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packed = _joined([begin + torch.arange(b - a) for begin, (a, b) in zip(boundaries.tolist(), spans, strict=False)])
-    tokens = torch.zeros(sum(lengths), dtype=torch.int64)
-    tokens[packed] = batch.tokens[where]
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    packing = (
+        _pack([stop - start for start, stop in spans], row_alignment, alignment)
+        if prompted is None
+        else pack_with_shared_prompts(rows, prompted, alignment)
+    )
+    tokens = torch.zeros(sum(packing.lengths), dtype=torch.int64)
+    tokens[packing.places] = batch.tokens[where]
     choices = None
     if replayed_layers and batch.expert_choices is not None:
         of_rows = batch.expert_choices[where][:, list(replayed_layers)]
         choices = of_rows.new_full((len(tokens), *of_rows.shape[1:]), unknown(of_rows.dtype))
-        choices[packed] = of_rows
+        choices[packing.places[packing.first]] = of_rows[packing.first]
     if per_row:
+        begins = boundaries(torch.tensor([stop - start for start, stop in spans], dtype=torch.int64))
         last = [_last_token(batch.tokens[start:stop], pad_token_id) for start, stop in spans]
-        read = torch.tensor(last, dtype=torch.int64) + boundaries[: len(rows)]
+        read = packing.places[torch.tensor(last, dtype=torch.int64) + begins[: len(rows)]]
         outputs, batch_indices = read, torch.as_tensor(list(rows), dtype=torch.int64)
     else:
         sampled = batch.response_mask[where]
-        read = packed[sampled]
-        outputs, batch_indices = read - 1, where[sampled]
+        read, outputs, batch_indices = packing.places[sampled], packing.before[sampled], where[sampled]
     return MicroBatch(
         tokens=_moved(tokens, device),
-        positions=_moved(positions, device),
-        cu_seqlens=_moved(boundaries, device),
-        longest=max(lengths),
+        positions=_moved(packing.positions, device),
+        cu_seqlens=_moved(boundaries(torch.tensor(packing.lengths)).to(torch.int32), device),
+        longest=max(packing.lengths),
         kept=torch.arange(len(outputs), device=device),
         outputs=_moved(outputs, device),
         targets=_moved(tokens[read], device),
         fields={name: _moved(values[batch_indices], device) for name, values in fields.items()},
         batch_indices=_moved(batch_indices, device),
         expert_choices=None if choices is None else _moved(choices, device),
+        keys=packing.keys and packing.keys.moved(functools.partial(_moved, device=device)),
     )
+
+
+def _pack(lengths: Sequence[int], row_alignment: int, alignment: int) -> Packing:
+    """Packing of rows of ``lengths`` one after the other, see ``make_micro_batch``."""
+    padded = [-(-length // row_alignment) * row_alignment for length in lengths]
+    padding = -sum(padded) % alignment if padded else alignment
+    if padding:
+        padded.append(padding)
+    begins = boundaries(torch.tensor(padded)).tolist()
+    places = _joined([torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=False)])
+    positions = torch.cat([torch.arange(length) for length in padded])
+    return Packing(padded, positions, places, places - 1, torch.ones(len(places), dtype=torch.bool))
 
 
 def _moved(values: Tensor, device: torch.device | str) -> Tensor:

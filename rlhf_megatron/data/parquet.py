@@ -26,6 +26,9 @@ MOST_GROUP_ROWS = 2**26
 # Of one row, all columns together, and the messages of its prompt. Test cases of programs have tens of megabytes.
 MOST_ROW_BYTES = 128 * 2**20
 MOST_MESSAGES = 10_000
+# Columns of messages, and of what is no text: geo3k of verl's has images.
+_MESSAGE_COLUMNS = ("prompt", "messages", "completion", "chosen", "rejected")
+MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 # Rows that are decoded before they are counted, and what these may have if all are the longest text of a dictionary.
 _COUNTED_ROWS = 256
 _COUNTED_BYTES = 512 * 2**20
@@ -45,6 +48,10 @@ UNREADABLE = (
     MemoryError,
     pyarrow.ArrowException,
 )
+
+
+# Top-level columns, or which ones a file needs that has these.
+Columns = Sequence[str] | Callable[[Sequence[str]], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,10 @@ class SourceFile:
         columns: top-level columns that are read.
         row_groups: all of them.
         footer: the bytes that describe all others.
+        media: columns of images, videos or sound that are not null in all rows.
     """
 
-    def __init__(self, path: Path, required: Sequence[str], optional: Sequence[str]) -> None:
+    def __init__(self, path: Path, required: Columns, optional: Sequence[str]) -> None:
         """Open the file and check its footer.
 
         Raises:
@@ -108,14 +116,15 @@ class SourceFile:
             self.footer = _footer(path)
         except UNREADABLE as error:
             raise self._unreadable(error) from error
-        for column in required:
-            if column not in names:
-                raise DataError(
-                    f"{shown(path)}, column {shown(column)}: missing; the file has {shown(', '.join(names))}; the "
-                    "columns are verl's: data_source, prompt, reward_model, extra_info (tools/prepare_data.py writes "
-                    "them)"
-                )
-        self.columns = [name for name in (*required, *optional) if name in names]
+        needed = required if isinstance(required, Sequence) else required(names)
+        missing = [column for column in needed if column not in names]
+        if missing:
+            which = f"column{'s' if missing[1:] else ''} {shown(', '.join(missing))}"
+            raise DataError(
+                f"{shown(path)}, {which}: missing; the file has {shown(', '.join(names))}; the columns are verl's: "
+                "data_source, prompt, reward_model, extra_info (tools/prepare_data.py writes them)"
+            )
+        self.columns = [name for name in dict.fromkeys((*needed, *optional)) if name in names]
         for column in self.columns:
             if names.count(column) > 1:
                 raise DataError(f"{shown(path)}, column {shown(column)}: is there twice; leave one out")
@@ -126,6 +135,7 @@ class SourceFile:
             ]
         except UnicodeDecodeError as error:  # in the name of a column
             raise self._unreadable(error) from error
+        self.media = [name for name in names if name in MEDIA_COLUMNS and _has_values(metadata, name)]
         if sum(group.rows for group in self.row_groups) != metadata.num_rows:
             raise DataError(f"{shown(path)}: its footer contradicts itself on the number of rows; make it again")
 
@@ -256,7 +266,10 @@ def _python_row(row: pyarrow.Table, location: RowLocation) -> dict[str, Any]:
             largest, f"the row has {row.nbytes:,} bytes; at most {MOST_ROW_BYTES:,} are read; take it out"
         )
     if (messages := _messages(row)) > MOST_MESSAGES:
-        raise location.error("prompt", f"has {messages:,} messages; at most {MOST_MESSAGES:,} are read; take it out")
+        column = max(
+            (name for name in _MESSAGE_COLUMNS if name in row.column_names), key=lambda name: _most_items(row[name])
+        )
+        raise location.error(column, f"has {messages:,} messages; at most {MOST_MESSAGES:,} are read; take it out")
     values = {}
     for name in row.column_names:
         try:
@@ -269,13 +282,28 @@ def _python_row(row: pyarrow.Table, location: RowLocation) -> dict[str, Any]:
 
 
 def _messages(table: pyarrow.Table) -> int:
-    """Return the most messages of a prompt."""
-    if "prompt" not in table.column_names:
-        return 0
-    kind = table["prompt"].type
+    """Return the most messages of a row in one column."""
+    return max((_most_items(table[name]) for name in _MESSAGE_COLUMNS if name in table.column_names), default=0)
+
+
+def _most_items(column: pyarrow.ChunkedArray) -> int:
+    """Return the length of the longest list of a column; 0 of one that has none."""
+    kind = column.type
     if not (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
         return 0
-    return pyarrow.compute.max(pyarrow.compute.list_value_length(table["prompt"])).as_py() or 0
+    return pyarrow.compute.max(pyarrow.compute.list_value_length(column)).as_py() or 0
+
+
+def _has_values(metadata: Any, name: str) -> bool:
+    """Return whether a top-level column may hold anything but nulls and empty lists, by the footer's statistics."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    for chunk in chunks:
+        if chunk.path_in_schema.split(".")[0] == name:
+            counts = chunk.statistics
+            if counts is None or not counts.has_null_count or counts.num_values:
+                return True
+    return False
 
 
 def _counted(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:

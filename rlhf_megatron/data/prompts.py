@@ -7,23 +7,35 @@ tokenizers (tokenizer.py), the order of training (order.py), reading ahead (stre
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlhf_megatron.data.chat_template import MOST_CHARACTERS, characters_of, in_parts
+from rlhf_megatron.data.given_answers import (
+    COMPLETION_COLUMN,
+    PAIR_COLUMNS,
+    TOOLS_COLUMN,
+    Exchange,
+    demonstration,
+    demonstration_columns,
+    pair_columns,
+    preference,
+)
+from rlhf_megatron.data.learned_turns import learned_segments
+from rlhf_megatron.data.own_rows import Rows, open_rows
 from rlhf_megatron.data.rows import (
-    ParquetRows,
+    Message,
     RowLocation,
     parse_data_source,
     parse_extra_info,
     parse_ground_truth,
     parse_margin,
     parse_messages,
-    parse_response,
-    with_system_prompt,
 )
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
@@ -31,8 +43,6 @@ from rlhf_megatron.recipe import DataSection
 
 __all__ = ["DataError", "LeftOut", "Prompt", "PromptDataset", "Responses", "prompt_key"]
 
-DEFAULT_RESPONSE_COLUMN = "reward_model.ground_truth"
-PAIR_COLUMNS = ("chosen", "rejected")
 MARGIN_COLUMN = "margin"
 READ_ROWS = 256
 # A text with more characters for each token that it may have is too long, and is not tokenized. The longest tokens of
@@ -41,7 +51,8 @@ CHARACTERS_PER_TOKEN = 512
 # Texts that are tokenized together.
 PART_CHARACTERS = 4 * 2**20
 Responses = Literal["none", "one", "pair"]
-Message = dict[str, Any]
+# What each loop learns from.
+RESPONSES: Mapping[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,8 @@ class Prompt:
         ground_truth: the right answer as text; "" in supervised data without one.
         extra_info: whatever the row carries for its reward function.
         messages: the conversation itself.
-        response_token_ids: the target text and eos, in supervised training; else None.
+        response_token_ids: in supervised training, what follows up to the end of the last learned text; else None.
+        learned: which of these tokens are learned; None: all.
         pair: for a reward model, the whole conversation with the chosen response and that with the rejected one; else
             None.
         margin: by how much the chosen response of a pair is to be ahead.
@@ -69,9 +81,15 @@ class Prompt:
     extra_info: dict[str, Any]
     messages: tuple[Message, ...] = ()
     response_token_ids: tuple[int, ...] | None = None
+    learned: tuple[bool, ...] | None = None
     pair: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     margin: float = 0.0
     part: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
 
 
 class LeftOut(enum.Enum):
@@ -88,7 +106,17 @@ class _Row(NamedTuple):
     number: int
     location: RowLocation
     values: dict[str, Any]
-    messages: list[Message]
+    exchange: Exchange
+
+
+class _Texts(NamedTuple):
+    """What is to be tokenized of a row: the prompt, and each answer in pieces, every second of which is learned if
+    there is but one answer; eos stands behind those that end without one."""
+
+    row: _Row
+    prompt: str
+    answers: list[list[str]]
+    needs_end: bool = True
 
 
 class PromptDataset:
@@ -122,12 +150,10 @@ class PromptDataset:
         """
         self._tokenizer = tokenizer
         self._section = section
+        self._responses = responses
         self._supervised = responses != "none"
-        self._paired = responses == "pair"
         self._held_out = held_out
-        columns = {"none": (), "one": (section.response_column or DEFAULT_RESPONSE_COLUMN,), "pair": PAIR_COLUMNS}
-        self._response_columns: tuple[str, ...] = columns[responses]
-        self.rows = ParquetRows(files, *self._columns(), memory_mb=section.shuffle_window_mb)
+        self.rows = open_columns(files, section, responses)
 
     def __len__(self) -> int:
         """Return the number of rows, also of those that cannot be used."""
@@ -170,15 +196,12 @@ class PromptDataset:
         limit = f"data.max_prompt_length (now {section.max_prompt_length} tokens)"
         return DataError(f"{files}: all {rows} rows are {what}; raise {limit}")
 
-    def _columns(self) -> tuple[list[str], list[str]]:
-        """Return the required and the optional top-level columns."""
-        described = ["data_source", "reward_model"]
-        if not self._supervised:
-            return ["prompt", *described], ["extra_info"]
-        # A dotted path such as extra_info.answer names a field.
-        top = [column.split(".")[0] for column in self._response_columns]
-        required = list(dict.fromkeys(["prompt", *top]))
-        return required, [name for name in (*described, "extra_info", MARGIN_COLUMN) if name not in required]
+    def _exchange(self, values: dict[str, Any], location: RowLocation) -> Exchange:
+        """Return what a row asks and answers; raises DataError."""
+        if self._responses == "none":
+            return Exchange(parse_messages(values.get("prompt"), location))
+        parse = demonstration if self._responses == "one" else preference
+        return parse(values, self._section, location)
 
     def _prompts(self, numbers: Iterable[int], rows: Sequence[dict[str, Any]]) -> list[Prompt | LeftOut]:
         """Check and tokenize rows."""
@@ -186,12 +209,12 @@ class PromptDataset:
         own: list[_Row] = []
         for position, (number, values) in enumerate(zip(numbers, rows, strict=True)):
             location = self.rows.location(number)
-            messages = parse_messages(values.get("prompt"), location)
-            if self._on_this_side(messages):
-                messages = with_system_prompt(messages, self._section.system_prompt)
-                own.append(_Row(position, number, location, values, messages))
+            exchange = self._exchange(values, location)
+            if self._on_this_side(exchange.messages):
+                exchange = exchange.with_system_prompt(self._section.system_prompt)
+                own.append(_Row(position, number, location, values, exchange))
         # A tokenizer needs about 70 bytes for each character of the texts that it is given at once.
-        for part in in_parts(own, lambda row: characters_of(row.messages), PART_CHARACTERS):
+        for part in in_parts(own, lambda row: characters_of(row.exchange.messages), PART_CHARACTERS):
             for row, what in zip(part, self._of_part(part), strict=True):
                 results[row.position] = what
         return results
@@ -200,24 +223,67 @@ class PromptDataset:
         """Tokenize rows that are checked; those whose text is too long whatever its tokens are left out before."""
         limit = self._section.max_prompt_length
         fitting: dict[int, Prompt] = {}
-        short = [row for row in rows if self._may_fit("prompt", characters_of(row.messages), None, row.location)]
-        texts = self._rendered(short, [row.messages for row in short], "prompt")
-        if len(set(texts)) == 1 and len({row.messages[-1]["content"].strip() for row in short}) > 1:
-            raise short[0].location.error(
+        short = [
+            row
+            for row in rows
+            if self._may_fit(row.exchange.column, characters_of(row.exchange.messages), None, row.location)
+            and self._answers_may_fit(row)
+        ]
+        kept = [
+            texts
+            for texts in self._texts(short)
+            if self._may_fit(texts.row.exchange.column, len(texts.prompt), limit, texts.row.location)
+        ]
+        pieces = [piece for texts in kept for piece in (texts.prompt, *(each for of in texts.answers for each in of))]
+        token_ids = iter(self._tokenizer.encode_many(pieces))
+        for texts in kept:
+            ids = next(token_ids)
+            answers = [[next(token_ids) for _ in of_answer] for of_answer in texts.answers]
+            prompt = self._prompt(texts, ids, answers)
+            if self._fits(prompt, texts.row):
+                fitting[texts.row.position] = prompt
+        return [fitting.get(row.position, LeftOut.LENGTH) for row in rows]
+
+    def _texts(self, rows: list[_Row]) -> list[_Texts]:
+        """Return what is to be tokenized of rows, in their order; raises DataError where the template refuses one."""
+        plain = [_plain_texts(row, self._responses) for row in rows if row.exchange.plain]
+        of_turns = self._responses == "one"
+        in_turns = [row for row in rows if of_turns and row.exchange.in_turns]
+        asked = [row for row in rows if not row.exchange.plain and not (of_turns and row.exchange.in_turns)]
+        texts = [*plain, *self._texts_of_turns(in_turns), *self._texts_of_prompts(asked)]
+        return sorted(texts, key=lambda each: each.row.position)
+
+    def _texts_of_prompts(self, rows: list[_Row]) -> list[_Texts]:
+        """Return the prompt in the chat template, and behind it the answer's text; of a pair, two conversations."""
+        prompts = self._rendered(rows, [row.exchange.messages for row in rows], "prompt")
+        if len(set(prompts)) == 1 and len({row.exchange.messages[-1]["content"].strip() for row in rows}) > 1:
+            raise rows[0].location.error(
                 "prompt", "the chat template ignores the messages: other questions become the same text; fix it"
             )
-        kept = [
-            (row, text)
-            for row, text in zip(short, texts, strict=True)
-            if self._may_fit("prompt", len(text), limit, row.location) and self._responses_may_fit(row)
+        if self._responses != "pair":
+            answers = [[[answer] for answer in row.exchange.answers if isinstance(answer, str)] for row in rows]
+            return [_Texts(*of_row) for of_row in zip(rows, prompts, answers, strict=True)]
+        whole = [
+            self._rendered(rows, [row.exchange.turns(row.exchange.answers[index]) for row in rows], column, False)
+            for index, column in enumerate(PAIR_COLUMNS)
         ]
-        prompt_ids = self._tokenizer.encode_many([text for _, text in kept])
-        responses = self._responses([row for row, _ in kept])
-        for (row, _), ids, given in zip(kept, prompt_ids, responses, strict=True):
-            prompt = self._prompt(row, ids, given)
-            if self._fits(ids, given, row.location):
-                fitting[row.position] = prompt
-        return [fitting.get(row.position, LeftOut.LENGTH) for row in rows]
+        return [
+            _Texts(row, prompt, [[chosen], [rejected]], needs_end=False)
+            for row, prompt, chosen, rejected in zip(rows, prompts, *whole, strict=True)
+        ]
+
+    def _texts_of_turns(self, rows: list[_Row]) -> list[_Texts]:
+        """Return conversations cut where what is learned begins and ends."""
+        conversations = [row.exchange.turns(row.exchange.answers[0]) for row in rows]
+        firsts = [len(row.exchange.messages) for row in rows]
+        found = learned_segments(self._tokenizer, conversations, firsts) if rows else []
+        texts = []
+        for row, segments in zip(rows, found, strict=True):
+            if isinstance(segments, DataError):
+                raise row.location.error(row.exchange.columns[0], str(segments)) from segments
+            prompt, *answer = segments.texts
+            texts.append(_Texts(row, prompt, [answer], needs_end=not segments.is_ended))
+        return texts
 
     def _rendered(
         self, rows: list[_Row], conversations: list[list[Message]], column: str, add_generation_prompt: bool = True
@@ -230,56 +296,32 @@ class PromptDataset:
             texts.append(text)
         return texts
 
-    def _prompt(self, row: _Row, token_ids: list[int], responses: list[list[int]]) -> Prompt:
-        values, location = row.values, row.location
+    def _prompt(self, texts: _Texts, token_ids: list[int], answers: list[list[list[int]]]) -> Prompt:
+        """Return a prompt with its tokens, and those of each answer's pieces."""
+        row, values, location = texts.row, texts.row.values, texts.row.location
         source, truth = values.get("data_source"), values.get("reward_model")
         no_truth = truth is None or (isinstance(truth, dict) and truth.get("ground_truth") is None)
-        given = tuple(map(tuple, responses))
+        end = [self._tokenizer.eos_token_id] if texts.needs_end else []
+        given = [(*itertools.chain(*pieces), *end) for pieces in answers]
+        learned = [index % 2 == 0 for index, piece in enumerate(answers[0]) for _ in piece] if answers else []
         return Prompt(
             row=row.number,
             data_source="" if self._supervised and source is None else parse_data_source(source, location),
             token_ids=tuple(token_ids),
             ground_truth="" if self._supervised and no_truth else parse_ground_truth(truth, location),
             extra_info=parse_extra_info(values.get("extra_info"), location),
-            messages=tuple(row.messages),
+            messages=tuple(row.exchange.messages),
             response_token_ids=given[0] if len(given) == 1 else None,
+            learned=None if all(learned) else (*learned, *(True for _ in end)),
             pair=(given[0], given[1]) if len(given) == 2 else None,
             margin=parse_margin(values.get(MARGIN_COLUMN), location),
         )
 
-    def _responses(self, rows: list[_Row]) -> list[list[list[int]]]:
-        """Return the ids of each row's given responses: none, one, or a pair of whole conversations."""
-        if self._paired:
-            self._check_differ(rows)
-        by_column = []
-        for column in self._response_columns:
-            texts = [parse_response(row.values, column, row.location) for row in rows]
-            if self._paired:
-                answered = [
-                    [*row.messages, {"role": "assistant", "content": text}]
-                    for row, text in zip(rows, texts, strict=True)
-                ]
-                by_column.append(
-                    self._tokenizer.encode_many(self._rendered(rows, answered, column, add_generation_prompt=False))
-                )
-            else:
-                end = self._tokenizer.eos_token_id
-                by_column.append([[*ids, end] for ids in self._tokenizer.encode_many(texts)])
-        return [[ids[index] for ids in by_column] for index in range(len(rows))]
-
-    def _check_differ(self, rows: list[_Row]) -> None:
-        """Raises DataError for a pair of which neither response is the better one."""
-        for row in rows:
-            if len({parse_response(row.values, column, row.location) for column in PAIR_COLUMNS}) == 1:
-                raise row.location.error(
-                    PAIR_COLUMNS[1], "the same text as chosen; give another one, or remove the row"
-                )
-
-    def _responses_may_fit(self, row: _Row) -> bool:
+    def _answers_may_fit(self, row: _Row) -> bool:
         limit = self._section.max_response_length
         return all(
-            self._may_fit(column, len(parse_response(row.values, column, row.location)), limit, row.location)
-            for column in self._response_columns
+            self._may_fit(column, characters, limit, row.location)
+            for column, characters in zip(row.exchange.columns, row.exchange.characters, strict=True)
         )
 
     def _may_fit(self, column: str, characters: int, tokens: int | None, location: RowLocation) -> bool:
@@ -295,17 +337,19 @@ class PromptDataset:
             )
         return False
 
-    def _fits(self, prompt: list[int], responses: list[list[int]], location: RowLocation) -> bool:
+    def _fits(self, prompt: Prompt, row: _Row) -> bool:
         """Return whether a row is within the limits of length; or stop, if it is not and the recipe wants that."""
-        section = self._section
+        section, asked, location = self._section, row.exchange.column, row.location
         checks = [
-            ("prompt", len(prompt), "over data.max_prompt_length", section.max_prompt_length, 1),
-            ("prompt", len(prompt), "under data.min_prompt_length", section.min_prompt_length, -1),
+            (asked, len(prompt.token_ids), "over data.max_prompt_length", section.max_prompt_length, 1),
+            (asked, len(prompt.token_ids), "under data.min_prompt_length", section.min_prompt_length, -1),
         ]
         if section.max_response_length is not None:
             name, limit = "over data.max_response_length", section.max_response_length
-            lengths = zip(self._response_columns, map(len, responses), strict=True)
-            checks += [(column, length, name, limit, 1) for column, length in lengths]
+            responses = prompt.pair or [prompt.response_token_ids or ()]
+            checks += [
+                (column, len(ids), name, limit, 1) for column, ids in zip(row.exchange.columns, responses, strict=False)
+            ]
         for column, length, name, limit, sign in checks:
             if (length - limit) * sign > 0:
                 if section.overlong_prompts == "stop":
@@ -320,6 +364,35 @@ class PromptDataset:
         """Return whether data.validation_fraction gives the row to this dataset."""
         fraction = self._section.validation_fraction
         return not fraction or (prompt_key(messages) < fraction * 2.0**64) == self._held_out
+
+
+def open_columns(files: Sequence[str | Path], section: DataSection, responses: Responses) -> Rows:
+    """Return the rows of files with the columns that a `PromptDataset` reads.
+
+    Raises:
+        DataError: a file cannot be read or lacks a column, or has images that the recipe does not drop.
+    """
+    described = ["data_source", "reward_model", "extra_info"]
+    texts = [COMPLETION_COLUMN] if responses == "one" else []
+    optional = described if responses == "none" else [*texts, TOOLS_COLUMN, *described, MARGIN_COLUMN]
+    rows = open_rows(files, section, functools.partial(_required, section, responses), optional)
+    if section.images == "refuse":
+        rows.refuse_media()
+    return rows
+
+
+def _required(section: DataSection, responses: Responses, names: Sequence[str]) -> list[str]:
+    """Return the top-level columns that a file with columns of these names must have."""
+    if responses == "one":
+        return demonstration_columns(section, names)
+    return pair_columns(names) if responses == "pair" else ["prompt", "data_source", "reward_model"]
+
+
+def _plain_texts(row: _Row, responses: Responses) -> _Texts:
+    """Return texts without a chat template; of a pair, the prompt stands before each."""
+    prompt = row.exchange.messages[0]["content"]
+    answers = [answer for answer in row.exchange.answers if isinstance(answer, str)]
+    return _Texts(row, prompt, [[prompt + answer] if responses == "pair" else [answer] for answer in answers])
 
 
 def longest_text(tokens: int | None) -> int:

@@ -29,6 +29,7 @@ class RolloutBatch:
     weight_version: Tensor  # [R] int64: of the weights that sampled the row; the oldest, where it was resumed
     truncated: Tensor  # [R] bool: cut off at the length limit
     scores: Tensor | None = None  # [R] float32: rewards before penalties; None: the same as rewards
+    turn_rewards: Tensor | None = None  # [T] float32: of each turn on its last token, parts of its row's reward
     old_logprobs: Tensor | None = None  # [T] float32: under the actor before this step's updates
     reference_logprobs: Tensor | None = None  # [T] float32
     advantages: Tensor | None = None  # [T] float32
@@ -112,6 +113,7 @@ TOKEN_FIELDS = frozenset(
         "tokens",
         "response_mask",
         "rollout_logprobs",
+        "turn_rewards",
         "old_logprobs",
         "reference_logprobs",
         "advantages",
@@ -172,6 +174,23 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     return dataclasses.replace(batches[0], cu_seqlens=boundaries(lengths), **fields)
 
 
+def turn_ends(mask: Tensor, lengths: Tensor) -> Tensor:
+    """[T] bool, [R] -> [T] bool: the last token of each run of marked ones within a row: each turn's."""
+    following = torch.cat([mask[1:], mask.new_zeros(1)])[: len(mask)]
+    following[lengths.cumsum(0)[lengths > 0] - 1] = False
+    return mask & ~following
+
+
+def _on_turns(mask: Tensor, lengths: Tensor, rewards: Sequence[Sequence[float] | None]) -> Tensor:
+    """[T] float32: the rewards of each row's turns on their last tokens; of a turn that failed 0."""
+    values = torch.zeros(len(mask))
+    ends = turn_ends(mask, lengths).split(lengths.tolist())
+    for of_row, own, place in zip(ends, values.split(lengths.tolist()), rewards, strict=True):
+        places = of_row.nonzero().squeeze(1)[: len(place or ())]
+        own[places] = torch.tensor(list(place or ())[: len(places)]).nan_to_num(0.0)
+    return values
+
+
 # Every rank has all tokens of a step, hundreds of millions on a large cluster, and does these with one thread of a CPU:
 # an index for each token would take ten times as long as a row at a time.
 
@@ -214,12 +233,14 @@ def batch_from_rows(
     truncated: Sequence[bool] | None = None,
     rewards: Sequence[float] | None = None,
     sampled: Sequence[Sequence[bool] | None] | None = None,
+    turn_rewards: Sequence[Sequence[float] | None] | None = None,
     expert_choices: Sequence[Tensor | None] | None = None,
     choices: ChoiceShape | None = None,
 ) -> RolloutBatch:
     """Packs rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own.
 
-    ``sampled``: which tokens of a response were; None: all. With ``choices`` the batch has ``expert_choices``.
+    ``sampled``: which tokens of a response were; None: all. ``turn_rewards``: of each row's first turns, where
+    batches have them. With ``choices`` the batch has ``expert_choices``.
     """
     count = len(prompts)
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
@@ -229,6 +250,9 @@ def batch_from_rows(
     mask = [flag for p, flags in zip(prompts, of_responses, strict=True) for flag in (*[False] * len(p), *flags)]
     given = logprobs if logprobs is not None else [[0.0] * len(r) for r in responses]
     reported = [value for p, row in zip(prompts, given, strict=True) for value in [0.0] * len(p) + list(row)]
+    of_turns = None
+    if turn_rewards is not None:
+        of_turns = _on_turns(torch.tensor(mask, dtype=torch.bool), lengths, turn_rewards)
     versions = [weight_version] * count if isinstance(weight_version, int) else list(weight_version)
     return RolloutBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
@@ -240,5 +264,11 @@ def batch_from_rows(
         row_id=torch.tensor(range(count) if row_id is None else row_id, dtype=torch.int64),
         weight_version=torch.tensor(versions, dtype=torch.int64),
         truncated=torch.tensor([False] * count if truncated is None else truncated, dtype=torch.bool),
+        turn_rewards=of_turns,
         expert_choices=choices.of_rows(lengths.tolist(), expert_choices or [None] * count) if choices else None,
     )
+
+
+def no_rows(choices: ChoiceShape | None, has_turn_rewards: bool) -> RolloutBatch:
+    """A batch without rows, with the fields of those that have some."""
+    return batch_from_rows([], [], [], turn_rewards=[] if has_turn_rewards else None, choices=choices)

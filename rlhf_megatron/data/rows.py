@@ -26,11 +26,21 @@ import pyarrow
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from rlhf_megatron.data.parquet import UNREADABLE, RowLocation, SourceFile, pieces, python_rows
+from rlhf_megatron.data.parquet import (
+    MOST_MESSAGES,
+    UNREADABLE,
+    Columns,
+    RowLocation,
+    SourceFile,
+    pieces,
+    python_rows,
+)
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.untrusted import reason_of, shown
 
-__all__ = ["Block", "ParquetRows", "RowLocation"]
+__all__ = ["Block", "Message", "ParquetRows", "RowLocation"]
+
+Message = dict[str, Any]
 
 # Row groups of a file that follow each other are decoded together up to this size, and up to this part of the memory:
 # many small ones cost more time.
@@ -77,7 +87,7 @@ class ParquetRows:
     def __init__(
         self,
         files: Sequence[str | Path],
-        required: Sequence[str],
+        required: Columns,
         optional: Sequence[str] = (),
         memory_mb: int = DEFAULT_MEMORY_MB,
     ) -> None:
@@ -85,7 +95,7 @@ class ParquetRows:
 
         Args:
             files: parquet files; rows are numbered through all of them in this order.
-            required: top-level columns that every file must have.
+            required: top-level columns that every file must have, or a function of a file's columns that names them.
             optional: top-level columns that are read where they exist.
             memory_mb: how much of the decoded blocks is kept, at least one block.
 
@@ -124,6 +134,15 @@ class ParquetRows:
     def __len__(self) -> int:
         """Return the number of rows of all files."""
         return self._length
+
+    def refuse_media(self) -> None:
+        """Raise DataError where a file has images, videos or sound: a model of text would be asked about them."""
+        for file in self._files:
+            if file.media:
+                raise DataError(
+                    f"{shown(file.name)}, column {file.media[0]}: only models of text are trained, which "
+                    "cannot see it; give data without it, or set data.images: drop to learn from the text alone"
+                )
 
     @property
     def files(self) -> list[str]:
@@ -251,7 +270,7 @@ class ParquetRows:
             return table
 
 
-def parse_messages(value: Any, location: RowLocation) -> list[dict[str, Any]]:
+def parse_messages(value: Any, location: RowLocation) -> list[Message]:
     """Return a row's prompt as messages with `role` and `content`; fields that are null are left out.
 
     Parquet gives each tool call the arguments of all others as nulls, so these go at any depth.
@@ -259,35 +278,49 @@ def parse_messages(value: Any, location: RowLocation) -> list[dict[str, Any]]:
     Raises:
         DataError: the prompt is empty, ends with an answer, or is no list of {role, content} with text in both.
     """
-    if value is None or (isinstance(value, (list, str)) and not value):
-        raise location.error("prompt", "empty; give at least one message, or remove the row")
-    if not isinstance(value, list):
-        raise location.error(
-            "prompt",
-            f"{type(value).__name__} instead of a list of {{role, content}}; wrap the text as one user message",
-        )
-    messages = []
-    for index, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise location.error("prompt", f"message {index} is {type(message).__name__} instead of {{role, content}}")
-        for field in ("role", "content"):
-            if not isinstance(message.get(field), str):
-                raise location.error(
-                    "prompt",
-                    f"message {index} has {field} of type {type(message.get(field)).__name__} instead of text; "
-                    "write plain text messages",
-                )
-        role = message["role"]
-        if not role.strip() or not role.isprintable() or len(role) > MOST_NAME:
-            raise location.error(
-                "prompt", f"message {index} has the role {shown(repr(role))}; write user, system or another"
-            )
-        messages.append(_without_nulls(message))
+    messages = parse_turns(value, "prompt", location)
     if messages[-1]["role"] == "assistant":
         raise location.error("prompt", "the last message is the assistant's; its turn must come next, so take that out")
     if not any(message["content"].strip() for message in messages):
         raise location.error("prompt", "every message is empty; give a question, or remove the row")
     return messages
+
+
+def parse_turns(value: Any, column: str, location: RowLocation) -> list[Message]:
+    """Return the messages of any column, whoever has the last turn; see `parse_messages`.
+
+    A message that calls tools may lack content.
+    """
+    if value is None or (isinstance(value, (list, str)) and not value):
+        raise location.error(column, "empty; give at least one message, or remove the row")
+    if not isinstance(value, list):
+        raise location.error(
+            column,
+            f"{type(value).__name__} instead of a list of {{role, content}}; wrap the text as one user message",
+        )
+    if len(value) > MOST_MESSAGES:
+        raise location.error(column, f"has {len(value):,} messages; at most {MOST_MESSAGES:,} are read; take it out")
+    return [_message(message, index, column, location) for index, message in enumerate(value)]
+
+
+def _message(message: Any, index: int, column: str, location: RowLocation) -> Message:
+    """Return a message as a template takes it; raises DataError."""
+    if not isinstance(message, dict):
+        raise location.error(column, f"message {index} is {type(message).__name__} instead of {{role, content}}")
+    message = _without_nulls(message)
+    if message.get("tool_calls"):
+        message.setdefault("content", "")
+    for field in ("role", "content"):
+        if not isinstance(message.get(field), str):
+            raise location.error(
+                column,
+                f"message {index} has {field} of type {type(message.get(field)).__name__} instead of text; "
+                "write plain text messages",
+            )
+    role = message["role"]
+    if not role.strip() or not role.isprintable() or len(role) > MOST_NAME:
+        raise location.error(column, f"message {index} has the role {shown(repr(role))}; write user, system or another")
+    return message
 
 
 def _without_nulls(value: Any) -> Any:
@@ -296,7 +329,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def with_system_prompt(messages: list[dict[str, Any]], text: str | None) -> list[dict[str, Any]]:
+def with_system_prompt(messages: list[Message], text: str | None) -> list[Message]:
     """The messages with ``text`` as the system's before them, where there is a text and they have none of their own."""
     if text is None or any(message["role"] == "system" for message in messages):
         return messages
@@ -384,16 +417,21 @@ def parse_response(row: dict[str, Any], column: str, location: RowLocation) -> s
     Raises:
         DataError: there is no such value, or it is not text, or it is empty.
     """
-    value: Any = row
-    if column in row:
-        value = row[column]
-    else:
-        for part in column.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+    value = column_value(row, column)
     if not isinstance(value, str) or not value.strip():
         raise location.error(
             column,
             f"{shown(repr(value))} instead of a response text; write one (for sft, data.response_column names the "
             "column that holds the text)",
         )
+    return value
+
+
+def column_value(row: dict[str, Any], column: str) -> Any:
+    """Return a row's value of a column, or of a path into structs; None where there is none."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
     return value

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from rlhf_megatron.data.drawn_prompts import DrawnPrompt, Readers, found
 from rlhf_megatron.data.order import Order, Shares, WindowOrder, curriculum_order
 from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset
 from rlhf_megatron.errors import CheckpointError, DataError
@@ -25,6 +26,8 @@ from rlhf_megatron.untrusted import shown
 _BATCHES_AHEAD, _PROMPTS_AHEAD = 8, 2048
 # What rows that are read ahead may have, where they are large.
 _BYTES_AHEAD = 2**29
+# Shares of rows that are read ahead, where ranks read together.
+_SHARES_AHEAD = 4
 
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -44,7 +47,7 @@ _POSITION = TypeAdapter(_Position)
 class _Drawn(NamedTuple):
     """A prompt, and where the stream is behind it."""
 
-    prompt: Prompt
+    prompt: Prompt | DrawnPrompt
     positions: tuple[int, ...]  # rows of each part that went by, over all its epochs
     left_out: int  # rows that were left out for their length, of all parts
 
@@ -53,20 +56,24 @@ class PromptStream:
     """The training prompts, epoch after epoch, the same on every rank and after every resume.
 
     A thread reads, tokenizes and filters rows ahead of time; rows that are left out are skipped where they are met.
+    Of several `readers` each does so with a share of the rows.
     """
 
-    def __init__(self, datasets: Sequence[PromptDataset], section: DataSection, seed: int) -> None:
+    def __init__(
+        self, datasets: Sequence[PromptDataset], section: DataSection, seed: int, readers: Readers | None = None
+    ) -> None:
         """Start at the first prompt, and begin to read.
 
         Args:
             datasets: one for each of `section.parts`.
             section: the recipe's data section, for weights and order.
             seed: of the order.
+            readers: the ranks that draw these prompts, all of them at a time; this rank alone by default.
 
         Raises:
             DataError: the curriculum's column is bad, or needs more memory than there is.
         """
-        self._datasets = datasets
+        self._datasets, self._readers = datasets, readers or Readers()
         self._names = [part.name for part in section.parts]
         self._shares = Shares([part.weight for part in section.parts], seed)
         self._orders = [_order(section, dataset, seed, part) for part, dataset in enumerate(datasets)]
@@ -85,7 +92,13 @@ class PromptStream:
         self._restart()
 
     def next(self, count: int) -> list[Prompt]:
+        """Return the next `count` prompts as a whole; see `draw`."""
+        return [prompt if isinstance(prompt, Prompt) else prompt.whole() for prompt in self.draw(count)]
+
+    def draw(self, count: int) -> list[Prompt | DrawnPrompt]:
         """Return the next `count` prompts; the last ones of an epoch are followed by the first ones of the next.
+
+        Collective over the `readers`, who know the lengths of all.
 
         Raises:
             ValueError: count is not positive.
@@ -93,16 +106,23 @@ class PromptStream:
         """
         if count <= 0:
             raise ValueError(f"cannot draw {count} prompts; ask for one or more")
+        prompts = []
+        for drawn in self._taken(count) if self._readers.count == 1 else itertools.islice(self._coming, count):
+            prompts.append(drawn.prompt)
+        self._drawn += count
+        self._positions, self._left_out = drawn.positions, drawn.left_out
+        return prompts
+
+    def _taken(self, count: int) -> list[_Drawn]:
+        """What was read ahead, of a rank that reads alone."""
         self._read_ahead(count)
         while len(self._ready) < count:
             self._ready.extend(self._reading[0].result())
             self._reading.popleft()
             self._asked.popleft()
         drawn = [self._ready.popleft() for _ in range(count)]
-        self._drawn += count
-        self._positions, self._left_out = drawn[-1].positions, drawn[-1].left_out
         self._read_ahead(max(count, min(count * _BATCHES_AHEAD, self._within(_PROMPTS_AHEAD))))
-        return [item.prompt for item in drawn]
+        return drawn
 
     def read(self, locations: Sequence[tuple[int, int]]) -> list[Prompt | None]:
         """Return the prompts with these `part` and `row`, None for one that is left out now; the position stays.
@@ -181,7 +201,8 @@ class PromptStream:
         self._ready: deque[_Drawn] = deque()
         self._reading: deque[Future[list[_Drawn]]] = deque()
         self._asked: deque[int] = deque()  # how many prompts each of these gives
-        self._read_ahead(1)
+        if self._readers.count == 1:
+            self._read_ahead(1)
 
     def _read_ahead(self, prompts: int) -> None:
         """Have at least so many prompts read or on the way."""
@@ -201,24 +222,53 @@ class PromptStream:
             part = self._shares.part(number)
             prompt, positions[part], skipped = next(parts[part])
             left_out += skipped
-            yield _Drawn(dataclasses.replace(prompt, part=part) if part else prompt, tuple(positions), left_out)
+            yield _Drawn(prompt, tuple(positions), left_out)
 
-    def _of_part(self, part: int, position: int) -> Iterator[tuple[Prompt, int, int]]:
+    def _of_part(self, part: int, position: int) -> Iterator[tuple[Prompt | DrawnPrompt, int, int]]:
         """The prompts of one part, each with the position behind it and the rows left out just before it."""
-        dataset, order = self._datasets[part], self._orders[part]
+        dataset = self._datasets[part]
         left_out = unused = 0
+        for item in self._read_from(part, position) if self._readers.count == 1 else self._told_from(part, position):
+            position += 1
+            if not isinstance(item, LeftOut):
+                yield item, position, left_out
+                left_out = unused = 0
+                continue
+            left_out += item is LeftOut.LENGTH
+            unused += 1
+            # A row that comes first in one epoch and last in the next has all others between, twice.
+            if unused == 2 * len(dataset):
+                raise dataset.none_left(len(dataset))
+
+    def _read_from(self, part: int, position: int) -> Iterator[Prompt | LeftOut]:
+        """All rows of a part from a position on, read here."""
         while True:
-            for item in dataset.read(order.rows(position, self._within(READ_ROWS)).tolist()):
-                position += 1
-                if isinstance(item, Prompt):
-                    yield item, position, left_out
-                    left_out = unused = 0
-                    continue
-                left_out += item is LeftOut.LENGTH
-                unused += 1
-                # A row that comes first in one epoch and last in the next has all others between, twice.
-                if unused == 2 * len(dataset):
-                    raise dataset.none_left(len(dataset))
+            rows = self._orders[part].rows(position, self._within(READ_ROWS)).tolist()
+            position += len(rows)
+            for item in self._datasets[part].read(rows):
+                yield dataclasses.replace(item, part=part) if part and isinstance(item, Prompt) else item
+
+    def _told_from(self, part: int, position: int) -> Iterator[DrawnPrompt | LeftOut]:
+        """The same by the shares that all `readers` read, whose next ones the thread reads already; collective."""
+        dataset, count = self._datasets[part], self._readers.rows_at_once(READ_ROWS)
+
+        def begin(position: int) -> tuple[list[int], Future[list[int]]]:
+            rows = self._orders[part].rows(position, count).tolist()
+            return rows, self._reader.submit(self._readers.own_codes, dataset, rows)
+
+        shares = deque(begin(position + number * count) for number in range(_SHARES_AHEAD))
+        while True:
+            rows, own = shares.popleft()
+            position += count
+            shares.append(begin(position + (_SHARES_AHEAD - 1) * count))
+            for row, item in zip(rows, found(dataset, rows, self._readers.total(own.result())), strict=True):
+                yield item if isinstance(item, LeftOut) else DrawnPrompt(part, row, item, self._whole)
+
+    def _whole(self, part: int, row: int) -> Prompt:
+        [prompt] = self.read([(part, row)])
+        if prompt is None:
+            raise self._datasets[part].rows.location(row).error("prompt", "has changed while the run reads it")
+        return prompt
 
 
 def _order(section: DataSection, dataset: PromptDataset, seed: int, part: int) -> Order:

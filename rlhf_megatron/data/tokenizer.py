@@ -69,7 +69,7 @@ class Tokenizer(ABC):
         Raises:
             DataError: there is no chat template, or the template refuses these messages.
         """
-        return _text(self.render_each([messages], add_generation_prompt)[0])
+        return text_of_rendered(self.render_each([messages], add_generation_prompt)[0])
 
     @abstractmethod
     def is_special(self, token_id: int) -> bool:
@@ -97,7 +97,7 @@ class Tokenizer(ABC):
             [*messages, {"role": "assistant", "content": answer}]
             for messages, answer in zip(conversations, answers, strict=True)
         ]
-        return self.encode_many(list(map(_text, self.render_each(asked, add_generation_prompt=False))))
+        return self.encode_many(list(map(text_of_rendered, self.render_each(asked, add_generation_prompt=False))))
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return what the chat template puts behind a turn of the assistant's that has ended, where `messages` follow:
@@ -386,7 +386,7 @@ def _chat_template(replacement: str | None, own: Any, path: str, names: Mapping[
     return ChatTemplate(own, f"tokenizer: the chat template of {shown(path)}", names) if own else None
 
 
-def _text(rendered: str | DataError) -> str:
+def text_of_rendered(rendered: str | DataError) -> str:
     """Return a text, or raise what there is instead."""
     if isinstance(rendered, DataError):
         raise rendered

@@ -31,10 +31,17 @@ from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.evaluation.estimates import Answered, Estimate, evaluation_metrics
-from rlhf_megatron.generation.conversations import Conversations, TurnFunction
+from rlhf_megatron.generation.conversations import conversations_of
 from rlhf_megatron.generation.generated_groups import GroupScoring
+from rlhf_megatron.generation.partners import Partner, make_partner
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
-from rlhf_megatron.models.architecture import ModelError, check_generates, read_architecture, read_config
+from rlhf_megatron.models.architecture import (
+    ModelError,
+    check_generates,
+    read_architecture,
+    read_config,
+    wrapped_language,
+)
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.hf_files import CheckpointFiles, check_types
 from rlhf_megatron.monitor.run_folder import RunFolder
@@ -78,12 +85,11 @@ def evaluate(recipe: RolloutRecipe) -> None:
     validation = open_validation(recipe.data, tokenizer, max_prompts=recipe.evaluation.max_prompts)
     prompts = validation.prompts
     leads = rank % recipe.rollout.layout.tensor == 0  # its replica: the others generate the same and score nothing
-    turns = recipe.rollout.multi_turn
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(Scorer(recipe.reward)) if leads else None
-        function = TurnFunction(turns) if turns and leads else None
-        if function:
-            stack.callback(function.close)
+        partner = make_partner(recipe, leads)
+        if partner:
+            stack.callback(partner.close)
         if scorer:
             scorer.check_sources(dict.fromkeys(prompt.data_source for prompt in prompts))
         if architecture is None:
@@ -92,7 +98,13 @@ def evaluate(recipe: RolloutRecipe) -> None:
             with CheckpointFiles(recipe.model.path, architecture):
                 pass  # told before the engine takes memory
         engine = make_engine(
-            recipe.model.path, recipe.rollout, recipe.model.dtype, recipe.data.max_prompt_length, recipe.seed, "auto"
+            recipe.model.path,
+            recipe.rollout,
+            recipe.model.dtype,
+            recipe.data.max_prompt_length,
+            recipe.seed,
+            "auto",
+            language=wrapped_language(recipe.model.path),
         )
         with refused_by_all():
             check_weights(recipe.model.path, engine.parameters())
@@ -100,7 +112,7 @@ def evaluate(recipe: RolloutRecipe) -> None:
         dist.barrier()  # time that others need to start is not this rank's generation
         started = time.perf_counter()
         with Progress(console=Console(stderr=True), transient=True, disable=rank != 0) as progress:
-            own = answer(recipe, prompts, engine, scorer, function, tokenizer, progress)
+            own = answer(recipe, prompts, engine, scorer, partner, tokenizer, progress)
     samples = gather_tables(own)
     if samples is not None:
         report(recipe, samples, time.perf_counter() - started, validation.left_out)
@@ -130,7 +142,7 @@ def check(recipe: RolloutRecipe, world: int) -> None:
             "actor.lora.path: an evaluation reads model.path alone; name an export, which has the adapters merged, and "
             "leave it out"
         )
-    if recipe.reward.rule == "none":
+    if recipe.reward.rule == "none" and not recipe.has_environment:
         raise RecipeError("reward.rule=none: an evaluation asks no reward model; name a rule, or leave it out")
     tensor = recipe.rollout.layout.tensor
     if world % tensor:
@@ -144,7 +156,7 @@ def answer(
     prompts: Sequence[Prompt],
     engine: RolloutEngine,
     scorer: Scorer | None,
-    function: TurnFunction | None,
+    partner: Partner | None,
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> pa.Table:
@@ -161,26 +173,29 @@ def answer(
     sampling = Sampling(
         settings.temperature, settings.top_p, -1, recipe.rollout.max_response_length, tokenizer.stop_token_ids
     )
-    groups, turns = [Group(prompt) for prompt in prompts], recipe.rollout.multi_turn
-    conversations = Conversations(turns, function, groups, count, tokenizer, recipe.rollout_repeats) if turns else None
+    groups = [Group(prompt) for prompt in prompts]
+    conversations = conversations_of(
+        recipe, partner, groups, count, tokenizer, lambda row: request_seed(seed, NO_STEP, row)
+    )
     scoring = GroupScoring(scorer, groups, count, tokenizer, conversations=conversations)
     task = progress.add_task("generate", total=None)
     queue = WorkQueues(recipe.rollout.scheduling, replica, replicas).open(len(prompts))
-    completions = engine.generate(
-        requests,
-        sampling,
-        lambda done, begun: progress.update(task, completed=done, total=begun),
-        scoring.take,
-        queue,
-        conversations,
-    )
+    with conversations or contextlib.nullcontext():
+        completions = engine.generate(
+            requests,
+            sampling,
+            lambda done, begun: progress.update(task, completed=done, total=begun),
+            scoring.take,
+            queue,
+            conversations,
+        )
     scores = scoring.results(scoring.submitted())
     scored = [completion for completion in completions if completion.row_id in scores]
     return sample_table(
         [prompts[completion.row_id // count] for completion in scored],
         scored,
         [scores[completion.row_id] for completion in scored],
-        recipe.reward.part_names,
+        recipe.reward_names,
         tokenizer,
         recipe,
     )
@@ -207,7 +222,10 @@ def sample_table(
         "question": [completion.row_id // count for completion in completions],
         "sample": [completion.row_id % count for completion in completions],
         "data_source": [prompt.data_source for prompt in prompts],
-        "prompt": [tokenizer.decode(prompt.token_ids, skip_special_tokens=False) for prompt in prompts],
+        "prompt": [
+            tokenizer.decode(completion.prompt_token_ids or prompt.token_ids, skip_special_tokens=False)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ],
         "response": responses,
         "ground_truth": [prompt.ground_truth for prompt in prompts],
         "answer": [

@@ -15,12 +15,16 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
-from rlhf_megatron.data.rollout_batch import RolloutBatch, checked_batch, concatenate
+from rlhf_megatron.data.rollout_batch import RolloutBatch, no_rows
+from rlhf_megatron.data.row_numbers import RowNumbers, SpreadRows, joined
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.generated_groups import GeneratedGroups
-from rlhf_megatron.generation.prompt_groups import Group, groups_from_state, groups_state
+from rlhf_megatron.generation.generation_metrics import TOKEN_VERSION
+from rlhf_megatron.generation.prompt_groups import Group, groups_state
 from rlhf_megatron.generation.rollout_worker import RolloutWorker
+from rlhf_megatron.generation.score_notes import ScoreNotes
+from rlhf_megatron.generation.waiting_rows import OwnTensors, RowsReader, held_tensors, rows_state
 from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.recipe import RLRecipe
 from rlhf_megatron.rollout.engine import Sampling
@@ -31,9 +35,9 @@ _METRICS = TypeAdapter(dict[str, float])
 
 
 class Collected(NamedTuple):
-    """A step's batch, and the metrics and tokens (prompts and responses) of all that was generated for it."""
+    """A step's rows, and the metrics and tokens (prompts and responses) of all that was generated for it."""
 
-    batch: RolloutBatch
+    rows: SpreadRows
     metrics: dict[str, float]
     tokens: int
 
@@ -44,18 +48,23 @@ class Collector:
     def __init__(
         self, context: RunContext[RLRecipe], worker: RolloutWorker, train: PromptStream, vocabulary: int
     ) -> None:
-        """Holds what waits for the next step: surplus groups, and aborted groups.
+        """Holds what waits for the next step: surplus groups, and aborted groups; and notes of what was scored.
 
         ``vocabulary``: how many tokens the actor has, by which a checkpoint's are checked.
         """
         self._context, self._worker, self._train, self._vocabulary = context, worker, train, vocabulary
-        self._surplus: RolloutBatch | None = None
+        self._surplus: SpreadRows | None = None
         self._waiting: list[Group] = []
+        self._drawn = 0  # prompts of the run so far
+        recipe = context.recipe
+        in_a_step = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
+        most = 4 * in_a_step * (1 + recipe.rollout.updates_in_flight) if recipe.monitor.rollouts.every else 0
+        self.notes = ScoreNotes(most, recipe.reward_names)
 
     def collect(self, step: int) -> Collected:
-        """Returns the step's batch in whole groups; collective over the team that generates.
+        """Returns the step's rows in whole groups; collective over the team that generates.
 
-        The batch has ``batch.prompts_per_step`` groups; with dynamic sampling it may have fewer, or none, where
+        There are ``batch.prompts_per_step`` groups; with dynamic sampling there may be fewer, or none, where
         ``filter_groups.max_num_gen_batches`` is reached. Raises UserError there if the recipe says stop. Rows that
         could not be scored are left out.
         """
@@ -63,18 +72,18 @@ class Collector:
         settings, wanted = recipe.algorithm.filter_groups, recipe.batch.prompts_per_step
         kept = [self._surplus] if self._surplus else []
         carried = _groups(kept)
-        generated: list[RolloutBatch] = []
+        generated: list[SpreadRows] = []
         sampled: list[GeneratedGroups] = []
         greedy: list[GeneratedGroups] = []
         rounds = settings.max_num_gen_batches if settings.enable else 1  # 0: as many as it takes
         while _groups(kept) < wanted and not (rounds and len(generated) == rounds):
             count = settings.prompts_per_round or wanted if settings.enable else wanted
-            batch = self._one_round(step, count, sum(len(each.asked) for each in sampled), sampled, greedy)
-            generated.append(batch)
-            kept.append(self._usable(batch))
+            rows = self._one_round(step, count, sum(len(each.asked) for each in sampled), sampled, greedy)
+            generated.append(rows)
+            kept.append(self._usable(rows))
         if settings.enable and settings.when_exhausted == "stop" and _groups(kept) < wanted:
             raise UserError(self._exhausted(step, _groups(kept)))
-        batch, surplus = _cut(kept, wanted)
+        rows, surplus = _cut(kept, wanted)
         self._surplus = surplus if settings.keep_surplus and surplus.rows else None
         metrics = self._metrics(generated, sampled + greedy, seconds_before) | self._worker.scoring_metrics(sampled)
         if settings.enable:
@@ -84,34 +93,57 @@ class Collector:
                 "rollout/groups_carried_over": float(carried),
                 "rollout/groups_dropped": float(_groups(generated) - informative),
                 "rollout/groups_surplus": float(_groups([surplus])),
-                "rollout/groups": float(_groups([batch])),
+                "rollout/groups": float(_groups([rows])),
             }
         metrics |= self._train.metrics()  # where the data stand, which only ranks that draw prompts know
-        return Collected(batch, metrics, sum(each.tokens for each in sampled + greedy))
+        return Collected(rows, metrics, sum(each.tokens for each in sampled + greedy))
+
+    @property
+    def no_rows(self) -> RolloutBatch:
+        """A batch with the fields of those of a step."""
+        return no_rows(self._worker.choices, self._worker.has_turn_rewards)
 
     def state(self) -> dict[str, Any]:
-        """Returns the groups that wait for the next step, for a checkpoint."""
-        return {"surplus": batch_state(self._surplus), "waiting": groups_state(self._waiting)}
+        """Returns the groups that wait for the next step, for a checkpoint, without tokens of responses."""
+        self._worker.drop_paused()
+        waiting = groups_state(self._waiting)
+        return {
+            "surplus": rows_state(self._surplus),
+            "waiting": waiting | {"holders": torch.tensor(self._worker.holders)} if waiting else {},
+            "drawn": self._drawn,
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Resumes where ``state`` was taken."""
-        self._surplus = self.restored_batch(state["surplus"])
-        responses = self._context.recipe.batch.responses_per_prompt
-        self._waiting = groups_from_state(
-            state["waiting"], responses, self._train.read, self._vocabulary, self._worker.choices
-        )
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Returns the tokens of groups that wait, of those that this rank holds."""
+        begun = self._worker.begun_tensors(self._waiting)
+        return held_tensors(self._surplus, "surplus") | {f"waiting/{name}": value for name, value in begun.items()}
 
-    def restored_batch(self, state: dict[str, Any]) -> RolloutBatch | None:
-        """Returns the batch of a ``batch_state``; None for none, and where its rewards are not what the recipe asks
-        for now."""
+    def load(self, state: dict[str, Any], own: OwnTensors) -> None:
+        """Resumes where ``state`` and the ``own_tensors`` of the ranks of then were taken."""
+        self._surplus = self.restored_rows(state["surplus"], own, "surplus")
+        self._waiting = self._worker.restored_groups(state["waiting"], own, self._train.read, self._vocabulary)
+        # One of before numbers were kept has given them by place.
+        self._drawn = state.get("drawn", len(self._waiting))
+
+    def restored_rows(self, state: dict[str, Any], own: OwnTensors, prefix: str) -> SpreadRows | None:
+        """Returns the rows of a ``rows_state``, spread over the ranks that generate; None for none, and where their
+        rewards are not what the recipe asks for now."""
         if not state:
             return None
-        batch, settings = checked_batch(state, self._vocabulary, self._worker.choices), self._context.recipe.algorithm
-        saved = (batch.scores is not None, batch.baseline_rewards is not None)
+        context, settings = self._context, self._context.recipe.algorithm
+        reader = RowsReader(
+            context.generators.ranks,
+            context.rank,
+            self._vocabulary,
+            self._worker.choices,
+            self._worker.has_turn_rewards,
+        )
+        rows = reader.read(state, own, prefix)
+        saved = (rows.numbers.scores is not None, rows.numbers.baseline_rewards is not None)
         if saved == (settings.overlong_buffer.enable, settings.advantage == "remax"):
-            return batch
-        self._context.say(
-            f"{batch.groups} groups of the step before are dropped: their rewards are of another "
+            return rows
+        context.say(
+            f"{rows.groups} groups of the step before are dropped: their rewards are of another "
             "algorithm.overlong_buffer or algorithm.advantage"
         )
         return None
@@ -123,29 +155,48 @@ class Collector:
         first_group: int,
         sampled: list[GeneratedGroups],
         greedy: list[GeneratedGroups],
-    ) -> RolloutBatch:
-        """Returns ``prompts`` more groups, scored, the same on every rank.
+    ) -> SpreadRows:
+        """Returns ``prompts`` more groups, scored.
 
         ``sampled`` gets what was generated for them, ``greedy`` what ReMax compares it with.
 
-        With over-sampling more are started, those that wait the first, and what is left of them waits again.
+        With over-sampling more are started, and with ``partial: resume`` as many as may be in flight; those that wait
+        are the first, and what is left of them waits again.
         """
         recipe, sampling = self._context.recipe, self._worker.sampling
         responses = recipe.batch.responses_per_prompt
-        started = math.ceil(round(prompts * recipe.rollout.oversample, 6))  # 1.1 times 10 are 11
+        started = self._started(prompts)
         groups, self._waiting = self._waiting[:started], self._waiting[started:]
-        if len(groups) < started:
-            groups += [Group(prompt) for prompt in self._train.next(started - len(groups))]
-        wanted = prompts if started > prompts else None
-        batch = self._answers(groups, responses, sampling, step, sampled, first_group * responses, wanted)
+        groups += self._draw(started - len(groups))
+        wanted = prompts if started > prompts else None  # always, where groups may be in flight
+        rows = self._answers(groups, responses, sampling, step, sampled, first_group * responses, wanted)
         self._waiting += sampled[-1].left
         if recipe.algorithm.advantage == "remax":
             sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
-            answered, group_of_row = batch.group_id.unique(return_inverse=True)
-            asked = [Group(groups[index].prompt) for index in answered.tolist()]
-            baselines = self._answers(asked, 1, sampling, step, greedy).rewards
-            batch = batch.with_fields(baseline_rewards=baselines[group_of_row])
-        return batch
+            answered, group_of_row = rows.numbers.group_id.unique(return_inverse=True)
+            asked = [Group(groups[index].drawn) for index in answered.tolist()]
+            baselines = self._answers(asked, 1, sampling, step, greedy).numbers.rewards
+            rows = rows.with_fields(baseline_rewards=baselines[group_of_row])
+        return rows
+
+    def _started(self, prompts: int) -> int:
+        """Number of groups that a round begins with, those that wait included, if it is to give so many."""
+        section = self._context.recipe.rollout
+        started = math.ceil(round(prompts * section.groups_begun, 6))  # 1.1 times 10 are 11
+        return max(started, len(self._waiting)) if section.updates_in_flight else started
+
+    def _draw(self, count: int) -> list[Group]:
+        """New groups; where shares are fixed and groups go on after an update, each with its replica."""
+        if count <= 0:
+            return []
+        section, first = self._context.recipe.rollout, self._drawn
+        self._drawn += count
+        has_home = section.updates_in_flight and section.scheduling == "static"
+        replicas = self._worker.replicas if has_home else None
+        return [
+            Group(prompt, number=number, home=number % replicas if replicas else None)
+            for number, prompt in enumerate(self._train.draw(count), start=first)
+        ]
 
     def _answers(
         self,
@@ -156,31 +207,34 @@ class Collector:
         calls: list[GeneratedGroups],
         first_row: int = 0,
         wanted: int | None = None,
-    ) -> RolloutBatch:
+    ) -> SpreadRows:
         """Returns ``responses`` to each prompt, scored, less the overlong penalty; ``calls`` gets one more."""
         context, recipe = self._context, self._context.recipe
         with context.phase("generate"):
             calls.append(self._worker.generate(groups, responses, sampling, step, first_row, wanted))
         with context.phase("score"):
-            batch = self._worker.gather(calls[-1])
+            rows = self._worker.gather(calls[-1])
+            self.notes.add(calls[-1])
+        assert rows is not None
         buffer = recipe.algorithm.overlong_buffer
         if buffer.enable:
             limit = recipe.rollout.max_response_length
-            penalty = overlong_penalty(batch.completion_lengths, limit, buffer.len, buffer.penalty_factor)
-            batch = batch.with_fields(scores=batch.rewards, rewards=batch.rewards + penalty)
-        return batch
+            numbers = rows.numbers
+            penalty = overlong_penalty(numbers.completion_lengths, limit, buffer.len, buffer.penalty_factor)
+            rows = rows.with_fields(scores=numbers.rewards, rewards=numbers.rewards + penalty)
+        return rows
 
-    def _usable(self, batch: RolloutBatch) -> RolloutBatch:
+    def _usable(self, rows: SpreadRows) -> SpreadRows:
         """The rows that could be scored, and with dynamic sampling of these the informative groups."""
-        known = batch.rewards.isfinite()
-        if batch.baseline_rewards is not None:
-            known &= batch.baseline_rewards.isfinite()
-        batch = _rows(batch, known)
-        settings = self._context.recipe.algorithm.filter_groups
+        known = rows.numbers.rewards.isfinite()
+        if rows.numbers.baseline_rewards is not None:
+            known &= rows.numbers.baseline_rewards.isfinite()
+        rows = rows.select(known)
+        settings, numbers = self._context.recipe.algorithm.filter_groups, rows.numbers
         if not settings.enable:
-            return batch
-        values = batch.rewards if settings.metric == "reward" or batch.scores is None else batch.scores
-        return _rows(batch, informative_rows(values, batch.group_id))
+            return rows
+        values = numbers.rewards if settings.metric == "reward" or numbers.scores is None else numbers.scores
+        return rows.select(informative_rows(values, numbers.group_id))
 
     def _exhausted(self, step: int, groups: int) -> str:
         recipe = self._context.recipe
@@ -191,7 +245,7 @@ class Collector:
         )
 
     def _metrics(
-        self, generated: list[RolloutBatch], calls: list[GeneratedGroups], seconds_before: float
+        self, generated: list[SpreadRows], calls: list[GeneratedGroups], seconds_before: float
     ) -> dict[str, float]:
         """Metrics of all generated trajectories, also of those that are not trained on.
 
@@ -199,8 +253,9 @@ class Collector:
         """
         if not generated:
             return {}
-        batch, context = _joined(generated), self._context
+        batch, context = _joined(generated).numbers, self._context
         lengths = batch.response_lengths.double()
+        spoken = batch.weight_version[lengths > 0].double()  # a row whose environment did not begin has none
         replicas = self._worker.generation_metrics(calls)
         tokens = replicas["rollout/sampled_tokens"]
         metrics = replicas | {
@@ -209,10 +264,10 @@ class Collector:
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/response_length_max": float(lengths.max()),
             "rollout/truncated_fraction": float(batch.truncated.double().mean()),
-            "rollout/weight_version": float(batch.weight_version.double().mean()),
+            "rollout/weight_version": float(spoken.mean()) if len(spoken) else 0.0,
             "reward/latency_ms": context.seconds("score") * 1000.0,
         }
-        scored = _rows(batch, batch.rewards.isfinite())
+        scored = batch.select(batch.rewards.isfinite())
         if not scored.rows:
             return metrics
         teaching = scored.group_id[informative_rows(scored.rewards, scored.group_id)].unique()
@@ -237,10 +292,11 @@ class BatchSource:
         self._ahead: Collected | None = None
 
     def take(self, step: int, skips_data: bool = False) -> Collected:
-        """Returns the step's batch, the same on every rank; collective over the world.
+        """Returns the step's rows, of which every rank knows the numbers; collective over the world.
 
         ``skips_data``: the step's data are not those that follow, so what was collected ahead is dropped.
-        ``rollout/staleness``: updates of the actor since the tokens of a row were sampled.
+        ``rollout/staleness``: updates of the actor since the oldest token of a row was sampled;
+        ``rollout/token_staleness``: since a token was.
         """
         if skips_data:
             self._ahead = None
@@ -249,10 +305,32 @@ class BatchSource:
         collected, self._ahead = self._ahead, None
         if self._team.group is not None:
             with self._context.waiting():
-                collected = from_rank(collected, self._team.first)
+                collected = self._told(collected)
         assert collected is not None
-        batch = collected.batch
-        return collected._replace(metrics=collected.metrics | (self._staleness(batch) if batch.rows else {}))
+        numbers = collected.rows.numbers
+        metrics = dict(collected.metrics)
+        of_tokens = metrics.pop(TOKEN_VERSION, None)
+        if numbers.rows:
+            metrics |= self._staleness(numbers)
+            if of_tokens is not None:
+                metrics["rollout/token_staleness_mean"] = self._weight_sync.version - of_tokens
+        return collected._replace(metrics=metrics)
+
+    def _told(self, collected: Collected | None) -> Collected:
+        """Rows that the team that generates has collected, on every rank: the tokens stay where they are."""
+        rows = collected.rows if collected else None
+        known = (rows.numbers, collected.metrics, collected.tokens) if rows and collected else None
+        told = from_rank(known, self._team.first)
+        assert told is not None
+        numbers, metrics, tokens = told
+        if rows is None:
+            rows = SpreadRows(numbers, self._collector.no_rows, self._context.rank)
+        return Collected(rows, metrics, tokens)
+
+    @property
+    def notes(self) -> ScoreNotes:
+        """What is known of the rows that this rank's replica has generated."""
+        return self._collector.notes
 
     def prepare(self, step: int) -> None:
         """Collects the batch of a later step on the ranks that generate while others learn; collective over these."""
@@ -260,15 +338,19 @@ class BatchSource:
             self._ahead = self._collector.collect(step)
 
     def state(self) -> dict[str, Any]:
-        """Returns what has been collected and what waits, for a checkpoint; of a rank that generates."""
+        """Returns what has been collected and what waits, for a checkpoint; see ``Collector.state``."""
         ahead, saved = self._ahead, {}
         if ahead:
-            saved = {"batch": batch_state(ahead.batch), "metrics": ahead.metrics, "tokens": ahead.tokens}
+            saved = {"batch": rows_state(ahead.rows), "metrics": ahead.metrics, "tokens": ahead.tokens}
         return self._collector.state() | {"ahead": saved}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Resumes where ``state`` was taken."""
-        self._collector.load(state)
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Returns the tokens that this rank holds of what ``state`` has the numbers of."""
+        return self._collector.own_tensors() | held_tensors(self._ahead.rows if self._ahead else None, "ahead")
+
+    def load(self, state: dict[str, Any], own: OwnTensors) -> None:
+        """Resumes where ``state`` and the ``own_tensors`` of the ranks of then were taken."""
+        self._collector.load(state, own)
         ahead = state.get("ahead")
         self._ahead = None
         if not ahead:
@@ -276,41 +358,31 @@ class BatchSource:
         if not self._context.recipe.rollout_is_ahead:
             self._context.say("the batch that was collected ahead is dropped: rollout.steps_ahead is 0 now")
             return
-        batch = self._collector.restored_batch(ahead["batch"])
+        rows = self._collector.restored_rows(ahead["batch"], own, "ahead")
         metrics = _METRICS.validate_python(ahead["metrics"])
-        self._ahead = Collected(batch, metrics, int(ahead["tokens"])) if batch else None
+        self._ahead = Collected(rows, metrics, int(ahead["tokens"])) if rows and self._team.here else None
 
-    def _staleness(self, batch: RolloutBatch) -> dict[str, float]:
-        updates = (self._weight_sync.version - batch.weight_version).double()
+    def _staleness(self, numbers: RowNumbers) -> dict[str, float]:
+        updates = (self._weight_sync.version - numbers.weight_version).double()
         return {"rollout/staleness_mean": float(updates.mean()), "rollout/staleness_max": float(updates.max())}
 
 
-def batch_state(batch: RolloutBatch | None) -> dict[str, Any]:
-    """Returns a batch for a checkpoint: its tensors by field; {} for none."""
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} if batch else {}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _rows(batch: RolloutBatch, chosen: Tensor) -> RolloutBatch:
-    return batch.select(chosen.nonzero().squeeze(1).tolist())
-
-
-def _groups(parts: Sequence[RolloutBatch]) -> int:
+def _groups(parts: Sequence[SpreadRows]) -> int:
     return sum(part.groups for part in parts)
 
 
-def _joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+def _joined(parts: Sequence[SpreadRows]) -> SpreadRows:
     """The rows of all parts with their groups renumbered from 0 in their order."""
     groups, number = [], 0
     for part in parts:
-        ids = part.group_id.unique_consecutive(return_inverse=True)[1] + number
+        ids = part.numbers.group_id.unique_consecutive(return_inverse=True)[1] + number
         groups.append(ids)
         number += part.groups
-    whole = concatenate(parts)
+    whole = joined(parts)
     return whole.with_fields(row_id=torch.arange(whole.rows), group_id=torch.cat(groups))
 
 
-def _cut(parts: Sequence[RolloutBatch], groups: int) -> tuple[RolloutBatch, RolloutBatch]:
+def _cut(parts: Sequence[SpreadRows], groups: int) -> tuple[SpreadRows, SpreadRows]:
     """The first ``groups`` groups of all parts, renumbered, and the rest."""
     whole = _joined(parts)
-    return _rows(whole, whole.group_id < groups), _rows(whole, whole.group_id >= groups)
+    return whole.select(whole.numbers.group_id < groups), whole.select(whole.numbers.group_id >= groups)

@@ -1,158 +1,191 @@
-"""Multi-turn responses: a user function replies between the model's turns, in processes with a time limit.
+"""Multi-turn responses: a user's function or environment replies between the model's turns (partners.py).
 
-The rank that leads a replica calls it; the reply goes through the chat template, and its tokens are appended to the
+The rank that leads a replica asks it; the reply goes through the chat template, and its tokens are appended to the
 model's, marked as not sampled (``rollout.scheduler``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import TracebackType
 from typing import Any
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
+from rlhf_megatron.generation.partners import Partner, Trajectory, why_failed
 from rlhf_megatron.generation.prompt_groups import Group, turns_of_model
-from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
-from rlhf_megatron.rewards import worker
+from rlhf_megatron.recipe import RolloutRecipe
 from rlhf_megatron.rewards.answers import Message, Outcome
-from rlhf_megatron.rewards.judges import unloadable
-from rlhf_megatron.rewards.pool import WorkerPool, bytes_of
-from rlhf_megatron.rollout.engine import Completion, RolloutError
-
-# A function that has failed this often and has never once answered does not work.
-HOPELESS_FAILURES = 8
-KEY = "rollout.multi_turn.function"
-# What an answer has beyond so many is not even tokenized, for which the engine would wait.
-_CHARACTERS_PER_TOKEN = 64
+from rlhf_megatron.rewards.user_environment import LENGTH, TURNS
+from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, RolloutError
 
 
 @dataclasses.dataclass
 class TurnCounts:
-    """Outcomes of one replica's calls of the function."""
+    """Outcomes of one replica's calls."""
 
     answers: int = 0
-    ended: int = 0  # by the function
+    ended: int = 0  # by the function or the environment
     failed: int = 0
 
 
-class TurnFunction:
-    """The user's function, for one rank; its processes end with the rank."""
-
-    def __init__(self, section: MultiTurnSection) -> None:
-        """Loads it. Raises RolloutError where that cannot be done."""
-        self._function, self._section = section.function, section
-        self._pool = WorkerPool(
-            section.workers, section.timeout_seconds, memory_bytes=bytes_of(section.memory_limit_gb)
-        )
-        outcome = self._pool.submit(self._job() | {"load_only": True}).result()
-        if outcome.state != worker.DONE:
-            self.close()
-            raise RolloutError(unloadable(KEY, self._function, outcome))
-        self._returned = self._failures = 0
-
-    def _job(self) -> worker.Job:
-        return {"kind": worker.TURN, "function": self._function}
-
-    def call(
-        self, messages: Sequence[dict[str, Any]], ground_truth: str, extra_info: dict[str, Any]
-    ) -> Future[Outcome]:
-        """Starts the reply to a conversation; returns at once."""
-        most = _CHARACTERS_PER_TOKEN * self._section.max_answer_tokens
-        given = {"messages": list(messages), "ground_truth": ground_truth, "extra_info": extra_info, "most": most}
-        return self._pool.submit(self._job() | given)
-
-    def messages_of(self, outcome: Outcome) -> list[Message] | None:
-        """Returns its reply; None where it failed. Raises RolloutError where it has only ever failed."""
-        if outcome.state == worker.DONE:
-            self._returned += 1
-            return list(outcome.messages)
-        self._failures += 1
-        if outcome.state == worker.UNUSABLE:
-            raise RolloutError(f"{KEY}: {outcome.message}")
-        if not self._returned and self._failures >= HOPELESS_FAILURES:
-            why = outcome.message or f"no answer within rollout.multi_turn.timeout_seconds ({outcome.state})"
-            raise RolloutError(f"{KEY}: it has failed {self._failures} times and never answered: {why}")
-        return None
-
-    def close(self) -> None:
-        """Ends its processes."""
-        self._pool.close()
-
-
-def make_turn_function(recipe: RolloutRecipe, leads: bool) -> TurnFunction | None:
-    """Loads the user's function on a rank that ``leads`` a replica, where responses have several turns."""
-    section = recipe.rollout.multi_turn
-    return TurnFunction(section) if section and leads else None
-
-
 class Conversations:
-    """The turns of one generation of a replica; ``rollout.engine.Environment``."""
+    """The turns of one generation of a replica; ``rollout.engine.Environment``. A context manager, at whose end no
+    trajectory is left open."""
 
     def __init__(
         self,
-        section: MultiTurnSection,
-        function: TurnFunction | None,
+        recipe: RolloutRecipe,
+        partner: Partner | None,
         groups: Sequence[Group],
         responses_per_prompt: int,
         tokenizer: Tokenizer,
-        repeatable: bool,
+        seed_of: Callable[[int], int],
     ) -> None:
-        """Row ``i * responses + k`` is response k to the prompt of group i. ``function`` is on the rank that leads.
-        ``repeatable`` as in Environment.
+        """Row ``i * responses + k`` is response k to the prompt of group i. ``partner`` is on the rank that leads.
+        ``seed_of``: a row's; an environment gets that of the group's first, so that all of a group begin alike.
 
         Raises RolloutError where the chat template does not say where a turn of the model's ends.
         """
-        self._section, self._function, self._tokenizer = section, function, tokenizer
-        self._groups, self._responses, self.repeatable = groups, responses_per_prompt, repeatable
+        assert recipe.rollout.multi_turn is not None
+        self._section, self._partner, self._tokenizer = recipe.rollout.multi_turn, partner, tokenizer
+        self._groups, self._responses, self._seed_of = groups, responses_per_prompt, seed_of
+        self._most_prompt_tokens = recipe.data.max_prompt_length
+        self.repeatable, self.opens = recipe.rollout_repeats, recipe.has_environment
         end = tokenizer.turn_end_token()
         if end is None:
             raise RolloutError(
                 "rollout.multi_turn: the chat template puts no control token after an assistant's turn; give one that "
                 "does, by data.chat_template"
             )
-        self._end = end
+        self._end_token = end
+        self._trajectories: dict[int, Trajectory] = {}  # by row, of those that have begun and not ended
+        self._openings: dict[int, list[Message]] = {}  # by row: what was observed before the first turn
         self._answers: dict[int, list[list[Message]]] = defaultdict(list)  # by row, then by the turn that it follows
         self.counts = TurnCounts()
 
     def goes_on(self, completion: Completion) -> bool:
         """See Environment."""
-        return completion.token_ids[-1] == self._end and completion.turns < self._section.max_assistant_turns
+        return self.opens or self._ending(completion) is None
+
+    def _ending(self, completion: Completion) -> str | None:
+        """Why the model says nothing after its last turn, whatever the reply; None where it may."""
+        if completion.finish_reason == "length":
+            return LENGTH
+        is_last = completion.turns >= self._section.max_assistant_turns
+        return TURNS if is_last or completion.token_ids[-1] != self._end_token else None
 
     def ask(self, completion: Completion) -> Future[Any]:
         """See Environment."""
-        assert self._function is not None, "only the rank that leads asks"
-        prompt = self._groups[completion.row_id // self._responses].prompt
-        return self._function.call(
-            [*prompt.messages, *self.messages(completion)], prompt.ground_truth, prompt.extra_info
-        )
+        assert self._partner is not None, "only the rank that leads asks"
+        row_id = completion.row_id
+        if row_id not in self._trajectories:
+            self._trajectories[row_id] = self._partner.begin(self._row(row_id))
+        trajectory = self._trajectories[row_id]
+        if not completion.token_ids:
+            return trajectory.reset()
+        prompt = self._groups[row_id // self._responses].prompt
+        return trajectory.reply([*prompt.messages, *self.messages(completion)], self._ending(completion))
 
-    def read(self, completion: Completion, outcome: Outcome) -> list[int] | None:
-        """See Environment. Raises RolloutError where the function does not work, or the template refuses its reply."""
-        assert self._function is not None, "only the rank that leads asks"
-        messages = self._function.messages_of(outcome)
-        if not messages:
-            self.counts.failed += messages is None
-            self.counts.ended += messages is not None
-            return None
+    def _row(self, row_id: int) -> dict[str, Any]:
+        group = row_id // self._responses
+        prompt = self._groups[group].prompt
+        return {
+            "prompt": list(prompt.messages),
+            "data_source": prompt.data_source,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+            "seed": self._seed_of(group * self._responses),
+        }
+
+    def read(self, completion: Completion, outcome: Outcome) -> EnvironmentReply:
+        """See Environment. Raises RolloutError where the partner does not work, or the template refuses its reply."""
+        assert self._partner is not None, "only the rank that leads asks"
+        row_id, messages = completion.row_id, self._partner.messages_of(outcome)
+        if messages is None:
+            return self._failed(row_id, why_failed(outcome))
+        reward = outcome.score if self.opens and completion.token_ids else None
+        if outcome.ends or (completion.token_ids and self._ending(completion)):
+            self.counts.ended += outcome.ends
+            self._end(row_id)
+            return EnvironmentReply(None, reward)
         cut = [message | {"content": self._cut(message["content"])} for message in messages]
-        try:
-            tokens = self._tokenizer.encode_next_turn(cut)
-        except DataError as error:
-            raise RolloutError(f"{KEY}: its reply is refused: {error}") from error
-        self._answers[completion.row_id].append(cut)
+        if not completion.token_ids:
+            return self._opened(row_id, cut)
+        tokens = self._encoded(self._tokenizer.encode_next_turn, cut)
+        self._answers[row_id].append(cut)
         self.counts.answers += 1
-        return tokens
+        return EnvironmentReply(tokens, reward)
+
+    def _opened(self, row_id: int, observation: list[Message]) -> EnvironmentReply:
+        """The beginning of a row: the prompt's messages and what is observed."""
+        if not observation:
+            return EnvironmentReply([])
+        prompt = self._groups[row_id // self._responses].prompt
+        tokens = self._encoded(self._tokenizer.encode_chat, [*prompt.messages, *observation])
+        if len(tokens) > self._most_prompt_tokens:
+            why = f"with what reset returned the prompt has {len(tokens)} tokens, beyond data.max_prompt_length="
+            return self._failed(row_id, f"{why}{self._most_prompt_tokens}")
+        self._openings[row_id] = observation
+        return EnvironmentReply(tokens)
+
+    def _encoded(self, encode: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]) -> list[int]:
+        assert self._partner is not None
+        try:
+            return encode(messages)
+        except DataError as error:
+            raise RolloutError(f"{self._partner.key}: its reply is refused: {error}") from error
+
+    def _failed(self, row_id: int, why: str) -> EnvironmentReply:
+        """The end of a row whose reply did not come; what an environment would have given for it is not known."""
+        self.counts.failed += 1
+        self._end(row_id)
+        if not self.opens:
+            return EnvironmentReply(None)
+        if self.counts.failed == 1:  # of this generation; the others are in rollout/turn_failures
+            key = self._partner.key if self._partner else ""
+            print(f"warning: {key}: a trajectory failed and is left out: {why}", file=sys.stderr, flush=True)
+        return EnvironmentReply(None, math.nan)
+
+    def _end(self, row_id: int) -> None:
+        self._trajectories.pop(row_id).close()
+
+    def __enter__(self) -> Conversations:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for row_id in list(self._trajectories):
+            self._end(row_id)
 
     def messages(self, completion: Completion) -> list[Message]:
         """The messages after the prompt, on the leading rank, without a reply that did not fit."""
         own = [{"role": "assistant", "content": text} for text in turns_of_model(completion, self._tokenizer)]
         # Nobody has answered the last one yet, or nobody will.
         answers = [*self._answers[completion.row_id][: len(own) - 1], []]
-        return [message for turn, replies in zip(own, answers, strict=True) for message in (turn, *replies)]
+        spoken = [message for turn, replies in zip(own, answers, strict=True) for message in (turn, *replies)]
+        return [*self._openings.get(completion.row_id, ()), *spoken]
 
     def _cut(self, text: str) -> str:
         tokens, most = self._tokenizer.encode(text), self._section.max_answer_tokens
         return text if len(tokens) <= most else self._tokenizer.decode(tokens[:most], skip_special_tokens=False)
+
+
+def conversations_of(
+    recipe: RolloutRecipe,
+    partner: Partner | None,
+    groups: Sequence[Group],
+    responses_per_prompt: int,
+    tokenizer: Tokenizer,
+    seed_of: Callable[[int], int],
+) -> Conversations | None:
+    """Returns the turns of these groups, where responses have several; see Conversations."""
+    if recipe.rollout.multi_turn is None:
+        return None
+    return Conversations(recipe, partner, groups, responses_per_prompt, tokenizer, seed_of)

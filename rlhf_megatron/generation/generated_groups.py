@@ -1,4 +1,4 @@
-"""The groups that a replica generates: scored and packed as they finish, then brought together with all others.
+"""The groups that a replica generates: scored and packed as they finish; then all ranks learn their numbers.
 
 Scoring overlaps generation: the responses to a prompt are scored as soon as all of them are there.
 """
@@ -6,6 +6,7 @@ Scoring overlaps generation: the responses to a prompt are scored as soon as all
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
 
@@ -15,16 +16,18 @@ import torch.distributed as dist
 from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.opening import Data
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, concatenate
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, concatenate, no_rows
+from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.generation.conversations import Conversations
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.recipe import RolloutRecipe
 from rlhf_megatron.rewards.score import Pending, Score, ScoreItem, Scorer
+from rlhf_megatron.rewards.user_function import LARGEST_SCORE
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord
-from rlhf_megatron.topology.exchange import gather_batches
+from rlhf_megatron.topology.row_exchange import gather_rows
 
 OnGroup = Callable[[int, Sequence[Completion]], None]
 
@@ -59,8 +62,9 @@ class GroupScoring:
     ) -> None:
         """``groups`` as asked for: row ``i * responses + k`` is response k to the prompt of group i.
 
-        ``on_group`` is called with the number and the rows of each group that is sent to the scorer. Where responses
-        have several turns, ``conversations`` knows them: what the model has said is scored, without what others have.
+        ``on_group`` is called with the number and the rows of each group that is whole, on every rank of the replica.
+        Where responses have several turns, ``conversations`` knows them: what the model has said is scored, without
+        what others have.
         """
         self._conversations = conversations
         self._scorer, self._tokenizer, self._on_group = scorer, tokenizer, on_group
@@ -77,11 +81,13 @@ class GroupScoring:
     def submit_if_whole(self, index: int) -> None:
         """Sends a group to the scorer if all of its responses are there."""
         rows = self.rows_of(index)
-        if self._scorer and len(rows) == self._responses:
-            rows.sort(key=lambda member: member.row_id)
+        if len(rows) < self._responses:
+            return
+        rows.sort(key=lambda member: member.row_id)
+        if self._scorer:
             self._pending[index] = self._scorer.submit([self._item(member) for member in rows])
-            if self._on_group:
-                self._on_group(index, rows)
+        if self._on_group:
+            self._on_group(index, rows)
 
     def rows_of(self, index: int) -> list[Completion]:
         """The whole responses of a group, those from before included."""
@@ -102,7 +108,7 @@ class GroupScoring:
         Raises RewardError where the run must stop.
         """
         return {
-            completion.row_id: score
+            completion.row_id: _with_turns(score, completion)
             for index, pending in self._pending.items()
             if index in groups
             for completion, score in zip(self._rows[index], pending.result(), strict=True)
@@ -121,44 +127,64 @@ class GroupScoring:
         )
 
 
-class GroupPacker:
-    """Packs groups in a thread while others are generated."""
+def _with_turns(score: Score, completion: Completion) -> Score:
+    """A score with what an environment has given for the turns, as its last part."""
+    if completion.turn_rewards is None:
+        return score
+    total = sum(completion.turn_rewards)
+    value = score.value + total
+    value, failed = (value, score.failed) if abs(value) <= LARGEST_SCORE else (math.nan, True)
+    return dataclasses.replace(score, value=value, parts=(*score.parts, total), failed=failed)
 
-    def __init__(self, executor: Executor, groups: Sequence[Group], choices: ChoiceShape | None = None) -> None:
-        """``groups`` as asked for; with ``choices``, those of experts are packed too."""
-        self._executor, self._groups, self._choices = executor, groups, choices
+
+class GroupPacker:
+    """Packs groups in a thread while others are generated: on each rank of a replica the rows that it keeps."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        replica: Replica,
+        groups: Sequence[Group],
+        choices: ChoiceShape | None = None,
+        has_turn_rewards: bool = False,
+    ) -> None:
+        """``groups`` as asked for; with ``choices``, those of experts are packed too, and rewards of turns if they
+        have some."""
+        self._executor, self._replica, self._groups, self._choices = executor, replica, groups, choices
+        self._has_turn_rewards = has_turn_rewards
         self._packed: dict[int, Future[RolloutBatch]] = {}
 
     def begin(self, index: int, rows: Sequence[Completion]) -> None:
-        """Packs the rows of one group."""
-        self._packed[index] = self._executor.submit(_pack, self._groups[index].prompt, index, list(rows), self._choices)
+        """Packs this rank's rows of one group, of which ``rows`` are all."""
+        kept = [row for number, row in enumerate(rows) if self._replica.keeps(index, number)]
+        self._packed[index] = self._executor.submit(self._pack, self._groups[index].prompt, index, kept)
 
     def batch(self, groups: Sequence[int]) -> RolloutBatch:
-        """Returns the rows of ``groups``, of those that were begun here, in their order; without rewards."""
+        """Returns this rank's rows of those of ``groups`` that were begun here, in their order; without rewards."""
         parts = [self._packed[index].result() for index in groups if index in self._packed]
-        return concatenate(parts) if parts else batch_from_rows([], [], [], choices=self._choices)
+        return concatenate(parts) if parts else no_rows(self._choices, self._has_turn_rewards)
 
-
-def _pack(prompt: Prompt, index: int, rows: Sequence[Completion], choices: ChoiceShape | None) -> RolloutBatch:
-    return batch_from_rows(
-        [prompt.token_ids] * len(rows),
-        [completion.token_ids for completion in rows],
-        [completion.logprobs for completion in rows],
-        group_id=[index] * len(rows),
-        row_id=[completion.row_id for completion in rows],
-        weight_version=[completion.weight_version for completion in rows],
-        truncated=[completion.finish_reason == "length" for completion in rows],
-        sampled=[completion.sampled for completion in rows],
-        expert_choices=[completion.expert_choices for completion in rows],
-        choices=choices,
-    )
+    def _pack(self, prompt: Prompt, index: int, rows: Sequence[Completion]) -> RolloutBatch:
+        return batch_from_rows(
+            [completion.prompt_token_ids or prompt.token_ids for completion in rows],
+            [completion.token_ids for completion in rows],
+            [completion.logprobs for completion in rows],
+            group_id=[index] * len(rows),
+            row_id=[completion.row_id for completion in rows],
+            weight_version=[completion.weight_version for completion in rows],
+            truncated=[completion.finish_reason == "length" for completion in rows],
+            sampled=[completion.sampled for completion in rows],
+            turn_rewards=[completion.turn_rewards for completion in rows] if self._has_turn_rewards else None,
+            expert_choices=[completion.expert_choices for completion in rows],
+            choices=self._choices,
+        )
 
 
 class GeneratedGroups:
-    """The groups of one call of ``generate``: this replica's responses, and what brings all replicas' together.
+    """The groups of one call of ``generate``: this replica's responses, and what tells their numbers to all.
 
     Attributes:
-        asked: the prompts of all replicas.
+        asked: the groups of all replicas.
         left: groups that were given up, or finished beyond what was wanted; the same on every rank.
         completions: this replica's rows of the other groups, in the order of their ids, on the rank that leads it.
         prompts: of each completion.
@@ -178,40 +204,43 @@ class GeneratedGroups:
         conversations: Conversations | None = None,
     ) -> None:
         """``chosen``: the numbers of the groups that are not left, of all replicas, rising."""
-        self.asked = [group.prompt for group in groups]
+        self.asked = groups
         self.left, self.record, self.conversations = list(left), record, conversations
-        own = sorted(set(scoring.submitted()).intersection(chosen))
-        self.completions = [completion for index in own for completion in scoring.rows_of(index)]
-        self.prompts = [self.asked[index] for index in own for _ in scoring.rows_of(index)]
-        self._own, self._scoring, self._packer = own, scoring, packer
+        scored = sorted(set(scoring.submitted()).intersection(chosen))
+        self.completions = [completion for index in scored for completion in scoring.rows_of(index)]
+        self.prompts = [groups[index].prompt for index in scored for _ in scoring.rows_of(index)]
+        self._chosen, self._scored, self._scoring, self._packer = chosen, scored, scoring, packer
         self._scores: list[Score] | None = None
         self.tokens = 0
 
     def scores(self) -> list[Score]:
         """Returns the score of each completion; waits for the last one, the first time."""
         if self._scores is None:
-            by_row = self._scoring.results(self._own)
+            by_row = self._scoring.results(self._scored)
             self._scores = [by_row[completion.row_id] for completion in self.completions]
         return self._scores
 
-    def gather(self, team: dist.ProcessGroup | None = None) -> RolloutBatch:
-        """Returns all replicas' rows on every rank of ``team``, in the order of their ids; collective over it."""
-        rewards = torch.tensor([score.value for score in self.scores()], dtype=torch.float32)
-        batch = gather_batches(self._packer.batch(self._own).with_fields(rewards=rewards), team)
-        self.tokens = len(batch.tokens)
-        return batch
+    def gather(self, team: dist.ProcessGroup | None = None) -> SpreadRows:
+        """Returns all replicas' rows in the order of their ids, this rank's with tokens; collective over ``team``."""
+        rows = gather_rows(self._packer.batch(self._chosen), team)
+        scored = torch.tensor([completion.row_id for completion in self.completions], dtype=torch.int64)
+        rewards = torch.zeros(rows.rows)
+        rewards[torch.searchsorted(rows.numbers.row_id, scored)] = torch.tensor([each.value for each in self.scores()])
+        dist.all_reduce(rewards, group=team)
+        self.tokens = rows.numbers.tokens
+        return rows.with_fields(rewards=rewards)
 
-    def with_model_scores(self, batch: RolloutBatch, model: RewardModel, weight: float) -> RolloutBatch:
-        """Adds a reward model's scores, times ``weight``, to the rewards of the gathered ``batch`` and to ``scores``.
+    def with_model_scores(self, rows: SpreadRows, model: RewardModel, weight: float) -> SpreadRows:
+        """Adds a reward model's scores, times ``weight``, to the rewards of the gathered ``rows`` and to ``scores``.
 
         Collective over the model's team.
         """
-        conversations = [self.asked[group].messages for group in batch.group_id.tolist()]
-        model_scores = model.scores(batch, conversations)
-        by_row = dict(zip(batch.row_id.tolist(), model_scores.tolist(), strict=True))
+        conversations = [self.asked[group].prompt.messages for group in rows.held.group_id.tolist()]
+        model_scores = model.scores(rows, conversations)
+        by_row = dict(zip(rows.numbers.row_id.tolist(), model_scores.tolist(), strict=True))
         self._scores = [
             dataclasses.replace(score, value=score.value + weight * part, parts=(*score.parts, part))
             for score, completion in zip(self.scores(), self.completions, strict=True)
             for part in [float(by_row[completion.row_id])]
         ]
-        return batch.with_fields(rewards=batch.rewards + weight * model_scores)
+        return rows.with_fields(rewards=rows.numbers.rewards + weight * model_scores)

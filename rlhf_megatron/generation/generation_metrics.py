@@ -9,22 +9,37 @@ import torch
 from rlhf_megatron.generation.conversations import TurnCounts
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.rewards.score import Score, reward_metrics, reward_totals
-from rlhf_megatron.rollout.engine import GenerationRecord
+from rlhf_megatron.rollout.engine import Completion, GenerationRecord
 from rlhf_megatron.topology.exchange import sum_over_ranks
 from rlhf_megatron.topology.team import Team
 
+TOKEN_VERSION = "rollout/token_weight_version"
+"""Mean over the tokens of the rows that are given."""
+
 
 def generation_metrics(
-    records: Sequence[GenerationRecord], turns: Sequence[TurnCounts] | None, replica: Replica, team: Team
+    records: Sequence[GenerationRecord],
+    completions: Sequence[Completion],
+    turns: Sequence[TurnCounts] | None,
+    replica: Replica,
+    team: Team,
 ) -> dict[str, float]:
     """Returns what replicas did in some calls of ``generate``; collective over ``team``.
 
-    ``records`` has one of each call; ``turns`` those of responses of several turns, None where there are no such
-    responses. Only what the leading rank of a replica gives counts. ``rollout/replica_imbalance`` is how long the
-    slowest replica generated, over the mean of all, 1 at best.
+    ``records`` has one of each call, ``completions`` all that this replica gives of them; ``turns`` those of responses
+    of several turns, None where there are no such responses. Only what the leading rank of a replica gives counts.
+    ``rollout/replica_imbalance`` is how long the slowest replica generated, over the mean of all, 1 at best.
     """
-    names: tuple[str, ...] = ("sampled_tokens", "aborted", "resumed")
-    own = [float(sum(getattr(record, name) for record in records)) for name in names]
+    names: tuple[str, ...] = (
+        *("sampled_tokens", "aborted", "paused", "resumed"),
+        *("in_flight_mean", "given_tokens", "versions", "verifications", "drafted_tokens", "accepted_tokens"),
+    )
+    own = [float(sum(getattr(record, name) for record in records)) for name in names[:4]]
+    steps = sum(record.steps for record in records)
+    own.append(sum(record.in_flight * record.steps for record in records) / max(steps, 1))
+    versions = [completion.weight_versions for completion in completions]
+    own += [float(sum(map(len, versions))), float(sum(map(sum, versions)))]
+    own += [float(sum(getattr(record, name) for record in records)) for name in names[7:10]]
     if turns is not None:
         names += ("turn_answers", "turn_ends", "turn_failures")
         own += [float(sum(getattr(counts, name) for counts in turns)) for name in ("answers", "ended", "failed")]
@@ -35,9 +50,26 @@ def generation_metrics(
         own = [0.0] * len(own)
     total = sum_over_ranks([*own, *seconds.flatten().tolist()], team.group)
     metrics = {f"rollout/{name}": value for name, value in zip(names, total, strict=False)}
+    given, of_versions = metrics.pop("rollout/given_tokens"), metrics.pop("rollout/versions")
+    metrics |= _speculation(metrics)
+    if given:
+        metrics[TOKEN_VERSION] = of_versions / given
     seconds = torch.tensor(total[len(names) :]).view_as(seconds)
     mean = float(seconds.mean(1).sum())
     return metrics | {"rollout/replica_imbalance": float(seconds.amax(1).sum()) / mean if mean else 1.0}
+
+
+def _speculation(metrics: dict[str, float]) -> dict[str, float]:
+    """Takes counts of drafts out of ``metrics`` and returns those that say something, without drafts none.
+
+    ``rollout/speculation_acceptance_length``: tokens of a step and drafted sequence, 1 where no draft is ever right.
+    """
+    names = ("rollout/verifications", "rollout/drafted_tokens", "rollout/accepted_tokens")
+    verifications, drafted, accepted = (metrics.pop(name) for name in names)
+    if not verifications:
+        return {}
+    length = 1 + accepted / verifications
+    return {names[1]: drafted, names[2]: accepted, "rollout/speculation_acceptance_length": length}
 
 
 def scoring_metrics(scores: Sequence[Score], names: Sequence[str], team: Team) -> dict[str, float]:

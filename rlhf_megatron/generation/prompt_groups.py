@@ -6,53 +6,116 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.data.drawn_prompts import DrawnPrompt
 from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.generation.replica import ALONE, Replica
 from rlhf_megatron.rollout.engine import Completion, Request
+from rlhf_megatron.rollout.grouped_requests import GroupedRequests
 from rlhf_megatron.topology.exchange import gather_objects
 
 _ENDINGS = ("abort", "stop", "length")
+_NONE = -1  # in a tensor of a checkpoint
+_LONGER = 2**40  # than any prompt
+_OF_BEGUN = ("rows", "token_ids", "logprobs", "weight_versions")
+
+ReadPrompts = Callable[[Sequence[tuple[int, int]]], Sequence[Prompt | None]]
 
 
-@dataclasses.dataclass(frozen=True)
+_NOTHING: Mapping[int, Completion] = {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and the responses to it so far, whole ones and parts, by their number in the group."""
+    """A prompt and the responses to it so far, whole ones and parts, by their number in the group.
 
-    prompt: Prompt
-    begun: Mapping[int, Completion] = dataclasses.field(default_factory=dict)
+    Attributes:
+        drawn: the prompt, perhaps one that is not read before a replica answers it.
+        begun: on the ranks of the replica ``home`` alone.
+        number: of the prompt, in the order in which the run has drawn them; None where that does not count.
+        home: the replica that answers it; None for any.
+        version: of the weights of its oldest token; None where there is none.
+        is_whole: whether all responses are whole.
+    """
 
-    def whole(self) -> int:
-        """Returns how many responses are whole."""
-        return sum(completion.is_whole for completion in self.begun.values())
+    drawn: Prompt | DrawnPrompt
+    begun: Mapping[int, Completion] = dataclasses.field(default_factory=lambda: _NOTHING)
+    number: int | None = None
+    home: int | None = None
+    version: int | None = None
+    is_whole: bool = False
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt as a whole."""
+        return self.drawn if isinstance(self.drawn, Prompt) else self.drawn.whole()
 
 
 def requests_for(
-    groups: Sequence[Group], responses_per_prompt: int, max_tokens: int, seed_of: Callable[[int], int]
-) -> list[Request]:
-    """Returns a request for every response that is not whole, group by group: those begun first, then long prompts.
+    groups: Sequence[Group],
+    responses_per_prompt: int,
+    max_tokens: int,
+    seed_of: Callable[[int], int],
+    replica: int = 0,
+    in_order: bool = False,
+    limit_of: Callable[[int], int] | None = None,
+) -> GroupedRequests:
+    """Returns a request for every response that is not whole, of groups that ``replica`` may answer, group by group:
+    its own first, those begun before others; then those of any replica, which come alike on all.
 
-    What comes last is what all replicas wait for, so it should not take long. Response k of group i is row
-    ``i * responses_per_prompt + k``, with the sampling seed ``seed_of`` its row.
+    What comes last is what all replicas wait for, so it should not take long: it has short prompts, unless groups are
+    to be answered ``in_order``. Response k of group i is row ``i * responses_per_prompt + k``, with the sampling seed
+    ``seed_of`` its row, and ``limit_of`` tokens at most where that is given.
     """
-    order = sorted(enumerate(groups), key=lambda item: (not item[1].begun, -len(item[1].prompt.token_ids)))
-    requests = []
-    for index, group in order:
-        for number in range(responses_per_prompt):
-            begun, row = group.begun.get(number), index * responses_per_prompt + number
-            if begun and begun.is_whole:
-                continue
-            if begun and len(begun.token_ids) >= max_tokens:
-                begun = None  # of a recipe that allowed more
-            requests.append(Request(row, group.prompt.token_ids, seed_of(row), index, begun))
-    return requests
+
+    everything = range(responses_per_prompt)
+    lacking = {index: _lacking(group, everything) for index, group in enumerate(groups) if group.begun}
+
+    def place(index: int) -> int:
+        group = groups[index]
+        rank = 2 * (group.home is None) + (group.version is None)
+        return rank * _LONGER - (0 if in_order else group.drawn.length)
+
+    def make(place: int) -> list[Request]:
+        index = order[place]
+        group, requests = groups[index], []
+        for number in lacking.get(index, everything):
+            row, key = index * responses_per_prompt + number, None if group.number is None else (group.number, number)
+            begun, most = _begun(group, number, max_tokens), limit_of(row) if limit_of else None
+            requests.append(Request(row, group.prompt.token_ids, seed_of(row), index, begun, most, key))
+        return requests
+
+    may_answer = (index for index, group in enumerate(groups) if group.home in (None, replica))
+    order = sorted((index for index in may_answer if lacking.get(index, everything)), key=place)
+    sizes = [len(lacking.get(index, everything)) for index in order]
+    prompt_tokens = sum(size * groups[index].drawn.length for size, index in zip(sizes, order, strict=True))
+    firsts = itertools.accumulate(sizes, initial=0)
+    begun = {
+        first + offset: completion
+        for first, index in zip(firsts, order, strict=False)
+        for offset, number in enumerate(lacking.get(index, ()))
+        if (completion := _begun(groups[index], number, max_tokens))
+    }
+    return GroupedRequests(order, sizes, prompt_tokens, begun, make)
+
+
+def _lacking(group: Group, numbers: Iterable[int]) -> list[int]:
+    """Those responses of a group that are not whole."""
+    return [number for number in numbers if number not in group.begun or not group.begun[number].is_whole]
+
+
+def _begun(group: Group, number: int, max_tokens: int) -> Completion | None:
+    """What there is of a response; None where that is of a recipe that allowed more tokens."""
+    begun = group.begun.get(number)
+    return begun if begun and len(begun.token_ids) < max_tokens else None
 
 
 def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:
@@ -75,25 +138,39 @@ def groups_left(
     completions: Sequence[Completion],
     responses_per_prompt: int,
     discard: bool,
+    replica: Replica,
     team: dist.ProcessGroup | None = None,
 ) -> list[Group]:
     """Returns the groups that are not ``chosen``, by number, with their responses so far unless these are discarded.
 
-    ``completions`` are those of this rank's own, whole or not, each on one rank only; collective over ``team``.
+    ``completions`` are those of this ``replica``, whole or not, where they stay; collective over ``team``.
     """
     left = sorted(set(range(len(groups))).difference(chosen))
     if discard:
-        return [Group(groups[index].prompt) for index in left]
+        return [Group(groups[index].drawn, number=groups[index].number) for index in left]
     begun = {index: dict(groups[index].begun) for index in left}
-    own = [completion for completion in completions if completion.row_id // responses_per_prompt in begun]
-    for completion in itertools.chain(*gather_objects(own, team)):
+    for completion in completions:
         index, number = divmod(completion.row_id, responses_per_prompt)
-        begun[index][number] = dataclasses.replace(completion, row_id=number)
-    return [Group(groups[index].prompt, begun[index]) for index in left]
+        if index in begun:
+            begun[index][number] = dataclasses.replace(completion, row_id=number)
+    own = {index: _numbers_of(rows.values(), responses_per_prompt) for index, rows in begun.items() if rows}
+    known: dict[int, dict[str, Any]] = {}
+    for home, numbers in gather_objects((replica.index, own) if replica.leads else (None, {}), team):
+        known |= {index: {"home": home} | of_group for index, of_group in numbers.items()}
+    return [dataclasses.replace(groups[index], begun=begun[index], **known.get(index, {})) for index in left]
+
+
+def _numbers_of(rows: Collection[Completion], responses_per_prompt: int) -> dict[str, Any]:
+    """Numbers that all ranks know of a group that is begun."""
+    is_whole = len(rows) == responses_per_prompt and all(completion.is_whole for completion in rows)
+    return {
+        "version": min((each.weight_version for each in rows if each.token_ids), default=None),
+        "is_whole": is_whole,
+    }
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
-    """Returns what ``groups_from_state`` needs, for a checkpoint: tensors; {} for no groups.
+    """Returns what all ranks know of groups, for a checkpoint: tensors; {} for no groups.
 
     Of a prompt only its position in the data and its tokens, by which it is known again: what a row carries for its
     reward may be of any type that a file has.
@@ -101,19 +178,47 @@ def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
     if not groups:
         return {}
     prompts = [group.prompt for group in groups]
-    rows = [(index, number, row) for index, group in enumerate(groups) for number, row in sorted(group.begun.items())]
-    completions = [completion for _, _, completion in rows]
     return {
         "prompts": torch.tensor([[prompt.part, prompt.row, len(prompt.token_ids)] for prompt in prompts]),
         "prompt_token_ids": torch.tensor([token for prompt in prompts for token in prompt.token_ids]),
+        "places": torch.tensor([[_or_none(group.number), _or_none(group.home)] for group in groups]),
+    }
+
+
+def begun_tensors(groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Returns the responses to groups that this rank has, for a checkpoint."""
+    rows = [(index, number, row) for index, group in enumerate(groups) for number, row in sorted(group.begun.items())]
+    completions = [completion for _, _, completion in rows]
+    return {
         "rows": torch.tensor(
             [[index, number, len(row.token_ids), _ENDINGS.index(row.finish_reason)] for index, number, row in rows],
             dtype=torch.int64,
-        ),
+        ).reshape(-1, 4),
         "token_ids": torch.tensor([token for row in completions for token in row.token_ids], dtype=torch.int64),
         "logprobs": torch.tensor([value for row in completions for value in row.logprobs], dtype=torch.float64),
         "weight_versions": torch.tensor([version for row in completions for version in row.weight_versions]).long(),
     } | _choices_state([row.expert_choices for row in completions])
+
+
+def with_begun(state: dict[str, Any], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """Returns a ``groups_state`` with the ``begun_tensors`` of several ranks, for ``groups_from_state``.
+
+    Raises KeyError or ValueError where they are none.
+    """
+    parts = [part for part in parts if part] or [begun_tensors([])]
+    none = torch.zeros(0, dtype=torch.int64)
+    lengths = [part.get("expert_choice_lengths", none.new_zeros(len(part["rows"]))) for part in parts]
+    known = [part["expert_choices"] for part in parts if "expert_choices" in part]
+    try:
+        of_begun = {name: torch.cat([part[name] for part in parts]) for name in _OF_BEGUN}
+        choices = {"expert_choices": torch.cat(known), "expert_choice_lengths": torch.cat(lengths)} if known else {}
+    except RuntimeError as error:
+        raise ValueError("groups that wait have responses of other shapes than each other") from error
+    return state | of_begun | choices
+
+
+def _or_none(number: int | None) -> int:
+    return _NONE if number is None else number
 
 
 def _choices_state(choices: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -141,7 +246,7 @@ def _choices_from_state(state: dict[str, Any], rows: int, choices: ChoiceShape |
 
 
 def _check(state: dict[str, Any], vocabulary: int) -> None:
-    """Raises ValueError where the tensors of a ``groups_state`` do not belong together, or no engine takes them."""
+    """Raises ValueError where tensors of groups do not belong together, or no engine takes them."""
     prompts, rows = state["prompts"], state["rows"]
     if not rows.numel():  # without any, there is one dimension
         rows = rows.reshape(0, 4)
@@ -155,6 +260,7 @@ def _check(state: dict[str, Any], vocabulary: int) -> None:
         and bool((prompts >= 0).all() and (rows >= 0).all())
         and int(prompts[:, 2].sum()) == len(state["prompt_token_ids"])
         and set(sizes.values()) == {int(rows[:, 2].sum())}
+        and ("places" not in state or state["places"].shape == (len(prompts), 2))
     )
     if not sound:
         raise ValueError("groups that wait have tensors of other sizes than they say")
@@ -168,11 +274,14 @@ def _check(state: dict[str, Any], vocabulary: int) -> None:
 def groups_from_state(
     state: dict[str, Any],
     responses_per_prompt: int,
-    read: Callable[[Sequence[tuple[int, int]]], Sequence[Prompt | None]],
+    read: ReadPrompts,
     vocabulary: int,
     choices: ChoiceShape | None = None,
+    replica: Replica = ALONE,
 ) -> list[Group]:
-    """Returns the groups of a ``groups_state``, of a recipe with so many responses now.
+    """Returns the groups of a state ``with_begun``, of a recipe with so many responses now, as ``replica`` has them.
+
+    A group that is begun goes to the replica that had it, or where there are others now, to one by its number.
 
     ``read`` gives the prompts at (part, row) of the data, None where one is left out now, as its group is then. Where a
     prompt has other tokens now (another chat template), its responses begin anew. ``choices``: of experts, where they
@@ -207,4 +316,19 @@ def groups_from_state(
             state["weight_versions"][start:end].tolist(),
             expert_choices=of_experts,
         )
-    return [Group(prompt, rows) for prompt, rows in zip(prompts, begun, strict=True) if prompt is not None]
+    # Of before groups had numbers, by place.
+    places = state["places"].tolist() if "places" in state else [[index, _NONE] for index in range(len(prompts))]
+    return [
+        _placed(Group(prompt, rows, None if number == _NONE else number), home, responses_per_prompt, replica)
+        for prompt, rows, (number, home) in zip(prompts, begun, places, strict=True)
+        if prompt is not None
+    ]
+
+
+def _placed(group: Group, home: int, responses_per_prompt: int, replica: Replica) -> Group:
+    """The group on the ranks of ``replica``, of which ``home`` had it in the run that was saved, if any."""
+    if not group.begun and home == _NONE:
+        return group
+    home = ((group.number or 0) if home == _NONE else home) % replica.count
+    known = _numbers_of(group.begun.values(), responses_per_prompt) if group.begun else {}
+    return dataclasses.replace(group, begun=group.begun if home == replica.index else {}, home=home, **known)

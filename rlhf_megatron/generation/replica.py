@@ -15,23 +15,42 @@ class Replica:
         ranks: of all replicas.
         count: how many replicas there are.
         index: of this rank's; None where it generates nothing.
-        leads: whether this rank speaks for its replica: the others generate the same, and score nothing.
+        position: of this rank among those of its replica, which all generate the same.
+        size: how many ranks a replica has.
     """
 
     ranks: list[int]
     count: int
     index: int | None
-    leads: bool
+    position: int = 0
+    size: int = 1
 
-    def owns(self, group: int) -> bool:
-        """Returns whether this replica answers for a group that no replica has to generate for."""
-        return group % self.count == self.index
+    @property
+    def leads(self) -> bool:
+        """True if this rank speaks for its replica: the others score nothing."""
+        return self.index is not None and self.position == 0
+
+    @property
+    def leaders(self) -> list[int]:
+        """The rank of each replica that speaks for it."""
+        return self.ranks[:: len(self.ranks) // self.count]
+
+    def keeps(self, group: int, response: int) -> bool:
+        """Returns whether this rank, of those of its replica, is the one to keep a response to a group's prompt."""
+        return (group // self.count + response) % self.size == self.position
+
+    @property
+    def own_ranks(self) -> list[int]:
+        """The ranks of this rank's replica; none where it generates nothing."""
+        size = len(self.ranks) // self.count
+        return [] if self.index is None else self.ranks[self.index * size : (self.index + 1) * size]
+
+
+ALONE = Replica([0], 1, 0)
 
 
 def replica_of(recipe: RolloutRecipe, rank: int, world_size: int) -> Replica:
     """Returns where ``rank`` stands; replicas are as many neighbouring ranks as their layout has."""
     ranks, tensor = rollout_ranks(recipe, world_size), recipe.rollout.layout.tensor
-    if rank not in ranks:
-        return Replica(ranks, len(ranks) // tensor, None, False)
-    index, position = divmod(ranks.index(rank), tensor)
-    return Replica(ranks, len(ranks) // tensor, index, position == 0)
+    index, position = divmod(ranks.index(rank), tensor) if rank in ranks else (None, 0)
+    return Replica(ranks, len(ranks) // tensor, index, position, tensor)

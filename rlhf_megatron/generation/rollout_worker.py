@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import torch.distributed as dist
 from pydantic import Field, TypeAdapter
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from rlhf_megatron.data.expert_choices import ChoiceShape
-from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.generation.conversations import Conversations, TurnFunction
+from rlhf_megatron.generation.conversations import Conversations, conversations_of
 from rlhf_megatron.generation.generated_groups import GeneratedGroups, GroupPacker, GroupScoring
 from rlhf_megatron.generation.generation_metrics import generation_metrics, scoring_metrics
-from rlhf_megatron.generation.prompt_groups import Group, groups_left, requests_for
+from rlhf_megatron.generation.partners import Partner
+from rlhf_megatron.generation.prompt_groups import (
+    Group,
+    ReadPrompts,
+    begun_tensors,
+    groups_from_state,
+    groups_left,
+    requests_for,
+    with_begun,
+)
 from rlhf_megatron.generation.replica import Replica
+from rlhf_megatron.generation.staleness import StepGoal
+from rlhf_megatron.generation.waiting_rows import OwnTensors
 from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.recipe import RLRecipe
 from rlhf_megatron.rewards.score import Scorer
 from rlhf_megatron.roles.reward_model import RewardModel
-from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Request, Sampling, request_seed
+from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Sampling, request_seed
+from rlhf_megatron.rollout.grouped_requests import GroupedRequests
 from rlhf_megatron.rollout.response_lengths import LATEST
-from rlhf_megatron.rollout.work_queue import WorkQueues
+from rlhf_megatron.rollout.work_queue import WorkQueue, WorkQueues
 from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.topology.exchange import gather_objects
 
@@ -43,12 +56,13 @@ _STATE = TypeAdapter(_State)
 
 
 class RolloutWorker:
-    """Generates this rank's share of each step's responses, and brings all shares together.
+    """Generates this rank's share of each step's responses, and tells all ranks of all shares.
 
     Attributes:
         sampling: how the recipe draws tokens.
         weight_sync: this rank's engine, and its weights.
         choices: of experts, where the actor replays the rollout's.
+        has_turn_rewards: an environment gives some.
     """
 
     def __init__(
@@ -58,20 +72,21 @@ class RolloutWorker:
         tokenizer: Tokenizer,
         weight_sync: WeightSync,
         scorer: Scorer | None,
-        turn_function: TurnFunction | None,
+        partner: Partner | None,
         reward_model: RewardModel | None,
         choices: ChoiceShape | None = None,
     ) -> None:
-        """``scorer`` and, where responses have several turns, ``turn_function`` are on the rank that leads a replica;
+        """``scorer`` and, where responses have several turns, their ``partner`` are on the rank that leads a replica;
         ``reward_model`` is on all that generate, if the recipe has one. ``choices``: of experts, where batches have
         them."""
-        self.choices = choices
+        self.choices, self.has_turn_rewards = choices, context.recipe.has_environment
         section = context.recipe.rollout
         self._context, self._team, self._replica = context, context.generators, replica
         self._section, self._tokenizer, self.weight_sync = section, tokenizer, weight_sync
-        self._scorer, self._turn_function, self._reward_model = scorer, turn_function, reward_model
+        self._scorer, self._partner, self._reward_model = scorer, partner, reward_model
         self._queues = WorkQueues(section.scheduling, replica.index or 0, replica.count)
         self._packing_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
+        self._pauses = section.updates_in_flight > 0
         self._lengths: list[int] = []  # of the latest responses of all replicas
         self.sampling = Sampling(
             section.temperature,
@@ -95,13 +110,23 @@ class RolloutWorker:
 
         Collective over the team that generates; elsewhere nothing.
 
-        With ``wanted``, that many groups are enough: others begun or finished by then are left for a later call.
-        ``first_row``: how many rows this step has generated before, so that no sampling seed comes twice.
+        With ``wanted``, that many groups are enough: others begun or finished by then are left for a later call, which
+        is to be given all of them. ``first_row``: how many rows this step has generated before, so that no sampling
+        seed comes twice.
         ``for_training``: what only training reads goes with the rows.
         """
-        whole = [index for index, group in enumerate(groups) if group.whole() == responses_per_prompt]
-        packer = GroupPacker(self._packing_thread, groups, self.choices if for_training else None)
-        conversations = self._conversations(groups, responses_per_prompt)
+        goal = None if wanted is None else self._goal(groups, wanted)
+        choices, has_turn_rewards = self.choices if for_training else None, self.has_turn_rewards
+        packer = GroupPacker(self._packing_thread, self._replica, groups, choices, has_turn_rewards)
+        seed = self._context.recipe.seed
+        conversations = conversations_of(
+            self._context.recipe,
+            self._partner,
+            groups,
+            responses_per_prompt,
+            self._tokenizer,
+            lambda row: request_seed(seed, step, first_row + row),
+        )
         scoring = GroupScoring(
             self._scorer,
             groups,
@@ -110,45 +135,78 @@ class RolloutWorker:
             on_group=packer.begin,
             conversations=conversations,
         )
-        for index in whole[:wanted]:
-            if self._replica.owns(index):
+        for index, group in enumerate(groups):
+            if group.is_whole and group.home == self._replica.index:
                 scoring.submit_if_whole(index)
         requests = self._requests(groups, responses_per_prompt, sampling, step, first_row)
-        lacking = None if wanted is None else max(wanted - len(whole), 0)
-        completions, record = self._run_engine(requests, sampling, scoring, conversations, lacking)
+        completions, record = self._run_engine(groups, requests, sampling, scoring, conversations, goal)
         chosen, left = list(range(len(groups))), list[Group]()
         if self._team.here:
             with self._context.span("wait"):  # else rank 0 would time a slower replica as scoring
                 dist.barrier(self._team.group)
-            if wanted is not None:
+            if goal is not None:
                 submitted = gather_objects(scoring.submitted(), self._team.group)
-                chosen = sorted({index for part in submitted for index in part}.union(whole))[:wanted]
-                own, discards = completions if self._replica.leads else [], self._section.partial == "discard"
-                left = groups_left(groups, chosen, own, responses_per_prompt, discards, self._team.group)
+                chosen = goal.chosen({index for part in submitted for index in part})
+                discards = self._section.partial == "discard"
+                left = groups_left(
+                    groups, chosen, completions, responses_per_prompt, discards, self._replica, self._team.group
+                )
         return GeneratedGroups(groups, chosen, left, scoring, packer, record, conversations)
+
+    def _goal(self, groups: Sequence[Group], wanted: int) -> StepGoal:
+        """Goal of a generation that may leave groups for later ones."""
+        shares = self._pauses and self._section.scheduling == "static"
+        return StepGoal(
+            groups,
+            wanted,
+            self.weight_sync.version,
+            self._section.updates_in_flight,
+            self._replica.count if shares else None,
+        )
+
+    def _queue(self, groups: Sequence[Group], requests: GroupedRequests, goal: StepGoal | None) -> WorkQueue:
+        """The queue of the groups that are asked for: this replica's own, and those that any may answer."""
+        asked = requests.group_ids
+        own = sum(groups[index].home is not None for index in asked)
+        if goal is None:
+            return self._queues.open(len(asked) - own, own=own)
+        wanted, due = goal.lacking(self._replica.index)
+        return self._queues.open(len(asked) - own, wanted, own, goal.deadlines(asked, due))
 
     def _requests(
         self, groups: Sequence[Group], responses_per_prompt: int, sampling: Sampling, step: int, first_row: int
-    ) -> list[Request]:
-        """The requests for ``groups``, each row with a seed, and perhaps a length, of its own."""
+    ) -> GroupedRequests:
+        """This replica's requests for ``groups``, each row with a seed, and perhaps a length, of its own."""
         seed, drawn_lengths = self._context.recipe.seed, self._section.drawn_lengths
-        requests = requests_for(
-            groups, responses_per_prompt, sampling.max_tokens, lambda row: request_seed(seed, step, first_row + row)
+
+        def limit_of(row: int) -> int:
+            assert drawn_lengths is not None
+            return drawn_lengths.of_row(self._drawn_row(groups, row, responses_per_prompt))
+
+        return requests_for(
+            groups,
+            responses_per_prompt,
+            sampling.max_tokens,
+            lambda row: request_seed(seed, step, first_row + row),
+            self._replica.index or 0,
+            in_order=self._pauses,
+            limit_of=limit_of if drawn_lengths else None,
         )
-        if not drawn_lengths:
-            return requests
-        return [
-            dataclasses.replace(request, max_tokens=drawn_lengths.of_row(first_row + request.row_id))
-            for request in requests
-        ]
+
+    def _drawn_row(self, groups: Sequence[Group], row: int, responses_per_prompt: int) -> int:
+        """The row of a step that says how long a response gets: it follows from the prompt, whenever it is answered."""
+        batch, (group, response) = self._context.recipe.batch, divmod(row, responses_per_prompt)
+        number = groups[group].number
+        return (group if number is None else number % batch.prompts_per_step) * responses_per_prompt + response
 
     def _run_engine(
         self,
-        requests: Sequence[Request],
+        groups: Sequence[Group],
+        requests: GroupedRequests,
         sampling: Sampling,
         scoring: GroupScoring,
         conversations: Conversations | None,
-        wanted: int | None,
+        goal: StepGoal | None,
     ) -> tuple[list[Completion], GenerationRecord]:
         """(what this replica has answered of the requests, what its engine did); nothing on ranks without one."""
         engine = self.weight_sync.engine
@@ -156,57 +214,91 @@ class RolloutWorker:
             return [], GenerationRecord()
         # What a replica has learned itself would be gone after a resume, and other groups would be admitted.
         engine.expect(self._lengths)
-        completions = engine.generate(
-            requests,
-            sampling,
-            lambda done, total: self._context.progress("generate", done, total),
-            scoring.take,
-            self._queues.open(len({request.group_id for request in requests}), wanted),
-            conversations,
-        )
+        with conversations or contextlib.nullcontext():
+            completions = engine.generate(
+                requests,
+                sampling,
+                lambda done, total: self._context.progress("generate", done, total),
+                scoring.take,
+                self._queue(groups, requests, goal),
+                conversations,
+                pauses=goal is not None and self._pauses,
+            )
         return completions, engine.record
 
-    def _conversations(self, groups: Sequence[Group], responses_per_prompt: int) -> Conversations | None:
-        """The turns of these groups, where responses have several."""
-        section, repeatable = self._section.multi_turn, self._context.recipe.rollout_repeats
-        if section is None:
-            return None
-        return Conversations(section, self._turn_function, groups, responses_per_prompt, self._tokenizer, repeatable)
+    def gather(self, generated: GeneratedGroups) -> SpreadRows | None:
+        """Returns the rows of all replicas with their rewards, the reward model's included; the tokens of each are on
+        one of the ranks of the replica that answered.
 
-    def gather(self, generated: GeneratedGroups) -> RolloutBatch:
-        """Returns all replicas' rows as one batch with their rewards, the reward model's included.
-
-        Collective over the team that generates, and the same on its every rank; elsewhere without rows. Waits for the
-        last score. A reward is NaN where the row is to be left out of the loss.
+        Collective over the team that generates; elsewhere None. Waits for the last score. A reward is NaN where the row
+        is to be left out of the loss.
         """
         if not self._team.here:
-            return batch_from_rows([], [], [])
-        batch = generated.gather(self._team.group)
-        self._lengths = [*self._lengths, *batch.completion_lengths.tolist()][-LATEST:]
+            return None
+        rows = generated.gather(self._team.group)
+        self._lengths = [*self._lengths, *rows.numbers.completion_lengths[-LATEST:].tolist()][-LATEST:]
         section = self._context.recipe.reward_model
         if self._reward_model is None or section is None:
-            return batch
-        return generated.with_model_scores(batch, self._reward_model, section.weight)
+            return rows
+        return generated.with_model_scores(rows, self._reward_model, section.weight)
 
     def generation_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
         """Returns what replicas did in these calls; collective over the team."""
         turns = None
         if self._section.multi_turn:
             turns = [generated.conversations.counts for generated in calls if generated.conversations]
-        return generation_metrics([generated.record for generated in calls], turns, self._replica, self._team)
+        records, completions = [each.record for each in calls], [row for each in calls for row in each.completions]
+        return generation_metrics(records, completions, turns, self._replica, self._team)
 
     def scoring_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
         """Returns the scoring outcomes of these calls, and the parts of their rewards; collective."""
         scores = [score for generated in calls for score in generated.scores()]
         return scoring_metrics(scores, self._context.recipe.reward_names, self._team)
 
+    @property
+    def replicas(self) -> int:
+        """Number of engines."""
+        return self._replica.count
+
     def reset_prefix_cache(self) -> None:
         """Empties the engine's cache of prompts, as it is in a run that begins here."""
         if self.weight_sync.engine:
             self.weight_sync.engine.reset_prefix_cache()
 
+    def drop_paused(self) -> None:
+        """Has what is paused computed anew when it goes on, as in a run that is resumed."""
+        if self.weight_sync.engine and self._pauses:
+            self.weight_sync.engine.drop_paused()
+
+    def begun_tensors(self, groups: Sequence[Group]) -> dict[str, Tensor]:
+        """Returns the responses to groups that wait, on the rank that speaks for their replica; {} for none."""
+        return begun_tensors(groups) if self._replica.leads and any(group.begun for group in groups) else {}
+
+    def restored_groups(
+        self, state: dict[str, Any], own: OwnTensors, read: ReadPrompts, vocabulary: int
+    ) -> list[Group]:
+        """Returns the groups of a ``groups_state``, with the responses that are this replica's.
+
+        ``state`` also has ``holders``, the ranks whose ``begun_tensors`` are in ``own``; one of an earlier version has
+        the responses themselves.
+        """
+        if "holders" in state:
+            state = with_begun(state, [own(rank, "waiting") for rank in state["holders"].tolist()])
+        responses = self._context.recipe.batch.responses_per_prompt
+        return groups_from_state(state, responses, read, vocabulary, self.choices, self._replica)
+
+    @property
+    def holders(self) -> list[int]:
+        """The ranks that speak for their replicas."""
+        return self._replica.leaders
+
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, taken after the step's weights were brought in."""
+        """Returns what a checkpoint keeps, taken after the step's weights were brought in.
+
+        Of text to draft from there is nothing in it, and then no more in the engine, as in a run that is resumed.
+        """
+        if self.weight_sync.engine and self._section.speculative:
+            self.weight_sync.engine.drop_paused()
         return {"version": self.weight_sync.version, "lengths": self._lengths}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -219,7 +311,7 @@ class RolloutWorker:
         """Ends the engine and the reward workers."""
         if self._scorer:
             self._scorer.close()
-        if self._turn_function:
-            self._turn_function.close()
+        if self._partner:
+            self._partner.close()
         self._packing_thread.shutdown()
         self.weight_sync.close()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.generation.replica import Replica
-from rlhf_megatron.models.architecture import Architecture, check_generates
+from rlhf_megatron.models.architecture import Architecture, check_generates, wrapped_language
 from rlhf_megatron.models.weight_map import tensor_shapes
 from rlhf_megatron.recipe import RLRecipe, role_ranks
 from rlhf_megatron.regather.by_type import RegatherByType
@@ -27,6 +27,7 @@ from rlhf_megatron.rollout.engine import RolloutEngine
 from rlhf_megatron.rollout.engines import make_engine
 from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.topology.team import world_of_their_own
+from rlhf_megatron.topology.world import hosts_of_ranks
 
 
 class WeightSync:
@@ -56,7 +57,7 @@ class WeightSync:
             recipe.run_root,
         )
         wanted = rollout_shards(architecture, layout.tensor, replica.ranks, layout.expert_parallel, learned)
-        plan = plan_regather(actor.weights.shard_spec(), wanted, context.rank, recipe.cluster.gpus_per_node)
+        plan = plan_regather(actor.weights.shard_spec(), wanted, context.rank, hosts_of_ranks())
         why_copied = recipe.why_weights_are_copied
         parameters = {} if why_copied else actor.weights.parameters()
         shared = {name: parameters[source] for name, source in shareable(plan).items()} if parameters else {}
@@ -83,7 +84,7 @@ class WeightSync:
         self._peers = (
             map_peers(plan, self._actor.weights.parameters()) if recipe.regather.peer_memory and stays else None
         )
-        if plan.receives:
+        if plan.arriving:
             context.say(f"regathering: {describe_transfer(plan, self._peers, dtype)}")
         elif not self.engine:  # where rank 0 has one, that line is its own
             given = plan.bytes_sent(dtype.itemsize) / 1e9
@@ -137,7 +138,8 @@ def build_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mappin
     """Builds this rank's engine, whose ``shared`` parameters are the actor's memory; collective over the world."""
     recipe, section, engine = context.recipe, context.recipe.rollout, None
     with context.phase("engine"):
-        with world_of_their_own(replica.ranks):
+        # To vLLM a replica is the whole world: it makes groups for all ranks that it sees, most of them of one rank.
+        with world_of_their_own(replica.own_ranks):
             if replica.index is not None:
                 engine = make_engine(
                     recipe.model.path,
@@ -147,6 +149,7 @@ def build_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mappin
                     recipe.seed,
                     shared=shared,
                     records_experts=recipe.algorithm.replays_experts,
+                    language=wrapped_language(recipe.model.path),
                 )
         dist.barrier()  # engines compile at different speeds, and the wait for the slowest is the engines' time
     return engine

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.row_numbers import numbers_of
 from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
 from rlhf_megatron.recipe import RewardModelingRecipe
 from rlhf_megatron.roles.outputs import SCORES
+from rlhf_megatron.roles.placed import PlacedRole
 
 
 def run_reward_modeling(run: TrainingRun[RewardModelingRecipe]) -> LoopResult:
@@ -35,9 +37,12 @@ def run_reward_modeling(run: TrainingRun[RewardModelingRecipe]) -> LoopResult:
         batch, margins = batch_of_pairs(run.data.train.next(recipe.batch.prompts_per_step))
         fields = {"margins": margins, "weights": torch.full_like(margins, 2.0 / batch.rows)}
         with context.phase("update"):
-            metrics = run.actor.update(batch, fields, bradley_terry, output=SCORES, rows_together=2)
+            rows = run.actor.own_rows(batch.lengths, rows_together=2)
+            fields = {name: values[rows] for name, values in fields.items()}
+            metrics = run.actor.update(batch.select(rows), fields, bradley_terry, output=SCORES, rows_together=2)
         metrics = run.actor.broadcast(metrics)
-        recorder.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
+        numbers = numbers_of(batch, context.rank)
+        recorder.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, numbers.tokens, numbers)
 
         if evaluation_is_due(recipe, step):
             with context.phase("evaluate"):
@@ -80,7 +85,18 @@ def evaluate(run: TrainingRun[RewardModelingRecipe], history: History, step: int
         return
     batch, margins = batch_of_pairs(run.data.validation)
     weights = torch.full_like(margins, 1.0 / len(run.data.validation))
-    loss, metrics = bradley_terry(run.actor.scores(batch), {"margins": margins, "weights": weights})
+    loss, metrics = bradley_terry(_scores(run.actor, batch), {"margins": margins, "weights": weights})
     means = {name: float(total / number) for name, (total, number) in metrics.items()}
     run.recorder.log(step, {f"eval/{name}": value for name, value in {"loss": float(loss), **means}.items()})
     history.add(step, means["accuracy"])
+
+
+def _scores(actor: PlacedRole, batch: RolloutBatch) -> Tensor:
+    """[R]: the scores of rows of which every rank has all, each on its data-parallel rank; on every rank."""
+    scores = torch.zeros(batch.rows)
+    if actor.local:
+        rows = actor.local.own_rows(batch.lengths)
+        scores = actor.local.totals.sum(
+            scores.index_copy(0, torch.tensor(rows), actor.local.scores(batch.select(rows)))
+        )
+    return actor.broadcast(scores)

@@ -17,6 +17,7 @@ from rlhf_megatron.recipe import OptimizerSection, Recipe, RewardModelSection, R
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime.run_context import RunContext
+from rlhf_megatron.topology.communicators import own_node
 from rlhf_megatron.topology.role_layout import make_layout
 
 
@@ -30,6 +31,7 @@ class RoleBuilder:
     def __init__(self, context: RunContext[Recipe], architecture: Architecture) -> None:
         """``architecture`` is that of model.path."""
         self._context, self._architecture = context, architecture
+        self._node = own_node() if context.recipe.model.read_once else None  # later vLLM sets torchrun's variables
         self.built: list[PlacedRole] = []
 
     def build(
@@ -68,6 +70,7 @@ class RoleBuilder:
                 optimizer=optimizer,
                 training_steps=updates,
                 deterministic=recipe.deterministic,
+                shares_prompts=recipe.shares_prompts(section),
                 replays_experts=name == "actor" and isinstance(recipe, RLRecipe) and recipe.algorithm.replays_experts,
                 span=context.span,
                 team=context.generators if name == "reward_model" else context.learners,
@@ -75,6 +78,9 @@ class RoleBuilder:
             self.built.append(role)
             context.after_phase(role.offload)
             with context.span("weights"):
+                if self._node and isinstance(weights, CheckpointFiles):
+                    blocks = role.local.shard.blocks() if role.local else []
+                    weights.read_once({block.tensor for block in blocks}, self._node)
                 role.load(weights, start)
         return role
 

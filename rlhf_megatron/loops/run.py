@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.monitor.trackers import check_trackers
 from rlhf_megatron.recipe import Recipe, RLRecipe, UserError, check_world
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
 from rlhf_megatron.runtime.claim import Claim
@@ -56,7 +57,7 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
             os._exit(1)  # a thread may hang in a collective
     check_world(recipe, dist.get_world_size())
     check_architectures(recipe, role_architectures(recipe, model_architecture(recipe, Path(recipe.model.path))))
-    with _claimed(folder):
+    with _claimed(recipe, folder):
         recipe, data_skips = _begin(recipe, recovery)
         try:
             status = _train(recipe, resume, recovery, data_skips)
@@ -86,16 +87,17 @@ def _status_of_stop(is_saved: bool) -> int:
 
 
 @contextlib.contextmanager
-def _claimed(folder: RunFolder) -> Iterator[None]:
+def _claimed(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
     """Makes the run's folder on rank 0, which holds it for this job meanwhile; collective as it begins.
 
-    Raises UserError on all ranks where the folder cannot be written, or another job trains there.
+    Raises UserError on all ranks where the folder cannot be written, another job trains there, or a tracker cannot be.
     """
     import torch.distributed as dist
 
     claim, refusal = None, None
     if dist.get_rank() == 0:
         try:
+            check_trackers(recipe.monitor.trackers)  # minutes before they start
             folder.prepare(resume=True)
             claim = Claim(folder.path)
         except UserError as error:

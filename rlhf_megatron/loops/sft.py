@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregation import token_weights
+from rlhf_megatron.algorithms.objective import of_rows
+from rlhf_megatron.algorithms.totals import count, total
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.row_numbers import numbers_of
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
@@ -32,9 +35,12 @@ def run_sft(run: TrainingRun[SFTRecipe]) -> LoopResult:
         batch = batch_of(run.data.train.next(recipe.batch.prompts_per_step))
         weights = token_weights(batch.response_mask, batch.cu_seqlens, recipe.algorithm.loss_aggregation)
         with context.phase("update"):
-            metrics = run.actor.update(batch, {"weights": weights}, negative_log_likelihood)
+            rows = run.actor.own_rows(batch.lengths)
+            fields = of_rows({"weights": weights}, batch, rows)
+            metrics = run.actor.update(batch.select(rows), fields, negative_log_likelihood)
         metrics = run.actor.broadcast(metrics)
-        recorder.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, len(batch.tokens), batch)
+        numbers = numbers_of(batch, context.rank)
+        recorder.end_step(step, {f"train/{name}": value for name, value in metrics.items()}, numbers.tokens, numbers)
 
         if evaluation_is_due(recipe, step):
             with context.phase("evaluate"):
@@ -64,14 +70,20 @@ def batch_of(prompts: Sequence[Prompt]) -> RolloutBatch:
         if not prompt.response_token_ids:
             raise DataError(f"row {prompt.row}: there is no response to learn; set data.response_column")
         responses.append(prompt.response_token_ids)
-    return batch_from_rows([prompt.token_ids for prompt in prompts], responses)
+    learned = [prompt.learned for prompt in prompts]
+    return batch_from_rows([prompt.token_ids for prompt in prompts], responses, sampled=learned)
 
 
 def evaluate(run: TrainingRun[SFTRecipe], history: History, step: int) -> None:
     """Logs the mean loss per token on held-out rows as ``eval/loss``; nothing where there are none."""
     if run.data.validation is None:
         return
-    batch = batch_of(run.data.validation)
-    loss = -float(run.actor.logprobs(batch).logprobs[batch.response_mask].mean())
+    whole, role = batch_of(run.data.validation), run.actor.local
+    loss = 0.0
+    if role:
+        batch = whole.select(role.own_rows(whole.lengths))
+        logprobs = role.logprobs(batch).logprobs[batch.response_mask].double()
+        loss = -float(total(logprobs, role.totals)) / count(logprobs, role.totals)
+    loss = run.actor.broadcast(loss)
     run.recorder.log(step, {"eval/loss": loss})
     history.add(step, loss)

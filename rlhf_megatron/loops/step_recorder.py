@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from rlhf_megatron.checkpoint.best_metric import BestMetric
-from rlhf_megatron.checkpoint.manager import TeamOwnedState
-from rlhf_megatron.data.rollout_batch import RolloutBatch
+from rlhf_megatron.checkpoint.parts import TeamOwnedState
+from rlhf_megatron.data.row_numbers import RowNumbers
+from rlhf_megatron.data.shared_prompts import PromptedRows
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.models.flops import peak_flops, training_flops
 from rlhf_megatron.monitor.run_report import Report
@@ -31,6 +34,7 @@ class StepRecorder:
     Attributes:
         skipped_steps: counts those whose gradient was not finite.
         best_metric: the evaluations' metric that checkpoints are compared by.
+        recipe_changes: key -> [value before, value now] where the run resumes with another recipe; of rank 0.
     """
 
     def __init__(
@@ -53,10 +57,13 @@ class StepRecorder:
         self._health = Health(recipe.health, recipe.name, context.say)
         self.skipped_steps = SkippedSteps(recipe.retry.max_skipped_steps)
         self.best_metric = BestMetric(recipe.checkpoint.keep_best)
+        self.recipe_changes: dict[str, list[Any]] = dict(report.changes) if report else {}
         self._start_metrics: dict[str, float] = {}  # seconds before the first step, for its record
 
     def end_start(self) -> None:
         """Notes how long it took from the process's start to here."""
+        gc.collect()
+        gc.freeze()  # else a collection amid a step goes through all that the start has made
         phases = self._context.phases
         seconds = {"total": time.perf_counter() - phases.began, **phases.times()}
         self._start_metrics = {f"start/{name}": value for name, value in seconds.items()}
@@ -74,10 +81,10 @@ class StepRecorder:
         self._context.phases.begin(self._context.recipe.monitor.timeline.has(step))
         return skips_data
 
-    def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RolloutBatch) -> None:
+    def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RowNumbers) -> None:
         """Logs a step with its phase times, ``tokens`` (of all ranks, prompt and response) and memory.
 
-        ``trained_on``: the batch of the phase ``update``, if there was one.
+        ``trained_on``: the rows of the phase ``update``, if there was one.
         Raises TooManySkippedSteps on all ranks where retry.max_skipped_steps is reached.
         """
         context = self._context
@@ -100,6 +107,11 @@ class StepRecorder:
             self._report.step(step, metrics)
         self.best_metric.observe(step, metrics)
         self._health.after(step, metrics)
+
+    def show_rollouts(self, step: int, table: pa.Table) -> None:
+        """Hands kept rows to the trackers that show tables; on the rank that reports."""
+        if self._report:
+            self._report.rollouts(step, table)
 
     def end_evaluation(self, step: int) -> None:
         """Warns where checkpoint.keep_best names no metric of the evaluation; they are rank 0's."""
@@ -128,7 +140,7 @@ class StepRecorder:
         if self._report:
             self._report.close()
 
-    def _measured(self, tokens: int, trained_on: RolloutBatch) -> dict[str, float]:
+    def _measured(self, tokens: int, trained_on: RowNumbers) -> dict[str, float]:
         """Time, speed and memory of the step so far."""
         context = self._context
         elapsed = time.perf_counter() - context.phases.began
@@ -169,18 +181,19 @@ class StepRecorder:
             context.say(f"warning: no timeline of step {step} was written: {error.strerror or error}")
 
 
-def training_speed(recipe: Recipe, actor: PlacedRole, batch: RolloutBatch, seconds: float) -> dict[str, float]:
-    """Returns the training throughput of ``batch`` in ``seconds``, and MFU on GPUs of known peak; {} without an
+def training_speed(recipe: Recipe, actor: PlacedRole, rows: RowNumbers, seconds: float) -> dict[str, float]:
+    """Returns the training throughput of ``rows`` in ``seconds``, and MFU on GPUs of known peak; {} without an
     update."""
     if not seconds:
         return {}
     gpu_seconds = seconds * len(actor.ranks) / recipe.batch.passes
-    speed = {"perf/tokens_per_gpu_per_sec_training": len(batch.tokens) / gpu_seconds}
+    speed = {"perf/tokens_per_gpu_per_sec_training": rows.tokens / gpu_seconds}
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if peak:
-        outputs = int(batch.response_mask.sum())
+        outputs = int(rows.response_lengths.sum())
+        spared = PromptedRows.of_numbers(rows).repeated if recipe.actor.shared_prompts else ()
         flops = training_flops(
-            actor.architecture, batch.lengths.tolist(), outputs, frozen=recipe.actor.lora is not None
+            actor.architecture, rows.lengths.tolist(), outputs, frozen=recipe.actor.lora is not None, spared=spared
         )
         speed["perf/mfu_training"] = flops / gpu_seconds / peak
     return speed

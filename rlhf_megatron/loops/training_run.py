@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -11,16 +12,19 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.exports import Exports
-from rlhf_megatron.checkpoint.manager import Checkpoints, Part, sound_checkpoints
+from rlhf_megatron.checkpoint.manager import Checkpoints, sound_checkpoints
+from rlhf_megatron.checkpoint.parts import Part, SpreadPart
 from rlhf_megatron.checkpoint.storage import forget_best, step_of
+from rlhf_megatron.data.drawn_prompts import Readers
 from rlhf_megatron.data.opening import Data, open_data
-from rlhf_megatron.data.prompts import Responses
+from rlhf_megatron.data.prompts import RESPONSES
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.role_building import RoleBuilder
 from rlhf_megatron.loops.step_recorder import StepRecorder
 from rlhf_megatron.loops.teams import make_teams
-from rlhf_megatron.models.architecture import Architecture, Head, read_architecture
+from rlhf_megatron.models.architecture import Architecture, Head, read_architecture, read_config
+from rlhf_megatron.models.families.wrappers import wrapper_notes
 from rlhf_megatron.monitor.run_report import Report
 from rlhf_megatron.planning.feasibility import check_tokens
 from rlhf_megatron.recipe import Recipe
@@ -28,6 +32,7 @@ from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime.clocks import host_identity, measure_clocks
 from rlhf_megatron.runtime.gpu_use import GpuUses
 from rlhf_megatron.runtime.run_context import RecipeT, RunContext
+from rlhf_megatron.topology.exchange import sum_over_ranks
 
 AnyOfRecipes = TypeVar("AnyOfRecipes", bound=Recipe)
 
@@ -78,13 +83,18 @@ class TrainingRun(Generic[RecipeT]):
         """The steps that are left when that of the checkpoint is done; all where there is none."""
         return range((saved or 0) + 1, self.recipe.steps + 1)
 
-    def start_or_resume(self, roles: Mapping[str, PlacedRole], parts: Mapping[str, Part]) -> Checkpoints:
+    def start_or_resume(
+        self,
+        roles: Mapping[str, PlacedRole],
+        parts: Mapping[str, Part],
+        spread: Mapping[str, SpreadPart] | None = None,
+    ) -> Checkpoints:
         """Returns what saves the run; where it resumes, roles and parts are as they were saved. Collective."""
         context, folder = self.context, self.context.folder.checkpoints
-        checkpoints = Checkpoints(folder, self.recipe.checkpoint, roles, parts, context.say)
+        checkpoints = Checkpoints(folder, self.recipe.checkpoint, roles, parts, context.say, spread)
         if self.checkpoint is not None:
             with context.phase("resume"):
-                restored = checkpoints.restore_one_of(self.checkpoints, self.checkpoint)
+                restored = checkpoints.restore_one_of(self.checkpoints, self.checkpoint, self.recorder.recipe_changes)
             context.say(f"going on from {restored}, after step {step_of(restored)}")
         elif context.rank == 0:
             forget_best(folder)
@@ -114,12 +124,18 @@ def set_up(
     with context.phase("data"):
         tokenizer = recipe_tokenizer(recipe)
         check_tokens(tokenizer, architecture, recipe.model.path)
-        responses: dict[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
-        data = open_data(recipe.data, tokenizer, recipe.seed, responses[recipe.loop], recipe.evaluation.max_prompts)
+        data = open_data(
+            recipe.data,
+            tokenizer,
+            recipe.seed,
+            RESPONSES[recipe.loop],
+            recipe.evaluation.max_prompts,
+            _readers(context) if recipe.loop == "rl" else None,
+        )
     roles = RoleBuilder(context, architecture)
     actor = _build_actor(recipe, roles)
     exports = Exports(context, actor)
-    notes: list[str] = []  # said as soon as there is a console
+    notes = [*wrapper_notes(read_config(recipe.model.path))]  # said as soon as there is a console
 
     def say(text: str) -> None:
         context.say(text) if context.console else notes.append(text)
@@ -127,7 +143,8 @@ def set_up(
     checkpoints = sound_checkpoints(context.folder.checkpoints, resume, say)
     checkpoint = next(checkpoints, None)
     first_step = _first_step(recipe, checkpoint)
-    report = Report(context.folder, recipe, first_step) if context.rank == 0 else None
+    source = checkpoint.parent.parent if checkpoint else None
+    report = Report(context.folder, recipe, first_step, source) if context.rank == 0 else None
     context.console = report.console if report else None
     for line in (*notes, *architecture.notes, *data.notes):
         context.say(line)
@@ -138,6 +155,15 @@ def set_up(
     return TrainingRun(
         context, architecture, tokenizer, data, roles, actor, exports, recorder, checkpoint, checkpoints, at_end
     )
+
+
+def _readers(context: RunContext[Any]) -> Readers | None:
+    """The ranks that draw a step's prompts, where this is one of them."""
+    team = context.generators
+    if not team.here:
+        return None
+    total = functools.partial(sum_over_ranks, group=team.group)
+    return Readers(team.ranks.index(context.rank), len(team.ranks), total)
 
 
 def _build_actor(recipe: Recipe, roles: RoleBuilder) -> PlacedRole:

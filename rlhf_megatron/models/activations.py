@@ -1,4 +1,4 @@
-"""Activations of gated feed-forward layers, as functions for Megatron's config."""
+"""Activations of feed-forward layers, as functions for Megatron's config."""
 
 from __future__ import annotations
 
@@ -13,4 +13,13 @@ def gelu_tanh(values: Tensor) -> Tensor:
     return torch.nn.functional.gelu(values, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "gelu_tanh": gelu_tanh}
+def squared_relu(values: Tensor) -> Tensor:
+    """ReLU squared (arXiv 2109.08668)."""
+    return torch.nn.functional.relu(values).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": gelu_tanh,
+    "squared_relu": squared_relu,
+}

@@ -6,6 +6,7 @@ What a description is made of is in ``description``; what is not read is refused
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rlhf_megatron.models.config_fields import (
 )
 from rlhf_megatron.models.description import Architecture, Experts, Head, LayerKind, Scales
 from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.models.families.wrappers import WRAPPERS, language_config, wrapper_of
 from rlhf_megatron.untrusted import shown
 
 __all__ = [
@@ -59,6 +61,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def wrapped_language(folder: str | Path) -> dict[str, Any] | None:
+    """The config of the language model that a folder's config.json has inside; None where it is that itself.
+
+    Raises ModelError where either is not supported.
+    """
+    config = read_config(folder)
+    return None if wrapper_of(config) is None else language_config(Path(folder) / "config.json", config)
+
+
 def read_architecture(folder: str | Path) -> Architecture:
     """Reads and checks ``config.json`` in ``folder``; raises ModelError naming the field that is not supported."""
     return parse_architecture(read_config(folder), folder)
@@ -71,9 +82,19 @@ def check_generates(architecture: Architecture, folder: str | Path) -> None:
         raise ModelError(f"{shown(Path(folder) / 'config.json')}: {problem}")
 
 
+def _kinds_like(kind: object) -> str:
+    """The supported model types that look like ``kind``, which may be a mistyped one, and where all of them are."""
+    kinds = [*FAMILIES, *WRAPPERS]
+    near = difflib.get_close_matches(str(kind), kinds, n=4)
+    return ", ".join([*near, f"{len(kinds) - len(near)} {'others' if near else 'types'} that docs/models.md lists"])
+
+
 def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architecture:
     """The architecture of a Hugging Face ``config``; ``folder`` is where it is from, for errors (see ModelError)."""
     path = Path(folder) / "config.json"
+    if wrapper_of(config):
+        config = language_config(path, config)
+        path = path.with_name(f"{path.name} (text_config)")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         inside = config.get("text_config")
@@ -82,7 +103,7 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
                 f"{shown(path)}: model_type is {brief(kind)}, a model of images or sound with a language model of type "
                 f"{brief(inside.get('model_type'))} inside; save that alone, with its text_config as config.json"
             )
-        raise unsupported(path, "model_type", kind, ", ".join(sorted(FAMILIES)))
+        raise unsupported(path, "model_type", kind, _kinds_like(kind))
     family = FAMILIES[kind]
     check_fields(path, config, family.fields)
     if "quantization_config" not in family.fields.read:  # else its file has another kind

@@ -5,6 +5,7 @@ Megatron's own local attention takes no packed sequences; on GPUs Transformer En
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -71,13 +72,15 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Any = None,
         **__: Any,
     ) -> Tensor:
-        """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d], sequences by ``cu_seqlens_q``."""
+        """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d], sequences by ``cu_seqlens_kv``."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only; pass packed_seq_params")
-        boundaries, longest = packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q)
+        boundaries, longest = packed_seq_params.cu_seqlens_kv, int(packed_seq_params.max_seqlen_kv)
         parts = self._group.size()
         if parts == 1:
-            return self._attend(query, key, value, boundaries, longest, sinks=self.softmax_offset).flatten(1)
+            of_queries = packed_seq_params.cu_seqlens_q
+            at_end = None if of_queries is boundaries else Queries.at_end(of_queries, boundaries)
+            return self._attend(query, key, value, boundaries, longest, at_end, sinks=self.softmax_offset).flatten(1)
         # Tokens in the order of the ranks that hold them, and back in the order of the sequences.
         held = torch.cat([tokens_of_part(boundaries, parts, part) for part in range(parts)])
         order = held.argsort()
@@ -88,9 +91,8 @@ class PackedAttention(MegatronModule):
             out = self._attend(query, key, value, boundaries, longest, sinks=own)
             return self._tokens_for_heads(out[held]).flatten(1)
         key, value = (gather_from_sequence_parallel_region(part, group=self._group)[order] for part in (key, value))
-        mine = held.chunk(parts)[self._group.rank()]
-        sinks = self.softmax_offset
-        return self._attend(query, key, value, boundaries, longest, query_positions=mine, sinks=sinks).flatten(1)
+        mine = Queries(held.chunk(parts)[self._group.rank()], boundaries // parts)
+        return self._attend(query, key, value, boundaries, longest, mine, sinks=self.softmax_offset).flatten(1)
 
     def _heads_for_tokens(self, values: Tensor) -> Tensor:
         """[t / parts, heads, d] -> [t, heads / parts, d], tokens in the order of ranks."""
@@ -108,29 +110,49 @@ class PackedAttention(MegatronModule):
         return {}
 
 
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Queries [q] of packed sequences that are fewer than their keys.
+
+    Attributes:
+        positions: [q] int64: of which of the keys' tokens each is.
+        boundaries: [rows + 1]: of the queries of each sequence.
+    """
+
+    positions: Tensor
+    boundaries: Tensor
+
+    @classmethod
+    def at_end(cls, boundaries: Tensor, of_keys: Tensor) -> Queries:
+        """The last tokens of sequences by ``of_keys``."""
+        more = (of_keys - boundaries)[1:].long().repeat_interleave(boundaries.diff().long())
+        return cls(torch.arange(len(more), device=more.device) + more, boundaries)
+
+
 def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     boundaries: Tensor,
     longest: int,
+    queries: Queries | None = None,
+    *,
     scale: float,
     window: int | None = None,
-    query_positions: Tensor | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
 
-    ``window``: how many tokens a token attends to, itself included; None: all before it. ``soft_cap``: of the scaled
-    products of queries and keys. ``sinks`` [heads]: see ``Architecture.attention_sinks``.
+    ``queries``: None where every token has one. ``window``: how many tokens a token attends to, itself included; None:
+    all before it. ``soft_cap``: of the scaled products of queries and keys. ``sinks`` [heads]: see
+    ``Architecture.attention_sinks``.
 
-    ``query_positions`` [q] are those of the queries among the t tokens, equally many of each 2 * parts in each
-    sequence; without them every token has a query. Sequences are padded on the right to the longest one: with a causal
-    mask no real token sees the padding, so one call serves the whole micro-batch.
+    Sequences are padded on the right to the longest one: with a causal mask no real token sees the padding, so one call
+    serves the whole micro-batch.
     """
     if (soft_cap is not None or sinks is not None) and can_attend(query):
-        attended = intervals(boundaries, window, query_positions)
+        attended = intervals(boundaries, window, None if queries is None else queries.positions)
         return interval_attention(query, key, value, attended, scale, soft_cap, sinks)
     lengths = boundaries.diff().long()
 
@@ -146,12 +168,12 @@ def causal_attention(
     of_queries, mask = of_keys, None
     token = torch.arange(longest, device=query.device)
     position = token[None]
-    if query_positions is not None:
-        parts = key.size(0) // query.size(0)
-        of_queries = real(lengths // parts, longest // parts)
-        position = padded(query_positions - boundaries[:-1].long().repeat_interleave(lengths // parts), of_queries)
+    if queries is not None:
+        counts = queries.boundaries.diff().long()
+        of_queries = real(counts, int(counts.max()))
+        position = padded(queries.positions - boundaries[:-1].long().repeat_interleave(counts), of_queries)
     windowed = window is not None and window < longest
-    if query_positions is not None or windowed:  # one mask for all rows where every token has a query
+    if queries is not None or windowed:  # one mask for all rows where every token has a query
         mask = token <= position[..., None]
         if window is not None and windowed:
             mask &= token > position[..., None] - window

@@ -38,7 +38,7 @@ _MOST_LABELS = 2**20
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DROPOUT = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop")
 
-_READ = {
+DECODER_FIELDS = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_size",
     "intermediate_size", "layer_types", "max_position_embeddings", "model_type", "num_attention_heads",
     "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "rope_scaling",
@@ -127,9 +127,11 @@ _TYPE_NAMES |= {list: "a list", dict: "an object"}
 LAYERS_LEFT_OUT = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
+_E4M3 = ("e4m3", "float8_e4m3fn")
 # Of a quantisation by blocks; how activations are quantised, and which layers are not, the files and vLLM know.
 _QUANTISATION = {
-    "activation_scheme", "fmt", "modules_to_not_convert", "quant_method", "scale_fmt", "weight_block_size",
+    "activation_scheme", "dequantize", "fmt", "modules_to_not_convert", "quant_method", "scale_fmt",
+    "weight_block_size",
 }  # fmt: skip
 
 
@@ -179,7 +181,7 @@ def check_fields(path: Path, config: Mapping[str, Any], own: FamilyFields) -> No
     """Raises ModelError for the first field of the config at ``path`` that is not known, or has a value that is not."""
     single = {field: value for field, value in _ONLY.items() if field not in own.read} | dict(own.only)
     types = {field: kinds for field, kinds in _TYPES.items() if field not in own.read} | dict(own.types)
-    read = _READ | own.read
+    read = DECODER_FIELDS | own.read
     never_null = _NEVER_NULL.union(own.never_null)
     for field, value in config.items():
         if field in _OF_THE_CLASS:
@@ -202,19 +204,21 @@ def check_fields(path: Path, config: Mapping[str, Any], own: FamilyFields) -> No
             )
 
 
-def weight_block(path: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
+def weight_block(path: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The rows and columns that share a scale in the files of the config at ``path``; None: they are not quantised.
 
-    Raises ModelError for any other quantisation than e4m3 with a scale for each block.
+    Empty where a matrix has one scale. Raises ModelError for any other quantisation than e4m3 with these scales.
     """
     given = config.get("quantization_config")
     if given is None:
         return None
     known = isinstance(given, dict) and given.keys() <= _QUANTISATION
-    is_e4m3 = known and given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
+    is_e4m3 = known and given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") in _E4M3
     block: Any = given.get("weight_block_size") if is_e4m3 else None
+    if is_e4m3 and block is None and given.get("activation_scheme") == "static":
+        return ()
     if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
-        raise unsupported(path, "quantization_config", given, "none, or fp8 in e4m3 with weight_block_size")
+        raise unsupported(path, "quantization_config", given, "none, or fp8 in e4m3, static or with weight_block_size")
     return block[0], block[1]
 
 

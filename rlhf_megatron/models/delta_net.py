@@ -191,7 +191,7 @@ def _has_fused_kernels() -> bool:
 def _problem_of_fused_kernels() -> str | None:
     """Return why flash-linear-attention cannot compute delta nets on this GPU; None where it can."""
     if importlib.util.find_spec("fla") is None:
-        return "flash-linear-attention is not installed (pip install 'rlhf-megatron[linear-attention]')"
+        return "flash-linear-attention is not installed (pip install flash-linear-attention)"
     triton, hopper = Version(importlib.metadata.version("triton")), torch.cuda.get_device_capability()[0] == 9
     # https://github.com/fla-org/flash-linear-attention/issues/640; it refuses itself, in the backward pass.
     if hopper and Version("3.4") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None:

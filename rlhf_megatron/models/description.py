@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -144,11 +146,14 @@ class Architecture:
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
     ``query_key_norm``: of each head; ``wide_query_key_norm``: of all heads of a token together.
+    ``head_norms``: LayerNorms of queries and keys, each head's by weights of its own.
+    ``norms_of_turned``: these norms are of queries and keys that positions have turned, not the other way round.
     ``attention_sinks``: each head has a number that takes part in its softmax as the product of one more key, whose
     value is nothing (https://arxiv.org/abs/2309.17453).
     ``zero_centred_norms``: the factors of norms are 1 + their weights.
     ``gated_attention``: a head's output is multiplied with the sigmoid of a gate, whose rows are behind its query's.
     ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are left out.
+    ``plain_mlp``: dense feed-forward layers have no gate: one matrix up, the activation, one down.
     ``latent``: attention is latent attention; ``head_dim`` is then the part of a head that turns.
     """
 
@@ -183,14 +188,22 @@ class Architecture:
     latent: Latent | None = None
     gated_attention: bool = False
     delta_net: DeltaNet | None = None
+    norms_of_turned: bool = False
+    head_norms: bool = False
+    plain_mlp: bool = False
 
-    @property
+    @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each decoder layer, from the first to the last."""
         if self.mixed_layers:
             return self.mixed_layers
         attention: Literal["full", "window"] = "full" if self.window is None else "window"
         return (LayerKind(attention, "experts" if self.experts else "dense"),) * self.layers
+
+    @functools.cached_property
+    def kind_counts(self) -> Mapping[LayerKind, int]:
+        """How many decoder layers there are of each kind."""
+        return Counter(self.layer_kinds)
 
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:
@@ -233,10 +246,11 @@ class Architecture:
                 f"layout.tensor={layout.tensor} neither divides the model's {self.key_value_heads} key-value heads "
                 "(num_key_value_heads) nor is a multiple; change it"
             )
-        if self.wide_query_key_norm and self.key_value_heads % layout.tensor:
+        if (self.wide_query_key_norm or self.head_norms) and self.key_value_heads % layout.tensor:
+            how = "over all of which keys are normed" if self.wide_query_key_norm else "which have norms of their own"
             raise ModelError(
                 f"layout.tensor={layout.tensor} does not divide the model's {self.key_value_heads} key-value heads "
-                "(num_key_value_heads), over all of which keys are normed; use a divisor"
+                f"(num_key_value_heads), {how}; use a divisor"
             )
         self._check_delta_net(layout)
         self._check_feed_forward(layout)
@@ -287,7 +301,8 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
 LATER_FIELDS = (
     "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias",
     "wide_query_key_norm", "scales",
-    "prediction_layers", "latent", "attention_sinks", "gated_attention", "delta_net",
+    "prediction_layers", "latent", "attention_sinks", "gated_attention", "delta_net", "norms_of_turned",
+    "head_norms", "plain_mlp",
 )  # fmt: skip
 _LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit")
 

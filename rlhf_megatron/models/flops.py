@@ -5,7 +5,6 @@ What the model needs, not what was done: recomputed activations and padding do n
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rlhf_megatron.models.architecture import Architecture
@@ -28,22 +27,34 @@ _PEAKS = {
 }
 
 
-def forward_flops(architecture: Architecture, lengths: Iterable[float], outputs: float, causal: bool = True) -> float:
+def forward_flops(
+    architecture: Architecture,
+    lengths: Iterable[float],
+    outputs: float,
+    causal: bool = True,
+    spared: Sequence[float] = (),
+) -> float:
     """Operations of one forward pass over rows of ``lengths`` tokens, whose head reads ``outputs`` tokens in all.
 
     A product of [m, k] and [k, n] counts 2 m k n; norms, activations and rotary embeddings count nothing. Attention of
     a row of n tokens is counted for the n (n + 1) / 2 pairs that may be seen, or those within a window, or for all n^2
-    without ``causal``.
+    without ``causal``. ``spared``: lengths of prompts that are part of rows, and not computed again for them.
     """
     a, family = architecture, FAMILIES[architecture.family]
-    weights = sum(count * family.multiplied_weights(a, kind) for kind, count in Counter(a.layer_kinds).items())
+    weights = sum(count * family.multiplied_weights(a, kind) for kind, count in a.kind_counts.items())
     rows = list(lengths)
     head = 1 if a.head == "scalar" else a.vocabulary
-    return 2.0 * (weights * sum(rows) + a.hidden * head * outputs) + _attention_flops(a, rows, causal)
+    products = weights * (sum(rows) - sum(spared)) + a.hidden * head * outputs
+    return 2.0 * products + _attention_flops(a, rows, causal, spared)
 
 
 def training_flops(
-    architecture: Architecture, lengths: Iterable[float], outputs: float, causal: bool = True, frozen: bool = False
+    architecture: Architecture,
+    lengths: Iterable[float],
+    outputs: float,
+    causal: bool = True,
+    frozen: bool = False,
+    spared: Sequence[float] = (),
 ) -> float:
     """Operations of a forward and a backward pass, which has two products for each of the forward's.
 
@@ -51,14 +62,18 @@ def training_flops(
     the usual ranks, does not count, as it is not the model's.
     """
     rows = list(lengths)
-    forward = forward_flops(architecture, rows, outputs, causal)
-    return 2.0 * forward + _attention_flops(architecture, rows, causal) if frozen else 3.0 * forward
+    forward = forward_flops(architecture, rows, outputs, causal, spared)
+    return 2.0 * forward + _attention_flops(architecture, rows, causal, spared) if frozen else 3.0 * forward
 
 
-def _attention_flops(architecture: Architecture, rows: Sequence[float], causal: bool) -> float:
+def _attention_flops(architecture: Architecture, rows: Sequence[float], causal: bool, spared: Sequence[float]) -> float:
     """Of a forward pass, the operations that are no products with weights."""
     a, family = architecture, FAMILIES[architecture.family]
-    return sum(count * family.attention_flops(a, kind, rows, causal) for kind, count in Counter(a.layer_kinds).items())
+    kinds = a.kind_counts
+    whole = sum(count * family.attention_flops(a, kind, rows, causal) for kind, count in kinds.items())
+    if not spared:
+        return whole
+    return whole - sum(count * family.attention_flops(a, kind, spared, causal) for kind, count in kinds.items())
 
 
 def attention_cost(architecture: Architecture) -> float:
@@ -84,5 +99,5 @@ def kv_cache_bytes(architecture: Architecture, tensor: int, element_bytes: int, 
     a, family = architecture, FAMILIES[architecture.family]
     return element_bytes * sum(
         count * family.cached_elements(a, kind, tensor) * family.cached_tokens(a, kind, tokens)
-        for kind, count in Counter(a.layer_kinds).items()
+        for kind, count in a.kind_counts.items()
     )

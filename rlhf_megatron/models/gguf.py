@@ -37,9 +37,7 @@ class GgufFile:
             package: Any = importlib.import_module("gguf")
             self._quants: Any = importlib.import_module("gguf.quants")
         except ImportError as error:
-            raise UserError(
-                "reading GGUF files needs the gguf package: pip install 'rlhf-megatron[convert]' (or gguf)"
-            ) from error
+            raise UserError("reading GGUF files needs the gguf package: pip install gguf") from error
         try:
             check_metadata(path)
             self._reader: Any = package.GGUFReader(str(path))

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_megatron.models import mxfp4
 from rlhf_megatron.models.architecture import Architecture, ModelError, read_config
-from rlhf_megatron.models.block_scales import QUANTIZED, SCALES, dequantized, scales_region, scales_shape
+from rlhf_megatron.models.block_scales import ACTIVATIONS, QUANTIZED, SCALES, dequantized, scales_region, scales_shape
 from rlhf_megatron.models.config_fields import read_model_json, weight_block
+from rlhf_megatron.models.families.wrappers import language_config
+from rlhf_megatron.models.file_form import form_in_files
+from rlhf_megatron.models.node_copy import NodeCopy
 from rlhf_megatron.models.stacked import Shape, stored_shapes
-from rlhf_megatron.models.weight_map import SCORE, Region, stacked_tensors, tensor_shapes
+from rlhf_megatron.models.weight_map import SCORE, Region, tensor_shapes
 from rlhf_megatron.models.weight_source import RandomWeights
 from rlhf_megatron.untrusted import check_regular, reason_of, shown
 
@@ -47,17 +53,21 @@ class CheckpointFiles:
         self.folder = Path(folder)
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
-        self._file_of = self._locate()
-        self._part_shapes, self._stacked = tensor_shapes(architecture), stacked_tensors(architecture)
+        self.node_copy: NodeCopy | None = None
+        config, located = read_config(folder), located_tensors(self.folder)
+        self._form = form_in_files(config, architecture, located)
+        self._file_of = {self._form.model_name(name): path for name, path in located.items()}
+        self._part_shapes, self._stacked = tensor_shapes(architecture), self._form.stacked
         self._place = {
             part: (name, index) for name, stack in self._stacked.items() for index, part in enumerate(stack.parts)
         }
         self._packed = self._find_packed()
         self._shapes = self._stored_shapes()
         behind = range(architecture.layers, architecture.layers + architecture.prediction_layers)
-        self._left_out = tuple(f"model.layers.{layer}." for layer in behind)
+        # ERNIE has them under names of their own.
+        self._left_out = (*(f"model.layers.{layer}." for layer in behind), *(["model.mtp_"] if behind else []))
         packs = any(stack.packed for stack in self._stacked.values())
-        self._block = None if packs else weight_block(self.folder / "config.json", read_config(folder))
+        self._block = None if packs else _block_of(self.folder / "config.json", config)
         self._quantized: set[str] = set()
         self._new_head: RandomWeights | None = None
         if new_head_seed is not None and SCORE in self._shapes and SCORE not in self._file_of:
@@ -66,35 +76,13 @@ class CheckpointFiles:
         missing = [name for name in self._shapes if name not in self._file_of and name not in drawn]
         if missing:
             raise ModelError(
-                f"{self.folder}: {len(missing)} of {len(self._shapes)} tensors are missing, the first is {missing[0]}"
+                f"{self.folder}: {len(missing)} of {len(self._shapes)} tensors are missing, the first is "
+                f"{self._form.stored_name(missing[0])}"
             )
         self._check_headers()
+        self._check_towers(located)
         if architecture.tied_embeddings and architecture.head == "language":
             self._check_tied()
-
-    def _locate(self) -> dict[str, Path]:
-        index = self.folder / INDEX_FILE
-        if os.path.lexists(index):
-            content = read_model_json(index)
-            names = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-                raise ModelError(f"{index}: has no weight_map of tensors and their files; download the model again")
-            for file in names.values():
-                if Path(file).name != file:
-                    raise ModelError(f"{index}: names the file {shown(repr(file))}, which does not lie in this folder")
-            if os.path.lexists(self.folder / SINGLE_FILE) and SINGLE_FILE not in names.values():
-                raise ModelError(
-                    f"{shown(self.folder)}: has {SINGLE_FILE} and {INDEX_FILE}, which names other files; remove those "
-                    "that are not the model's, since others would read the former"
-                )
-            return {name: self.folder / file for name, file in names.items()}
-        single = self.folder / SINGLE_FILE
-        if not os.path.lexists(single):
-            raise ModelError(
-                f"{shown(self.folder)}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; "
-                "model.path must hold safetensors weights (or set model.random_weights=true)"
-            )
-        return dict.fromkeys(self._reader(single).keys(), single)
 
     def _find_packed(self) -> set[str]:
         """The stacked tensors that the files have in MXFP4."""
@@ -114,7 +102,8 @@ class CheckpointFiles:
 
     def _check_headers(self) -> None:
         """Every tensor's place, shape and type, which files tell at their beginnings: before memory is taken."""
-        held = {path: set(self._reader(path).keys()) for path in set(self._file_of.values())}
+        form = self._form
+        held = {path: set(map(form.model_name, self._reader(path).keys())) for path in set(self._file_of.values())}
         for path, names in held.items():
             for name in names:
                 if self._file_of.get(name) != path and (name in self._shapes or name.startswith(_DECODER)):
@@ -130,11 +119,11 @@ class CheckpointFiles:
             if name not in self._shapes:
                 self._check_surplus(name, path)
                 continue
-            piece = self._reader(path).get_slice(name)
+            piece = self._reader(path).get_slice(form.stored_name(name))
             shape = tuple(piece.get_shape())
             if shape != self._shapes[name]:
                 raise ModelError(f"{path}: {name} has shape {shape}, config.json asks for {self._shapes[name]}")
-            if piece.get_dtype() == QUANTIZED and self._block and name + SCALES in self._file_of:
+            if piece.get_dtype() == QUANTIZED and self._block is not None and name + SCALES in self._file_of:
                 self._check_scales(name)
             elif not name.endswith((_BLOCKS, _SCALES)):
                 check_type(path, name, piece.get_dtype())
@@ -145,7 +134,7 @@ class CheckpointFiles:
         """The scales of a quantised matrix have a shape and a type of their own."""
         assert self._block is not None
         path, wanted = self._file_of[name + SCALES], scales_shape(self._shapes[name], self._block)
-        piece = self._reader(path).get_slice(name + SCALES)
+        piece = self._reader(path).get_slice(self._form.stored_name(name) + SCALES)
         shape = tuple(piece.get_shape())
         if shape != wanted:
             raise ModelError(f"{path}: {name}{SCALES} has shape {shape}, quantization_config asks for {wanted}")
@@ -154,7 +143,8 @@ class CheckpointFiles:
 
     def _check_surplus(self, name: str, path: Path) -> None:
         """A tensor of the decoder that nothing reads belongs to another model; heads of other uses do no harm."""
-        is_scale = self._block is not None and name.removesuffix(SCALES) in self._shapes
+        weight = f"{name.removesuffix(ACTIVATIONS)}weight" if name.endswith(ACTIVATIONS) else name.removesuffix(SCALES)
+        is_scale = self._block is not None and weight in self._shapes
         if name.startswith(self._left_out) or is_scale:
             return
         if name.startswith(_DECODER) and name != _OUTPUT and not name.endswith(_FORMER_BUFFER):
@@ -162,6 +152,12 @@ class CheckpointFiles:
                 f"{path}: {shown(name)} is no tensor of the model that config.json describes; they do not belong "
                 "together"
             )
+
+    def _check_towers(self, located: Mapping[str, Path]) -> None:
+        """The other towers' tensors, which exports copy bit for bit, are not quantised either."""
+        for name, path in located.items():
+            if self._form.is_other_tower(name):
+                check_type(path, shown(name), self._reader(path).get_slice(name).get_dtype())
 
     def _check_tied(self) -> None:
         """An output layer beside tied embeddings is the embeddings again: transformers would use another one."""
@@ -176,6 +172,25 @@ class CheckpointFiles:
         if str(path) not in self._files:
             self._files[str(path)] = self._open.enter_context(open_weights(path))
         return self._files[str(path)]
+
+    def read_once(self, tensors: Iterable[str], group: dist.ProcessGroup) -> None:
+        """Brings these of the model's tensors, and what other ranks want, to the memory of ``group``'s node.
+
+        They are read from there from then on; see ``NodeCopy``. Collective over ``group``.
+        """
+        wanted: dict[Path, set[str]] = defaultdict(set)
+        for name in {name for tensor in tensors for name in self._stored_names(tensor)}:
+            wanted[self._file_of[name]].add(self._form.stored_name(name))
+        self.node_copy = self._open.enter_context(NodeCopy(wanted, group))
+
+    def _stored_names(self, tensor: str) -> list[str]:
+        """What is read of the files for one of the model's tensors."""
+        if tensor == SCORE and self._new_head:
+            return []
+        if tensor in self._quantized:
+            return [tensor, tensor + SCALES]
+        name, _ = self._place.get(tensor, (tensor, 0))
+        return [name + _BLOCKS, name + _SCALES] if name in self._packed else [name]
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """``tensor[region]`` on the CPU in the file's dtype; only these bytes are read.
@@ -203,14 +218,20 @@ class CheckpointFiles:
             scales = self._read(name + _SCALES, (this, rows, blocks))
             skipped = first - blocks[0] * mxfp4.BLOCK
             return mxfp4.unpacked(codes, scales)[0, :, skipped : skipped + last - first]
-        if self._stacked[name].transposed:
+        stack = self._stacked[name]
+        if stack.transposed:
             return self._read(name, (this, *reversed(region)))[0].t()
-        return self._read(name, (this, *region))[0]
+        matrix, place = divmod(index, stack.joined)
+        above = place * self._part_shapes[tensor][0]
+        (first, last), *others = region
+        return self._read(name, ((matrix, matrix + 1), (above + first, above + last), *others))[0]
 
     def _read(self, tensor: str, region: Region) -> Tensor:
         path = self._file_of[tensor]
         try:
-            piece = self._reader(path).get_slice(tensor)
+            name = self._form.stored_name(tensor)
+            copy = self.node_copy.reader(path, name) if self.node_copy else None
+            piece = (copy or self._reader(path)).get_slice(name)
             selected: Tensor = piece[tuple(slice(start, stop) for start, stop in region)]
         except SafetensorError as error:
             raise ModelError(
@@ -230,6 +251,37 @@ class CheckpointFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()
+
+
+def _block_of(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
+    return weight_block(path, language_config(path, config))
+
+
+def located_tensors(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a model folder, by the index or the single file; raises ModelError for neither."""
+    index = folder / INDEX_FILE
+    if os.path.lexists(index):
+        content = read_model_json(index)
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise ModelError(f"{index}: has no weight_map of tensors and their files; download the model again")
+        for file in names.values():
+            if Path(file).name != file:
+                raise ModelError(f"{index}: names the file {shown(repr(file))}, which does not lie in this folder")
+        if os.path.lexists(folder / SINGLE_FILE) and SINGLE_FILE not in names.values():
+            raise ModelError(
+                f"{shown(folder)}: has {SINGLE_FILE} and {INDEX_FILE}, which names other files; remove those that are "
+                "not the model's, since others would read the former"
+            )
+        return {name: folder / file for name, file in names.items()}
+    single = folder / SINGLE_FILE
+    if not os.path.lexists(single):
+        raise ModelError(
+            f"{shown(folder)}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; "
+            "model.path must hold safetensors weights (or set model.random_weights=true)"
+        )
+    with open_weights(single) as file:
+        return dict.fromkeys(file.keys(), single)
 
 
 def open_weights(path: Path) -> Any:

@@ -15,6 +15,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from rlhf_megatron.compat.torch import with_constant_floats
+
 BLOCK = 128  # queries and keys of a block, which is skipped where no query attends to a key
 
 
@@ -98,7 +100,8 @@ def _padded(packed: Tensor) -> Tensor:
 @functools.cache
 def _compiled() -> Callable[..., Any]:
     # Lengths differ from micro-batch to micro-batch; a part that is not compiled would make all products at once.
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    # A soft cap is a constant of its kernel: torch 2.11 cannot trace one that is an input.
+    return with_constant_floats(torch.compile(flex_attention, dynamic=True, fullgraph=True))
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rlhf_megatron.durable import whole_folder
-from rlhf_megatron.models.architecture import Architecture, ModelError
+from rlhf_megatron.models.architecture import Architecture, ModelError, read_config
+from rlhf_megatron.models.families.wrappers import module_prefix
 from rlhf_megatron.models.hf_export import write_safetensors
 from rlhf_megatron.models.hf_files import check_type, open_weights
 from rlhf_megatron.models.lora import FACTORS, Adaptation, adapted_shapes, factor_of, factor_shapes, module_of
@@ -34,6 +36,7 @@ _USUAL = {
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 # The parameters of all experts of a layer in transformers 5, and the expression by which PEFT finds the former.
 _EXPERTS_GATE_UP, _EXPERTS_DOWN, _PATTERN = "experts.gate_up_proj", "experts.down_proj", r".*\.gate_up_proj"
+_DECODER, _WRAPPED, _OTHER_TOWERS = "model.", "model.language_model.", r"^(?!.*language_model\.).*"
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -55,7 +58,7 @@ class PeftAdapter:
             with open_weights(self._path) as file:
                 for name in file.keys():  # noqa: SIM118
                     check_type(self._path, shown(name), file.get_slice(name).get_dtype())
-                tensors = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ModelError(f"{self._path}: cannot be read as safetensors ({reason_of(error)})") from error
         for unfit in nonfinite(tensors.items()):
@@ -94,12 +97,38 @@ def write_peft(
     """
     with whole_folder(folder) as partial:
         factors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
-        wrapped = wrapped_factors(factors, wrapped_stacks(architecture, adaptation))
-        write_safetensors(
-            partial / PEFT_WEIGHTS, {PEFT_PREFIX + name: each for name, each in wrapped.items()}, {"format": "pt"}
-        )
-        config = json.dumps(peft_config(architecture, adaptation, base), indent=2) + "\n"
-        (partial / PEFT_CONFIG).write_text(config, encoding="utf-8")
+        write_factors(partial / PEFT_WEIGHTS, factors, architecture, adaptation, base)
+        write_peft_config(partial, architecture, adaptation, base)
+
+
+def write_factors(
+    path: Path, factors: Mapping[str, Tensor], architecture: Architecture, adaptation: Adaptation, base: str
+) -> None:
+    """Writes every A and B, on the CPU, as the file that PEFT reads for the model in the folder ``base``.
+
+    Raises OSError where the disk fails.
+    """
+    wrapped = wrapped_factors(factors, wrapped_stacks(architecture, adaptation))
+    prefix = PEFT_PREFIX + _prefix_of(base)
+    named = {prefix + name.removeprefix(_DECODER): each for name, each in wrapped.items()}
+    write_safetensors(path, named, {"format": "pt"})
+
+
+def write_peft_config(folder: Path, architecture: Architecture, adaptation: Adaptation, base: str) -> None:
+    """Writes what stands beside the factors; raises OSError where the disk fails."""
+    config = json.dumps(peft_config(architecture, adaptation, base), indent=2) + "\n"
+    (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
+
+
+def _prefix_of(base: str) -> str:
+    """Return the prefix of the names of decoder modules in the model in a folder; "model." where there is none."""
+    return module_prefix(read_config(base)) if os.path.lexists(Path(base) / "config.json") else _DECODER
+
+
+def _own_name(name: str) -> str:
+    """A factor's name here, given PEFT's for the language model alone or within one of images and text."""
+    inner = name.removeprefix(PEFT_PREFIX)
+    return _DECODER + inner.removeprefix(_WRAPPED) if inner.startswith(_WRAPPED) else inner
 
 
 def peft_config(architecture: Architecture, adaptation: Adaptation, base: str) -> dict[str, Any]:
@@ -117,6 +146,8 @@ def peft_config(architecture: Architecture, adaptation: Adaptation, base: str) -
         "lora_alpha": alpha,
         "use_rslora": False,
         "target_modules": modules,
+        # A vision tower has modules of these names too.
+        **({"exclude_modules": _OTHER_TOWERS} if _prefix_of(base) == _WRAPPED else {}),
         **({"target_parameters": parameters} if parameters else {}),
         **(_of_both(adaptation.rank, alpha) if _EXPERTS_GATE_UP in parameters else {}),
         "lora_dropout": 0.0,

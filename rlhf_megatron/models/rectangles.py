@@ -126,3 +126,24 @@ def held_layers(a: Architecture, layout: Layout, stage: int) -> Iterator[tuple[s
     for chunk, layers in enumerate(layout.stage_chunks(a.layers)[stage]):
         for local, index in enumerate(layers):
             yield f"{chunk_prefix(layout, chunk)}decoder.layers.{local}.", index
+
+
+def elements(region: Region) -> int:
+    """The number of elements in a rectangle."""
+    count = 1
+    for start, stop in region:
+        count *= stop - start
+    return count
+
+
+def intersect(one: Region, other: Region) -> Region | None:
+    """The common rectangle of two, or None."""
+    if one == other:
+        return one
+    common = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        start, stop = a if a > c else c, b if b < d else d
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)

@@ -30,6 +30,16 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class AlphaScaling:
+    """Hunyuan's: a theta of its own, ``alpha`` ^ (d / (d - 2)) times the config's for d turned numbers.
+
+    Its rope_type is "dynamic", but with ``alpha`` nothing depends on the rows.
+    """
+
+    alpha: float
+
+
+@dataclasses.dataclass(frozen=True)
 class YarnScaling:
     """YaRN (https://arxiv.org/abs/2309.00071): frequencies divided by ``factor`` on a ramp over the pairs of a head.
 
@@ -63,7 +73,7 @@ class LongScaling:
     is_long: bool | None = None
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | AlphaScaling
 SCALINGS: dict[str, type[Scaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,

@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rlhf_megatron.models.description import Architecture
-from rlhf_megatron.models.rope import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from rlhf_megatron.models.rope import AlphaScaling, LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,9 @@ def rotary_table(rope: Rope, head_dim: int, device: torch.device | str) -> Rotar
             frequencies = scaled_as_llama3(frequencies, rope.scaling)
         case YarnScaling():
             frequencies = scaled_as_yarn(frequencies, rope.theta, rope.scaling)
+        case AlphaScaling(alpha):
+            theta = rope.theta * alpha ** (dimensions / (dimensions - 2))
+            frequencies = inverse_frequencies(theta, dimensions, device)
         case LongScaling():
             frequencies = scaled_as_longrope(rope.theta, dimensions, rope.scaling, device)
     return RotaryTable(frequencies, rope.attention_factor, rope.interleaved)

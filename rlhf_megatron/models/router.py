@@ -40,7 +40,9 @@ class ScoreRouter(TopKRouter):
             chosen = self.router_replay.taken(chosen)
         weights = scores.gather(1, chosen)
         if self._experts.normalized:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            total = weights.sum(-1, keepdim=True)
+            # Softmax scores of experts that a bias has chosen may all be next to nothing.
+            weights = weights / (total + 1e-20 if self._routing.score == "sigmoid" else total.clamp(min=1e-12))
         weights = weights * self._routing.scale
         return torch.zeros_like(scores).scatter(1, chosen, weights), torch.zeros_like(scores).scatter(1, chosen, 1) > 0
 

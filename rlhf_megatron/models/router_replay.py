@@ -8,24 +8,15 @@ recomputed in the backward pass: so each router replays its own micro-batch's, w
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlhf_megatron.data.expert_choices import is_known
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.choice_shape import layers_with_experts
-
-
-@dataclasses.dataclass
-class ReplayedSequences(PackedSeqParams):
-    """Boundaries of packed rows, with the choices of this rank's tokens: [t, layers of this rank, chosen]."""
-
-    expert_choices: Tensor | None = None
 
 
 class ReplayedRouter:
@@ -57,7 +48,7 @@ class ReplayedRouter:
 
 
 def install_replay(architecture: Architecture, chunks: Sequence[torch.nn.Module]) -> list[int]:
-    """Has the routers of this rank's ``chunks`` replay what comes with ``ReplayedSequences``.
+    """Has the routers of this rank's ``chunks`` replay what comes with ``PackedSequences``.
 
     Returns which of the model's layers with experts, counted among these, are here.
     """

@@ -9,7 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from rlhf_megatron.models.rotary import Rotary
-from rlhf_megatron.models.wide_norm import WideNorm
+from rlhf_megatron.models.wide_norm import HeadNorm, WideNorm
 
 
 class StackedSelfAttention(SelfAttention):
@@ -17,15 +17,27 @@ class StackedSelfAttention(SelfAttention):
 
     Queries and keys are turned by the layer's own rotary table before Megatron sees them: its model has no position
     embeddings. With fewer key-value heads than tensor ranks Megatron cuts through groups, and that stays as it is
-    (see ``rectangles``). ``wide_norms``: queries and keys are normed over all heads together.
+    (see ``rectangles``). ``norm``: of queries and keys, in place of Megatron's.
+    ``norms_of_turned``: they are turned, then normed.
     """
 
-    def __init__(self, config: Any, *args: Any, rotary: Rotary, wide_norms: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        rotary: Rotary,
+        norm: type[WideNorm | HeadNorm] | None = None,
+        norms_of_turned: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(config, *args, **options)
-        if wide_norms:
-            self.q_layernorm = WideNorm(config, self.num_attention_heads_per_partition, self.pg_collection.tp)
-            self.k_layernorm = WideNorm(config, self.num_query_groups_per_partition, self.pg_collection.tp)
-        self._rotary = rotary
+        if norm is not None:
+            self.q_layernorm = norm(config, self.num_attention_heads_per_partition, self.pg_collection.tp)
+            self.k_layernorm = norm(config, self.num_query_groups_per_partition, self.pg_collection.tp)
+        if norms_of_turned:  # Megatron norms in more places than one
+            for module in (self.q_layernorm, self.k_layernorm):
+                module.register_forward_pre_hook(lambda _, inputs: (self._rotated(inputs[0]),))
+        self._rotary, self._norms_of_turned = rotary, norms_of_turned
         self._packed: Any = None  # Megatron's PackedSeqParams, while in forward
 
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
@@ -66,5 +78,9 @@ class StackedSelfAttention(SelfAttention):
         return self._turned(query), self._turned(key), value.clone(memory_format=torch.contiguous_format), *gate
 
     def _turned(self, values: Tensor) -> Tensor:
+        """Return queries or keys, normed if they are, with their positions."""
+        return values if self._norms_of_turned else self._rotated(values)
+
+    def _rotated(self, values: Tensor) -> Tensor:
         group = self.pg_collection.cp
         return self._rotary.turn(values.squeeze(1), self.layer_number - 1, self._packed, group).unsqueeze(1)

@@ -7,6 +7,7 @@ Where files, and vLLM's loader, have them otherwise, the family says so in ``Fam
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,24 +15,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
     """``parts``: the model's tensors, one behind the other along a first dimension of their own.
 
-    ``transposed``: each as its transpose. ``packed``: files may have it in MXFP4 instead (``mxfp4``).
+    ``joined``: so many neighbours are one matrix there, rows below rows. ``transposed``: each as its transpose.
+    ``packed``: files may have it in MXFP4 instead (``mxfp4``).
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     packed: bool = False
+    joined: int = 1
 
     def assembled(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the checkpoint's tensor, made of the parts in their order."""
         import torch
 
-        return torch.stack([part.t() if self.transposed else part for part in tensors])
+        stacked = torch.stack([part.t() if self.transposed else part for part in tensors])
+        return stacked.unflatten(0, (-1, self.joined)).flatten(1, 2) if self.joined > 1 else stacked
 
 
 def stored_shapes(shapes: Mapping[str, Shape], stacked: Mapping[str, Stacked]) -> dict[str, Shape]:
@@ -40,8 +45,26 @@ def stored_shapes(shapes: Mapping[str, Shape], stacked: Mapping[str, Stacked]) -
     stored = {name: shape for name, shape in shapes.items() if name not in inside}
     for name, stack in stacked.items():
         part = shapes[stack.parts[0]]
-        stored[name] = (len(stack.parts), *(reversed(part) if stack.transposed else part))
+        first, *others = reversed(part) if stack.transposed else part
+        stored[name] = (len(stack.parts) // stack.joined, first * stack.joined, *others)
     return stored
+
+
+def joint_experts(shapes: Mapping[str, Shape]) -> dict[str, Stacked]:
+    """Return the two stacks of each layer's experts that transformers has in memory, and some checkpoints in files.
+
+    They are gate_up_proj [experts, gate's and up's rows, columns] and down_proj [experts, rows, columns].
+    """
+    by_stack: dict[str, list[str]] = {}
+    for name in shapes:
+        match = _EXPERT.fullmatch(name)
+        if match:
+            matrix = "down_proj" if match[2] == "down_proj" else "gate_up_proj"
+            by_stack.setdefault(f"{match[1]}.{matrix}", []).append(name)
+    return {
+        name: Stacked(tuple(parts), joined=2 if name.endswith("gate_up_proj") else 1)
+        for name, parts in by_stack.items()
+    }
 
 
 def stored_tensors(

@@ -1,4 +1,7 @@
-"""An RMSNorm of queries or keys over all heads together, of which each tensor-parallel rank has some (OLMo 2)."""
+"""Norms of queries and keys whose weights are cut as heads are: each tensor-parallel rank has those of its own.
+
+An RMSNorm over all heads together (OLMo 2), and a LayerNorm of each head by weights of its own (Command R+).
+"""
 
 from __future__ import annotations
 
@@ -33,3 +36,19 @@ class WideNorm(torch.nn.Module):
         mean = squares / (wide.size(-1) * self._group.size())
         normed = wide * torch.rsqrt(mean + self._epsilon) * self.weight
         return normed.type_as(values).view_as(values)
+
+
+class HeadNorm(torch.nn.Module):
+    """LayerNorm (arXiv 1607.06450) without bias of [..., heads, d] over d, each head with weights of its own."""
+
+    def __init__(self, config: Any, heads: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(heads, config.kv_channels, dtype=torch.float32))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=group.size() > 1, dim=0, stride=1)
+        self._epsilon = config.layernorm_epsilon
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return ``values`` normed, of their shape and type; computed in float32."""
+        centred = values.float() - values.float().mean(-1, keepdim=True)
+        normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self._epsilon)
+        return (normed * self.weight.float()).type_as(values)

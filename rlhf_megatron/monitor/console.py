@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TextIO
 
@@ -71,14 +72,24 @@ class Console:
         more = bool(self._rows) and self._rows[-1][0] == step
         earlier = self._rows.pop()[1] if more else {}
         self._rows.append((step, {**earlier, **metrics}))
-        value = self._headline(metrics)
-        if value is not None and math.isfinite(value):
-            self._curve.append(value)
+        self._add_to_curve(metrics)
         if self._live is not None:
             self._live.refresh()
         elif more:
             self._print_more(step, metrics)
         else:
+            self._print_plain(step, metrics)
+
+    def earlier(self, steps: Mapping[int, Metrics]) -> None:
+        """Show the last steps of attempts before, rising, which a run that resumes goes on from."""
+        for metrics in steps.values():
+            self._add_to_curve(metrics)
+        last = list(steps.items())[-VISIBLE_ROWS:]
+        self._rows.extend(last)
+        if self._live is not None:
+            self._live.refresh()
+            return
+        for step, metrics in last:
             self._print_plain(step, metrics)
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
@@ -112,6 +123,11 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _add_to_curve(self, metrics: Metrics) -> None:
+        value = self._headline(metrics)
+        if value is not None and math.isfinite(value):
+            self._curve.append(value)
 
     def _write(self, line: str) -> None:
         self._stream.write(line.rstrip() + "\n")

@@ -13,10 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+import pyarrow as pa
+
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.kept_rows import columns_for_people
 from rlhf_megatron.monitor.records import MOST_BYTES, lines_of, record_of
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.monitor.trackers import Tracker, make_tracker
+from rlhf_megatron.monitor.trackers import TableTracker, Tracker, check_trackers, make_tracker
 from rlhf_megatron.untrusted import check_regular, opened, reason_of
 
 FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
@@ -58,6 +61,7 @@ class MetricsLogger:
         Raises MonitorError (one line) for an unknown tracker, a missing package, or a tracker that cannot start.
         """
         names = list(dict.fromkeys(["jsonl", *settings.trackers]))
+        check_trackers(names)  # all of them before any begins a run on its server
         self._trackers: dict[str, Tracker] = {}
         for name in names:
             try:
@@ -82,6 +86,17 @@ class MetricsLogger:
                 self._write_waiting(name, tracker)
             else:
                 self._log_or_warn(name, tracker, step, numbers)
+
+    def log_rollouts(self, step: int, table: pa.Table) -> None:
+        """Hand rows of `kept_table` to the trackers that show tables; one that fails is warned of, and goes on."""
+        for name, tracker in self._trackers.items():
+            if not isinstance(tracker, TableTracker):
+                continue
+            try:
+                tracker.log_rollouts(step, columns_for_people(table))
+            except Exception as error:
+                text = f"tracker {name} got no rollouts of step {step}: {reason_of(error)}"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _write_waiting(self, name: str, tracker: Tracker) -> None:
         """Writes what a local file has not got yet; warns where it has no room, once until it has."""
@@ -181,6 +196,16 @@ def read_steps(path: Path) -> dict[int, dict[str, float | None]]:
     for record in read_records(path):
         steps.setdefault(record.pop("step"), {}).update(record)
     return dict(sorted(steps.items()))
+
+
+def steps_before(path: Path, first_step: int) -> dict[int, dict[str, float]]:
+    """``read_steps`` of the steps that a run which resumes keeps, NaN for None; none where the file is not there."""
+    steps = read_steps(path) if path.exists() else {}
+    return {
+        step: {name: math.nan if value is None else value for name, value in values.items()}
+        for step, values in steps.items()
+        if step < first_step
+    }
 
 
 def comparable(steps: Mapping[int, Mapping[str, Any]], *besides: str) -> dict[int, dict[str, Any]]:

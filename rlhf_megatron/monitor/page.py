@@ -1,34 +1,38 @@
-"""One HTML page of a run, or of several beside each other: made from their folders, and loading nothing from elsewhere.
+"""Content of the page of runs, or of several beside each other, and the page as one file that loads nothing.
 
-Reads what a run has written (metrics.jsonl, recipe.yaml, environment.json, recovery.jsonl, samples/), so it can be made
-at any time and on any machine. Not here: the curves (plots.py), and what is in these files (run_folder.py).
+Reads what a run has written (metrics.jsonl, recipe.yaml, environment.json, recovery.jsonl, samples/, rollouts/), so it
+can be made at any time and on any machine. Not here: HTML (rendering.py), curves (charts.py), the server.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jinja2
 import yaml
 
 from rlhf_megatron.durable import write_text
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.charts import charts_of
+from rlhf_megatron.monitor.comparison import apart, compared, recipe_differences
 from rlhf_megatron.monitor.environment_report import redact_arguments
 from rlhf_megatron.monitor.metrics import read_metrics
-from rlhf_megatron.monitor.plots import picture
+from rlhf_megatron.monitor.numbers import duration, number
+from rlhf_megatron.monitor.panels import MACHINE_PANELS, panels_for
+from rlhf_megatron.monitor.recipe_versions import versions_of
+from rlhf_megatron.monitor.rendering import render
+from rlhf_megatron.monitor.rollout_view import Filters, RolloutsView, rollouts_view
 from rlhf_megatron.monitor.run_files import FilesOfRun, section_of
+from rlhf_megatron.monitor.run_view import Curve, Headline, Points, RunView
+from rlhf_megatron.monitor.verdict import silence, verdict_of
 from rlhf_megatron.redaction import hide_secrets, redact
 
-TEMPLATE = Path(__file__).with_name("page.html.j2")
 SAMPLES_SHOWN = 6
 SPARK_POINTS, SPARK_WIDTH, SPARK_HEIGHT = 80, 120, 22
 # What a run is judged by first, with what is better: more (1), less (-1) or neither (0).
@@ -49,106 +53,92 @@ HEADLINES = (
 )
 _SPEED = ("perf/", "train/step_time_ms")
 
-Points = tuple[list[int], list[float]]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One metric of a run: its first and last value, its bounds, and its curve as the points of a polyline."""
-
-    name: str
-    first: float
-    last: float
-    low: float
-    high: float
-    points: str
-
-
-@dataclass(frozen=True)
-class Headline:
-    """A metric that a run is judged by, at its first and its last step; speeds have no first, and their median."""
-
-    label: str
-    metric: str
-    first: float | None
-    last: float
-    better: int
-
-
-@dataclass
-class RunView:
-    """One run on the page."""
-
-    label: str
-    state: str
-    facts: list[tuple[str, str]]
-    headlines: list[Headline]
-    phases: list[tuple[str, float, float]]
-    evaluations: tuple[list[str], list[tuple[int, list[str]]]]
-    events: list[dict[str, Any]]
-    curves: list[Curve]
-    recipe: dict[str, Any]
-    recipe_text: str
-    environment_text: str
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    samples_step: int | None = None
-
 
 def write_page(runs: Mapping[str, Path], output: Path, title: str = "") -> None:
     """Writes the page of run folders, by label; raises MonitorError where one has no metrics or the page no place."""
     views = [view_of(label, folder) for label, folder in runs.items()]
-    curves = base64.b64encode(picture({label: folder / "metrics.jsonl" for label, folder in runs.items()})).decode()
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters.update(number=number, signed=signed)
-    text = page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=title or " / ".join(runs),
-        runs=views,
-        picture=curves,
-        differences=recipe_differences(views),
-        compared=compared(views),
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        spark=(SPARK_WIDTH, SPARK_HEIGHT),
-    )
+    text = render("overview.html.j2", title or " / ".join(runs), live=False, **overview_values(views, runs))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(
-            output, text.encode("utf-8", "backslashreplace").decode("utf-8")
-        )  # half a pair of UTF-16 has no UTF-8
+        write_text(output, text)
     except OSError as error:
         raise MonitorError(
             f"{output}: cannot be written ({error.strerror or error}); choose another --output"
         ) from error
 
 
-def view_of(label: str, folder: Path) -> RunView:
+def overview_values(views: Sequence[RunView], runs: Mapping[str, Path]) -> dict[str, Any]:
+    """Return what the template of the overview shows."""
+    series = {view.label: view.series for view in views}
+    return {
+        "runs": views,
+        "charts": charts_of(panels_for(views[0].series), series),
+        "machine_charts": charts_of(MACHINE_PANELS, series),
+        "rollouts": newest_rollouts(views, runs),
+        "differences": recipe_differences(views),
+        "compared": compared(views),
+        "apart": apart(views),
+        "spark": (SPARK_WIDTH, SPARK_HEIGHT),
+    }
+
+
+def newest_rollouts(views: Sequence[RunView], runs: Mapping[str, Path]) -> RolloutsView:
+    """Return the rows of training that were kept last."""
+    return rollouts_view({view.label: (runs[view.label], correct_from(view.recipe)) for view in views}, Filters())
+
+
+def correct_from(recipe: Mapping[str, Any]) -> float | None:
+    """Return the lowest score of a right response, None where the rewards are a reward model's alone."""
+    if section_of(recipe, "reward").get("rule") == "none":
+        return None
+    value = section_of(recipe, "evaluation").get("correct_from", 1.0)
+    return float(value) if isinstance(value, (int, float)) else 1.0
+
+
+def view_of(label: str, folder: Path, live: bool = False) -> RunView:
     """Reads a run's view from its folder; raises MonitorError where it has no metrics.
 
+    `live`: now is when somebody looks, so a run that has been silent for long is in trouble.
     What else there is and cannot be read is named under the facts.
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.exists():
         raise MonitorError(f"{folder}: no metrics.jsonl; name the folder of a run that has finished a step")
-    series = {name: _finite(points) for name, points in read_metrics(metrics).items()}
-    series = {name: points for name, points in series.items() if points[0]}
+    whole = read_metrics(metrics)
+    series = {name: points for name, of_name in whole.items() if (points := _finite(of_name))[0]}
     files = FilesOfRun(folder)
     recipe, recipe_text = _without_secrets(files.recipe(), files.text("recipe.yaml"), _as_yaml)
     environment, environment_text = _without_secrets(files.environment(), files.text("environment.json"), _as_json)
     events = [redact(event) for event in files.events()]
-    samples, step = files.newest_samples(SAMPLES_SHOWN)
+    samples, samples_step = files.newest_samples(SAMPLES_SHOWN)
+    recipes = _recipes(files, folder, recipe)
+    step, steps = _extent(series, recipe)
+    ending = _ending(events)
+    goes_on = ending is None and step != steps
+    verdict, written = verdict_of(whole, recipe, ending), metrics.stat().st_mtime
+    silent = silence(verdict, time.time() - written) if live and goes_on else ""
     return RunView(
         label,
-        _state(events, series, recipe),
+        _state(ending, step, steps),
+        "bad" if silent else verdict.level,
+        silent or verdict.text,
+        verdict.findings,
+        step,
+        steps,
+        written,
+        duration((steps - step) * verdict.usual_seconds) if goes_on and steps > step and verdict.usual_seconds else "",
+        series,
         _facts(series, recipe, environment, events) + [("not read", problem) for problem in files.problems],
         _headlines(series),
         _phases(series),
         _evaluations(series),
         events,
         [_curve(name, points) for name, points in sorted(series.items())],
-        recipe,
+        recipes,
         recipe_text,
         environment_text,
         [redact(row) for row in samples],
-        step,
+        samples_step,
     )
 
 
@@ -174,16 +164,27 @@ def _as_json(value: Any) -> str:
     return json.dumps(value, indent=2)
 
 
-def _state(events: Sequence[Mapping[str, Any]], series: Mapping[str, Points], recipe: Mapping[str, Any]) -> str:
-    """The state of the run, by its last event."""
+def _extent(series: Mapping[str, Points], recipe: Mapping[str, Any]) -> tuple[int, int]:
+    """(last step, all steps); 0 steps where the recipe says none."""
+    steps = recipe.get("steps")
     last = max((points[0][-1] for points in series.values()), default=0)
-    extent = f"step {last} of {recipe['steps']}" if recipe.get("steps") else f"step {last}"
+    return last, steps if type(steps) is int and steps > 0 else 0
+
+
+def _ending(events: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """(what, why) of the last attempt's end, None while it goes on."""
     begun = max((index for index, event in enumerate(events) if event["what"] in ("start", "restart")), default=0)
     endings = [event for event in events[begun:] if event["what"] not in ("start", "restart", "resume")]
-    if endings and endings[-1]["what"] != "done":
-        return f"{extent}, {endings[-1]['what'].replace('_', ' ')}: {endings[-1].get('why', '')}"
+    return (endings[-1]["what"], str(endings[-1].get("why", ""))) if endings else None
+
+
+def _state(ending: tuple[str, str] | None, step: int, steps: int) -> str:
+    """The state of the run, by its last event."""
+    extent = f"step {step} of {steps}" if steps else f"step {step}"
+    if ending and ending[0] != "done":
+        return f"{extent}, {ending[0].replace('_', ' ')}: {ending[1]}"
     # The page of a run's end is made before its last event.
-    return f"done, {extent}" if endings or last == recipe.get("steps") else f"{extent}, not ended"
+    return f"done, {extent}" if ending or (steps and step == steps) else f"{extent}, not ended"
 
 
 def _facts(
@@ -220,7 +221,7 @@ def _facts(
         facts.append(("processes", f"{world}, {', '.join(names) or hardware.get('cpu', '')}"))
     seconds = sum(series["train/step_time_ms"][1]) / 1000 if "train/step_time_ms" in series else 0.0
     if 0 < seconds < math.inf:
-        facts.append(("time in steps", _duration(seconds)))
+        facts.append(("time in steps", duration(seconds)))
         if world and names:
             facts.append(("GPU hours in steps", f"{seconds * world / 3600:,.1f}"))
     if seconds and world and "perf/tokens_per_gpu_per_sec" in series:
@@ -293,68 +294,12 @@ def _curve(name: str, points: Points) -> Curve:
     return Curve(name, values[0], values[-1], min(values), max(values), line if len(means) > 1 else "")
 
 
-def recipe_differences(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:
-    """(key, each run's value) of the keys in which the recipes differ, but for their names; none for one run."""
-    differences = _differences([run.recipe for run in runs], "")
-    return [(key, values) for key, values in differences if key not in ("name", "run_root")]
-
-
-def _differences(values: Sequence[Any], key: str) -> list[tuple[str, list[str]]]:
-    if all(isinstance(value, Mapping) for value in values):
-        keys = dict.fromkeys(inner for value in values for inner in value)
-        inside = [_differences([value.get(inner) for value in values], f"{key}.{inner}".strip(".")) for inner in keys]
-        return [difference for of_key in inside for difference in of_key]
-    shown = [_in_yaml(value) for value in values]
-    return [(key, shown)] if len(set(shown)) > 1 else []
-
-
-def _in_yaml(value: Any) -> str:
-    """A value as a recipe writes it, in one line."""
-    if isinstance(value, Mapping):
-        return "{...}"
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One headline of several runs: each one's value, NaN where it has none, and the places of the best."""
-
-    label: str
-    values: list[float]
-    best: list[int]
-
-
-def compared(runs: Sequence[RunView]) -> list[Compared]:
-    """The headlines of several runs beside each other; the best is marked where more, or less, is better."""
-    if len(runs) == 1:
-        return []
-    rows = []
-    for label in dict.fromkeys(headline.label for run in runs for headline in run.headlines):
-        of_runs = [{each.label: each for each in run.headlines}.get(label) for run in runs]
-        better = next(each.better for each in of_runs if each)
-        known = [each.last for each in of_runs if each]
-        top = (max(known) if better > 0 else min(known)) if better and len(set(known)) > 1 else None
-        best = [index for index, each in enumerate(of_runs) if each and each.last == top]
-        rows.append(Compared(label, [each.last if each else math.nan for each in of_runs], best))
-    return rows
-
-
-def number(value: float) -> str:
-    """Write a number with four digits that matter: 0.8975, 12,345, 3.1e-07."""
-    if not math.isfinite(value):
-        return "-"
-    if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
-        return f"{value:.2e}"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
-
-
-def signed(value: float) -> str:
-    """Write a change with its sign."""
-    return ("+" if value > 0 else "") + number(value)
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {left:02d} s"
+def _recipes(files: FilesOfRun, folder: Path, newest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(steps, recipe) of each version of a run's recipe, the oldest first; the steps are "" where there is but one."""
+    recipes, first_step = list[tuple[str, dict[str, Any]]](), 1
+    for version in versions_of(folder):
+        if version.last_step < math.inf:
+            steps = f"steps {first_step} to {version.last_step:.0f}"
+            recipes.append((steps, redact(files.recipe(version.name))))
+            first_step = int(version.last_step) + 1
+    return [*recipes, (f"from step {first_step}" if recipes else "", newest)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,17 @@ from rlhf_megatron.durable import whole_file
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.columns import GENERATING, PHASES
 from rlhf_megatron.monitor.metrics import read_metrics
+from rlhf_megatron.monitor.panels import (
+    POINTS_THAT_NEED_SMOOTHING,
+    Panel,
+    Series,
+    axis_bounds,
+    curves_of,
+    is_logarithmic,
+    panels_for,
+    smooth,
+)
 from rlhf_megatron.untrusted import reason_of
-
-Series = dict[str, tuple[list[int], list[float]]]
 
 INK, MUTED, GRID = "#1f2933", "#697586", "#e4e7eb"
 PALETTE = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#475569")
@@ -30,53 +37,8 @@ PHASE_COLOURS = {
     "generate": "#2563eb", "score": "#f59e0b", "logprobs": "#10b981", "update": "#7c3aed", "regather": "#ec4899",
 }  # fmt: skip
 COLUMNS_OF_PANELS = 3
-POINTS_THAT_NEED_SMOOTHING = 24
 SINGLE_BARS = 60
 LARGEST_DRAWN = 1e100
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One panel: metrics by name, or every eval/SOURCE/METRIC for a name that is "eval/*/METRIC"."""
-
-    title: str
-    unit: str
-    metric: str
-    colour: str
-    as_percent: bool = False
-    may_be_logarithmic: bool = False
-    smoothed: bool = True
-
-
-RL_PANELS = (
-    Panel("Reward", "mean over responses", "reward/mean", "#059669"),
-    Panel("Held-out accuracy", "share of answers that are right", "eval/*/accuracy", "#2563eb", as_percent=True),
-    Panel("Response length", "tokens, mean", "rollout/response_length_mean", "#ea580c"),
-    Panel("Entropy", "nats per token", "train/entropy", "#9333ea"),
-    Panel("KL to the reference", "nats per token", "train/kl", "#db2777"),
-    Panel(
-        "Mismatch", "KL of trainer against rollout, nats per token", "train/mismatch_kl", "#0891b2",
-        may_be_logarithmic=True,
-    ),
-)  # fmt: skip
-ACCURACY = RL_PANELS[1]
-# Where the rewards are a reward model's alone, there is no right and wrong.
-SCORE = Panel("Held-out score", "mean over responses", "eval/*/score", "#2563eb")
-SFT_PANELS = (
-    Panel("Loss", "nats per token", "train/loss", "#059669"),
-    Panel("Held-out loss", "nats per token", "eval/loss", "#2563eb"),
-    Panel("Gradient norm", "before clipping", "train/grad_norm", "#ea580c", may_be_logarithmic=True),
-    Panel("Learning rate", "per step", "train/learning_rate", "#9333ea", smoothed=False),
-    Panel("Throughput", "tokens per GPU and second", "perf/tokens_per_gpu_per_sec", "#ca8a04"),
-)
-PAIR_PANELS = (
-    Panel("Loss", "nats per pair", "train/loss", "#059669"),
-    Panel("Held-out loss", "nats per pair", "eval/loss", "#2563eb"),
-    Panel("Accuracy", "share of pairs in the right order", "train/accuracy", "#9333ea", as_percent=True),
-    Panel("Held-out accuracy", "share of pairs in the right order", "eval/accuracy", "#db2777", as_percent=True),
-    Panel("Margin", "score of the chosen minus the rejected, mean", "train/margin", "#0891b2"),
-    Panel("Gradient norm", "before clipping", "train/grad_norm", "#ea580c", may_be_logarithmic=True),
-)
 
 
 def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
@@ -107,7 +69,7 @@ def picture(runs: dict[str, Path]) -> bytes:
 
 def _figure_of_run(metrics_path: Path, title: str) -> Figure:
     series = _read(metrics_path)
-    panels = [(panel, curves) for panel in _panels_for(series) if (curves := _curves_of(panel, series))]
+    panels = [(panel, curves) for panel in panels_for(series) if (curves := curves_of(panel, series))]
     phases = _phase_names(series)
     if not panels and not phases:
         raise MonitorError(f"{metrics_path}: holds no metric that can be drawn; has the run finished a step?")
@@ -117,10 +79,10 @@ def _figure_of_run(metrics_path: Path, title: str) -> Figure:
 def _figure_of_runs(runs: dict[str, Path], title: str) -> Figure:
     series = {label: _read(path) for label, path in runs.items()}
     panels = []
-    for panel in _panels_for(next(iter(series.values()))):
+    for panel in panels_for(next(iter(series.values()))):
         curves: Series = {}
         for label, of_run in series.items():
-            of_parts = _curves_of(panel, of_run)
+            of_parts = curves_of(panel, of_run)
             curves |= {f"{label}, {part}" if len(of_parts) > 1 else label: points for part, points in of_parts.items()}
         if curves:
             panels.append((panel, curves))
@@ -141,13 +103,6 @@ def _drawn(value: float) -> float:
     return value if abs(value) < LARGEST_DRAWN else math.nan
 
 
-def _panels_for(series: Series) -> tuple[Panel, ...]:
-    if "reward/mean" in series:
-        judged = bool(_curves_of(ACCURACY, series))
-        return tuple(SCORE if panel is ACCURACY and not judged else panel for panel in RL_PANELS)
-    return PAIR_PANELS if "train/margin" in series else SFT_PANELS
-
-
 def _save(figure: Figure, out_png: Path) -> None:
     try:
         out_png.parent.mkdir(parents=True, exist_ok=True)
@@ -155,22 +110,6 @@ def _save(figure: Figure, out_png: Path) -> None:
             figure.savefig(partial, dpi=144, facecolor="white", format="png")
     except OSError as error:
         raise MonitorError(f"{out_png}: cannot be written ({reason_of(error)}); choose another place") from error
-
-
-def _curves_of(panel: Panel, series: Series) -> dict[str, tuple[list[int], list[float]]]:
-    """Return label -> (steps, values) with the finite values only; curves that have none are left out."""
-    prefix, _, suffix = panel.metric.partition("*")
-    chosen = {
-        (name[len(prefix) : len(name) - len(suffix)] if suffix else ""): points
-        for name, points in series.items()
-        if (name.startswith(prefix) and name.endswith(suffix) if suffix else name == panel.metric)
-    }
-    finite = {}
-    for label, (steps, values) in chosen.items():
-        kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
-        if kept:
-            finite[label] = ([step for step, _ in kept], [value for _, value in kept])
-    return finite
 
 
 def _phase_names(series: Series) -> list[str]:
@@ -217,11 +156,13 @@ def _draw_panel(axes: Axes, panel: Panel, curves: Series, extent: tuple[int, int
             axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.3)
             axes.plot(steps, smooth(values), color=colour, linewidth=2.2, label=label)
     everything = [value for _, values in curves.values() for value in values]
-    if panel.may_be_logarithmic and min(everything) > 0 and max(everything) > 100 * min(everything):
+    if is_logarithmic(panel, everything):
         axes.set_yscale("log")
     elif panel.as_percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         axes.set_ylim(max(-0.02, min(everything) - 0.05), min(1.03, max(everything) + 0.05))
+    elif max(everything) - min(everything) < panel.floor:
+        axes.set_ylim(*axis_bounds(everything, panel.floor))
     if extent[1] > extent[0]:
         margin = 0.02 * (extent[1] - extent[0])
         axes.set_xlim(extent[0] - margin, extent[1] + margin)
@@ -316,12 +257,3 @@ def _three_digits(value: float) -> str:
 
 def _tick(value: float, position: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}" if abs(value) < 1e-12 else f"{value:.4g}"
-
-
-def smooth(values: list[float]) -> list[float]:
-    """Return a centred mean over about a fifteenth of the run; at the ends over the part of the window that exists."""
-    half = max(1, len(values) // 30)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    starts = np.maximum(np.arange(len(values)) - half, 0)
-    ends = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    return [float(mean) for mean in (sums[ends] - sums[starts]) / (ends - starts)]

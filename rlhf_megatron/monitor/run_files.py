@@ -46,15 +46,15 @@ class FilesOfRun:
                 self._note(str(error))
             return ""
 
-    def recipe(self) -> dict[str, Any]:
-        """Return recipe.yaml, empty where it is none."""
+    def recipe(self, name: str = "recipe.yaml") -> dict[str, Any]:
+        """Return a file's recipe, empty where it is none."""
         try:
-            content = yaml.load(self.text("recipe.yaml"), _PlainLoader)  # a safe loader
+            content = yaml.load(self.text(name), _PlainLoader)  # a safe loader
         except (ValueError, RecursionError, yaml.YAMLError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else reason_of(error)
-            self._note(f"{self._folder / 'recipe.yaml'}: is no recipe ({reason})")
+            self._note(f"{self._folder / name}: is no recipe ({reason})")
             return {}
-        return self._mapping("recipe.yaml", content)
+        return self._mapping(name, content)
 
     def environment(self) -> dict[str, Any]:
         """Return environment.json, empty where it is none."""

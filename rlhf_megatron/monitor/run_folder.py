@@ -16,7 +16,7 @@ from rlhf_megatron.untrusted import kind_of, reason_of
 
 # What is read or added to when a run goes on; whatever else is written replaces what was there.
 _FILES = ("metrics.jsonl", "metrics.csv", "recovery.jsonl", "trackers.json")
-_FOLDERS = ("samples", "plots", "checkpoints", "export", "tensorboard", "timeline", "profile", "logs")
+_FOLDERS = ("samples", "rollouts", "plots", "checkpoints", "export", "tensorboard", "timeline", "profile", "logs")
 
 
 class RunFolder:
@@ -35,7 +35,7 @@ class RunFolder:
 
     @property
     def recipe(self) -> Path:
-        """recipe.yaml: the resolved recipe."""
+        """recipe.yaml: the resolved recipe; earlier ones: see recipe_versions.py."""
         return self.path / "recipe.yaml"
 
     @property
@@ -82,6 +82,10 @@ class RunFolder:
         """Return samples/step-N.parquet, the rows saved by the evaluation after step N."""
         return self.samples / f"step-{step}.parquet"
 
+    def rollout_file(self, step: int) -> Path:
+        """Return rollouts/step-N.parquet, rows that step N learned from."""
+        return self.path / "rollouts" / f"step-{step}.parquet"
+
     def plot_file(self, name: str) -> Path:
         """Return plots/NAME.png."""
         return self.plots / f"{name}.png"
@@ -107,8 +111,8 @@ class RunFolder:
         """Make the folder and its subfolders; return what an earlier run's metrics were moved to.
 
         With `resume` the metrics go on in the same file (a reader takes the last value of a step that was run twice).
-        Without it those of an earlier run (metrics.jsonl, metrics.csv, tensorboard/, trackers.json) are moved aside, as
-        metrics.previous-K.jsonl and so on: two runs are never mixed and no number is lost.
+        Without it those of an earlier run (metrics.jsonl, metrics.csv, tensorboard/, trackers.json) and its recipes are
+        moved aside, as metrics.previous-K.jsonl and so on: two runs are never mixed and no number is lost.
         Raises MonitorError if the folder cannot be written, or has something else where a file or folder belongs.
         """
         self._check_kinds()
@@ -136,18 +140,24 @@ class RunFolder:
                 belongs = "a folder" if wanted == stat.S_IFDIR else "a file"
                 raise MonitorError(f"{path}: is {kind}, and {belongs} of the run belongs there; move it away")
 
-    def _move_metrics_aside(self) -> list[Path]:
-        written = (self.metrics, self.metrics.with_suffix(".csv"), self.tensorboard, self.trackers)
-        moved = []
-        number = 1 + max((_number_of(path) for path in self.path.iterdir()), default=0)
-        for path in written:
-            if path.exists():
-                moved.append(path.with_name(f"{path.stem}.previous-{number}{path.suffix}"))
-                os.rename(path, moved[-1])
+    def move_aside(self, path: Path, number: int | None = None) -> Path:
+        """Rename a file or folder of the run as NAME.previous-K, with the next K if ``number`` is none; return it."""
+        number = self._next_number() if number is None else number
+        moved = path.with_name(f"{path.stem}.previous-{number}{path.suffix}")
+        os.rename(path, moved)
         return moved
+
+    def _move_metrics_aside(self) -> list[Path]:
+        recipes = sorted(path for path in self.path.glob("recipe*.yaml") if not _number_of(path))
+        written = (self.metrics, self.metrics.with_suffix(".csv"), self.tensorboard, self.trackers, *recipes)
+        number = self._next_number()
+        return [self.move_aside(path, number) for path in written if path.exists()]
+
+    def _next_number(self) -> int:
+        return 1 + max((_number_of(path) for path in self.path.iterdir()), default=0)
 
 
 def _number_of(path: Path) -> int:
     """K of NAME.previous-K, 0 for other names."""
-    match = re.fullmatch(r"\w+\.previous-([0-9]+)(\.\w+)?", path.name)
+    match = re.fullmatch(r"[\w.-]+\.previous-([0-9]+)(\.\w+)?", path.name)
     return int(match.group(1)) if match else 0

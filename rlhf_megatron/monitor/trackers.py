@@ -11,16 +11,17 @@ import contextlib
 import csv
 import errno
 import importlib
+import importlib.util
 import io
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from rlhf_megatron.durable import move_aside, whole_file, write_text
 from rlhf_megatron.errors import MonitorError
@@ -45,6 +46,14 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Flush and release what is held."""
+
+
+@runtime_checkable
+class TableTracker(Protocol):
+    """A tracker that also shows rows."""
+
+    def log_rollouts(self, step: int, columns: Mapping[str, list[Any]]) -> None:
+        """Show rows of one step, a list for each column."""
 
 
 class JsonlTracker:
@@ -158,6 +167,7 @@ class WandbTracker:
 
     def __init__(self, run_folder: RunFolder, run_settings: Mapping[str, Any]) -> None:
         wandb = _import("wandb", "wandb")
+        self._table = wandb.Table
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "rlhf_megatron"),
@@ -182,6 +192,11 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue the numbers of one step; wandb sends them in the background."""
         self._run.log({"step": step, **metrics})
+
+    def log_rollouts(self, step: int, columns: Mapping[str, list[Any]]) -> None:
+        """Queue a table of the step."""
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        self._run.log({"step": step, "rollouts": self._table(columns=list(columns), data=rows)})
 
     def close(self) -> None:
         """Wait until everything is sent or, offline, written."""
@@ -222,6 +237,10 @@ class MlflowTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the numbers of one step; the server takes no @ in a name, as in pass@8."""
         self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    def log_rollouts(self, step: int, columns: Mapping[str, list[Any]]) -> None:
+        """Send a table of the step."""
+        self._mlflow.log_table(dict(columns), artifact_file=f"rollouts/step-{step}.json")
 
     def close(self) -> None:
         """End the run on the server."""
@@ -274,14 +293,40 @@ TRACKERS: dict[str, Callable[[RunFolder, Mapping[str, Any], int], Tracker]] = {
 }
 
 
+# Of trackers that need one: the module that is imported, and the package that has it.
+_PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+    "prometheus": ("prometheus_client", "prometheus-client"),
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises MonitorError for names that are unknown, or all packages that are not installed; starts no tracker."""
+    for name in names:
+        if name not in TRACKERS:
+            raise MonitorError(f"monitor.trackers: {name!r} is unknown; choose from {', '.join(TRACKERS)}")
+    needed = [_PACKAGES[name] for name in dict.fromkeys(names) if name in _PACKAGES]
+    missing = [package for module, package in needed if importlib.util.find_spec(module) is None]
+    if missing:
+        raise _not_usable(missing, "not installed")
+
+
+def _not_usable(packages: Sequence[str], why: str) -> MonitorError:
+    listed = ", ".join(packages)
+    return MonitorError(
+        f"monitor.trackers: {listed} {why}; pip install {' '.join(packages)} or take {listed} out of monitor.trackers"
+    )
+
+
 def make_tracker(name: str, run_folder: RunFolder, run_settings: Mapping[str, Any], first_step: int = 1) -> Tracker:
     """Open the tracker of that name; secrets in `run_settings` are hidden before it sees them.
 
     `first_step` is the first that will be logged: what an earlier attempt has logged from there on is to be replaced.
-    Raises MonitorError for an unknown name, a package that is not installed, or a tracker that cannot start.
+    Raises MonitorError as `check_trackers`, and for a tracker that cannot start.
     """
-    if name not in TRACKERS:
-        raise MonitorError(f"monitor.trackers: {name!r} is unknown; choose from {', '.join(TRACKERS)}")
+    check_trackers([name])
     return TRACKERS[name](run_folder, redact(dict(run_settings)), first_step)
 
 
@@ -312,10 +357,7 @@ def _import(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MonitorError(
-            f"monitor.trackers: {package} cannot be imported ({reason_of(error)}); "
-            f"pip install 'rlhf-megatron[trackers]' or take {package} out of monitor.trackers"
-        ) from error
+        raise _not_usable([package], f"cannot be imported ({reason_of(error)})") from error
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -18,38 +18,52 @@ def stage_activations(
     longest: int,
     size: int,
     in_flight: float,
+    repeated: float = 0.0,
 ) -> float:
     """Return the bytes that a ``stage`` keeps of a micro-batch of ``tokens``; recomputed layers keep their input, and
-    one of them at a time is whole."""
+    one of them at a time is whole. ``repeated``: see ``layer_activations``."""
     kept = 0.0
     recomputes = section.recompute.granularity == "full"
     for chunk in layout.stage_chunks(architecture.layers)[stage]:
         recomputed = min(len(chunk), section.recompute.layers or len(chunk)) if recomputes else 0
         kept += recomputed * size * architecture.hidden / _sequence_parts(section, architecture, layout)
         kept += sum(
-            layer_activations(section, architecture, architecture.layer_kinds[layer], layout, size, longest)
+            layer_activations(section, architecture, architecture.layer_kinds[layer], layout, size, longest, repeated)
             for layer in chunk[recomputed:]
         )
-    whole = largest_layer(section, architecture, layout, stage, size, longest) if recomputes else 0.0
+    whole = largest_layer(section, architecture, layout, stage, size, longest, repeated) if recomputes else 0.0
     return tokens * (kept * in_flight + whole)
 
 
 def largest_layer(
-    section: RoleSection, architecture: Architecture, layout: Layout, stage: int, size: int, longest: int
+    section: RoleSection,
+    architecture: Architecture,
+    layout: Layout,
+    stage: int,
+    size: int,
+    longest: int,
+    repeated: float = 0.0,
 ) -> float:
     """Return the most bytes per token that one layer of a ``stage`` keeps."""
     layers = [layer for chunk in layout.stage_chunks(architecture.layers)[stage] for layer in chunk]
     kinds = {architecture.layer_kinds[layer] for layer in layers}
-    return max(layer_activations(section, architecture, kind, layout, size, longest) for kind in kinds)
+    return max(layer_activations(section, architecture, kind, layout, size, longest, repeated) for kind in kinds)
 
 
 def layer_activations(
-    section: RoleSection, architecture: Architecture, kind: LayerKind, layout: Layout, size: int, longest: int
+    section: RoleSection,
+    architecture: Architecture,
+    kind: LayerKind,
+    layout: Layout,
+    size: int,
+    longest: int,
+    repeated: float = 0.0,
 ) -> float:
     """Return the bytes per token that one decoder layer keeps for its backward pass, in the manner of arXiv 2205.05198,
     section 4.
 
-    Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden), and latents.
+    Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden), and latents. ``repeated``: keys
+    and values of a shared prompt that there are more for each token.
     """
     a = architecture
     outside = 4 * a.hidden
@@ -60,7 +74,7 @@ def layer_activations(
         outside += 2 * ((a.latent.query_rank or 0) + a.latent.key_value_rank)  # before and behind their norms
     else:
         attention = _attention(a)
-    attention += _products(a, kind, size, longest)
+    attention += _products(a, kind, size, longest) + repeated * _key_and_value(a)
     inside = (attention + _feed_forward(section, a, kind, layout, size)) / layout.tensor
     return size * (outside / _sequence_parts(section, a, layout) + inside)
 
@@ -74,8 +88,15 @@ def _sequence_parts(section: RoleSection, architecture: Architecture, layout: La
 def _attention(a: Architecture) -> float:
     """Numbers of query, key, value and output; before the norms of heads, and of gates and what they let through."""
     query, key = a.heads * a.head_dim, a.key_value_heads * a.head_dim
-    normed = query + key if a.query_key_norm or a.wide_query_key_norm else 0
+    normed = query + key if a.query_key_norm or a.wide_query_key_norm or a.head_norms else 0
     return 2 * query + 2 * key + normed + (2 * query if a.gated_attention else 0)
+
+
+def _key_and_value(a: Architecture) -> int:
+    """Numbers of a token's keys and values."""
+    if a.latent is not None:
+        return a.heads * (a.latent.query_head + a.latent.value)
+    return 2 * a.key_value_heads * a.head_dim
 
 
 def _products(a: Architecture, kind: LayerKind, size: int, longest: int) -> float:
@@ -91,12 +112,13 @@ def _products(a: Architecture, kind: LayerKind, size: int, longest: int) -> floa
 def _feed_forward(section: RoleSection, a: Architecture, kind: LayerKind, layout: Layout, size: int) -> float:
     """Numbers of gate, up and their product, and where the activation is not fused, also silu(gate) and a copy of up.
 
+    Without a gate those of up, its ReLU and the square of that.
     Experts, taken to be equally busy, keep the same of each token that they get, and its input and output.
     """
     fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
     kept = 3 if fused else 5  # Transformer Engine is taken to be installed
     if kind.feed_forward == "dense":
-        return kept * a.feed_forward
+        return (3 if a.plain_mlp else kept) * a.feed_forward
     experts = a.experts
     assert experts is not None
     shared = kept * experts.shared.feed_forward if experts.shared else 0

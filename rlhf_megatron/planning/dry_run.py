@@ -5,33 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.models.architecture import Architecture, read_architecture, read_config
+from rlhf_megatron.models.families.wrappers import wrapper_notes
 from rlhf_megatron.models.lora import Adaptation, adaptation_in
 from rlhf_megatron.planning.feasibility import check_architectures
 from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
 from rlhf_megatron.planning.model_folders import planning_folder, role_architectures
 from rlhf_megatron.planning.parameters import active_parameters, adapter_parameters, model_parameters
-from rlhf_megatron.planning.stage_memory import StageMemory, all_logits, keeps_logits, micro_batch_tokens
+from rlhf_megatron.planning.stage_memory import GB, StageMemory, all_logits, keeps_logits, micro_batch_tokens
+from rlhf_megatron.planning.step_time import lengths
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
+from rlhf_megatron.recipe.rollout import RolloutSection, SpeculativeSection
 from rlhf_megatron.recipe.world_checks import check_world, layout_of, role_ranks, rollout_ranks
 from rlhf_megatron.redaction import redact
+from rlhf_megatron.rollout.drafts import MOST_HISTORY_TOKENS
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.role_layout import make_layout
 
 _LARGE_LOGITS_GB = 0.5  # from where on making them once is worth a key
 
 
-def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None, times: Sequence[str] = ()) -> str:
+def dry_run(
+    recipe: Recipe,
+    world_size: int,
+    regathering: Sequence[str] = (),
+    times: Sequence[str] = (),
+    start: Sequence[str] = (),
+) -> str:
     """The plan of ``recipe`` on ``world_size`` GPUs as plain text: recipe, layouts, batch, memory, what cannot be done.
 
-    ``regather_summary`` is one line about the bytes of a regathering, ``times`` are some about the time of a step, from
-    a caller that can estimate them. Raises RecipeError where a layout does not fit the world or the model, or where
-    there is no config.json to plan with, and ModelError where one cannot be read.
+    ``regathering`` are lines about the bytes of a regathering, ``times`` about the time of a step and ``start`` about
+    that before the first one, from a caller that can estimate them. Raises RecipeError where a layout
+    does not fit the world or the model, or where there is no config.json to plan with, and ModelError where one cannot
+    be read.
     """
-    model = read_architecture(planning_folder(recipe))
+    folder = planning_folder(recipe)
+    model, notes = read_architecture(folder), wrapper_notes(read_config(folder))
     architectures = role_architectures(recipe, model)
     check_world(recipe, world_size)
     check_architectures(recipe, architectures)
@@ -39,12 +51,13 @@ def dry_run(recipe: Recipe, world_size: int, regather_summary: str | None = None
     memory_lines = list(_memory_lines(recipe, memory, architectures["actor"]))
     sections = [
         ("Recipe", resolved_yaml(recipe, redact).rstrip().splitlines()),
-        ("Model", [_model_line(recipe, model), *model.notes, *_adapter_lines(recipe, model)]),
+        ("Model", [_model_line(recipe, model), *model.notes, *notes, *_adapter_lines(recipe, model)]),
         ("Layouts", list(_layout_lines(recipe, architectures, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
-        ("Regathering", [regather_summary] if regather_summary else []),
+        ("Regathering", regathering),
         ("Time of one step (estimate, without reward functions)", times),
         ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", memory_lines),
+        ("Time from start to first step (estimate)", start),
     ]
     blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
     return f"Plan of {recipe.name} on {world_size} GPUs\n\n" + "\n\n".join(blocks) + "\n"
@@ -159,6 +172,10 @@ def _batch_lines(recipe: Recipe, world_size: int, memory: Estimate) -> Iterator[
         f"update: {_count(updates, 'optimizer step')} of {per_update} rows, {_mean(per_update, data)} per "
         f"data-parallel rank, in micro-batches of up to {micro_batch_tokens(recipe, recipe.actor):,} tokens"
     )
+    if isinstance(recipe, RLRecipe) and recipe.actor.shared_prompts:
+        prompt, responses = lengths(recipe, rows)
+        saved = prompt * (rows - batch.prompts_per_step) / (prompt * rows + sum(responses))
+        yield f"prompts of {prompt:.0f} tokens once for their groups: up to {saved:.0%} of the tokens are not computed"
 
 
 def _mean(total: int, parts: int) -> str:
@@ -182,6 +199,11 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
         )
         if rollout.choices:
             yield f"rollout: choices of experts, for router replay: {rollout.choices:.1f} beside the cache"
+        if isinstance(recipe, RLRecipe) and recipe.rollout.speculative:
+            yield _speculative_line(recipe.rollout, recipe.rollout.speculative, actor.vocabulary)
+        if isinstance(recipe, RLRecipe) and recipe.rollout.updates_in_flight:
+            where = "pinned host memory" if recipe.rollout.sleep and not recipe.rollout_is_ahead else "its place"
+            yield f"rollout: KV cache of responses in flight, in {where} during updates: {rollout.kv_cache:.1f}"
         if isinstance(recipe, RLRecipe) and recipe.why_weights_are_copied:
             yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
     limit = recipe.cluster.gpu_memory_gb
@@ -198,6 +220,16 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
     if logits > _LARGE_LOGITS_GB and memory.phases["update"] + logits < TIGHT * limit:
         enough = math.ceil(10 * logits) / 10
         yield f"an update computes its logits twice; actor.kept_logits_gb={enough:g} fits, and computes them once"
+
+
+def _speculative_line(rollout: RolloutSection, section: SpeculativeSection, vocabulary: int) -> str:
+    sequences = min(section.max_running, rollout.max_num_seqs)
+    logits = 4 * sequences * (section.num_speculative_tokens + 1) * vocabulary / GB
+    drafts = f"drafts of {_count(section.num_speculative_tokens, 'token')} ({section.method})"
+    line = f"rollout: {drafts} while at most {_count(sequences, 'sequence')} run per replica: logits {logits:.1f}"
+    if section.method == "ngram":
+        return line
+    return f"{line}, text of earlier epochs at most {4 * MOST_HISTORY_TOKENS / GB:.2g} in host memory per rank"
 
 
 def _role_memory_line(name: str, stages: list[StageMemory]) -> str:

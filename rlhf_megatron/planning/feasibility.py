@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -40,16 +41,32 @@ def check_architectures(recipe: Recipe, architectures: Mapping[str, Architecture
 
     ``architectures``: of each role (``role_architectures``). Whether the layouts fit a world is not looked at.
     """
-    for name, section in recipe.roles.items():
-        layout, model = layout_of(recipe, section), architectures[name]
-        _check_layout(name, model, _smallest_layout(layout))
-        _check_exchange_of_heads(name, section, layout, model.key_value_heads)
-        _check_window(recipe, name, section, layout, model)
+    for check in architecture_checks(recipe, architectures):
+        check()
+
+
+def architecture_checks(recipe: Recipe, architectures: Mapping[str, Architecture]) -> list[Callable[[], None]]:
+    """Return the parts of ``check_architectures``, each of which raises RecipeError by itself."""
+    actor, part = architectures["actor"], functools.partial
+    checks: list[Callable[[], None]] = [
+        part(_check_role, recipe, name, section, architectures[name]) for name, section in recipe.roles.items()
+    ]
     if isinstance(recipe, RLRecipe):
-        _check_rollout(recipe.rollout.layout, architectures["actor"])
-        _check_router_replay(recipe, architectures["actor"])
-    _check_adapters(recipe, architectures["actor"])
-    _check_positions(recipe, architectures)
+        checks += [
+            part(_check_rollout, recipe.rollout.layout, actor),
+            part(_check_speculative, recipe, actor),
+            part(_check_router_replay, recipe, actor),
+        ]
+    return [*checks, part(_check_adapters, recipe, actor), part(_check_positions, recipe, architectures)]
+
+
+def _check_role(recipe: Recipe, name: str, section: RoleSection, model: Architecture) -> None:
+    layout = layout_of(recipe, section)
+    _check_layout(name, model, _smallest_layout(layout))
+    _check_exchange_of_heads(name, section, layout, model.key_value_heads)
+    _check_window(recipe, name, section, layout, model)
+    if recipe.shares_prompts(section):
+        _check_shared_prompts(name, layout, model)
 
 
 def _smallest_layout(section: LayoutSection) -> Layout:
@@ -87,6 +104,14 @@ def _check_rollout(layout: RolloutLayoutSection, architecture: Architecture) -> 
         )
 
 
+def _check_speculative(recipe: RLRecipe, architecture: Architecture) -> None:
+    """Refuse drafts for layers whose state would have to be taken back with a draft that is wrong."""
+    if recipe.rollout.speculative is not None and architecture.delta_net is not None:
+        raise RecipeError(
+            "rollout.speculative: the states of the model's delta nets go back to no earlier token here; leave it out"
+        )
+
+
 def _check_router_replay(recipe: RLRecipe, architecture: Architecture) -> None:
     """Refuse replay of routers that are not there, or whose choices vLLM forgets with the tokens of its cache."""
     if not recipe.algorithm.replays_experts:
@@ -103,9 +128,11 @@ def _check_router_replay(recipe: RLRecipe, architecture: Architecture) -> None:
 def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
     """Refuse adapters of layers that the model does not have, and those of experts that PEFT could not load."""
     lora = recipe.actor.lora
-    if lora is not None and architecture.delta_net:
+    if lora is None:
+        return
+    if architecture.delta_net:
         raise RecipeError("actor.lora: layers with a delta net have no adapters in this version; leave it out")
-    named = () if lora is None or lora.target_modules == "all-linear" else lora.target_modules
+    named = () if lora.target_modules == "all-linear" else lora.target_modules
     matrices = [tensor for tensor, shape in tensor_shapes(architecture).items() if len(shape) == 2]
     modules = {module_of(tensor) for tensor in matrices}
     has = ", ".join(module for module in get_args(LinearLayer) if module in modules)
@@ -172,6 +199,20 @@ def _check_window(
         raise RecipeError(
             f"{name}.cp_comm_type=p2p: Transformer Engine's ring has no sliding window, and the model has one of "
             f"{architecture.window} tokens (sliding_window); use a2a or all_gather, or {name}.layout.context=1"
+        )
+
+
+def _check_shared_prompts(name: str, layout: LayoutSection, architecture: Architecture) -> None:
+    """Refuse shared prompts where rows are cut, and for layers whose state goes on from token to token."""
+    if layout.context > 1:
+        raise RecipeError(
+            f"actor.shared_prompts: with {name}.layout.context={layout.context} the rows of a prompt would be cut; "
+            "leave it out, or set context to 1"
+        )
+    if architecture.delta_net:
+        raise RecipeError(
+            f"actor.shared_prompts: the {name}'s layers with a delta net have a state, and no keys to repeat; leave it "
+            "out"
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.planning.feasibility import check_architectures
@@ -24,7 +24,6 @@ from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
 from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, has_figures, head_in_layers, stage_work
 from rlhf_megatron.recipe import LayoutSection, RecipeError, RLRecipe, check_world
-from rlhf_megatron.recipe.load import apply_override
 from rlhf_megatron.topology.role_layout import make_layout
 
 _AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
@@ -160,16 +159,25 @@ def _tried(
         for key, value in choice.items()
         if attrgetter(key)(recipe) != value
     )
-    values = recipe.model_dump(mode="json")
-    for override in overrides:
-        apply_override(values, override)
     try:
-        tried = RLRecipe.model_validate(values)
+        tried = RLRecipe.model_validate(_with_values(recipe, choice))
         check_world(tried, world)
         check_architectures(tried, architectures)
     except (ValidationError, RecipeError):
         return None
     return overrides, tried, estimate(tried, architectures, world)
+
+
+def _with_values(section: BaseModel, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section's values with others by their keys, those of sections below it too; the rest is as it is."""
+    values, below = dict(section), dict[str, dict[str, Any]]()
+    for key, value in changes.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            below.setdefault(name, {})[rest] = value
+        else:
+            values[name] = value
+    return values | {name: _with_values(values[name], inner) for name, inner in below.items()}
 
 
 def _candidate(

@@ -21,7 +21,7 @@ from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, 
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
-from rlhf_megatron.recipe.world_checks import role_ranks, rollout_ranks
+from rlhf_megatron.recipe.world_checks import role_ranks, roles_together, rollout_ranks
 from rlhf_megatron.topology.role_layout import make_layout
 
 TIGHT = 0.95  # of the memory, beyond which what the estimate leaves out may decide
@@ -61,15 +61,12 @@ def estimate(recipe: Recipe, architectures: Mapping[str, Architecture], world_si
         name: role_memory(recipe, section, architectures[name], len(role_ranks(recipe, name, world_size)))
         for name, section in recipe.roles_made.items()
     }
-    placed = {name: set(role_ranks(recipe, name, world_size)) for name in roles}
     rollout = None
     if isinstance(recipe, RLRecipe):
         rollout = _rollout_memory(recipe, architectures["actor"], world_size)
-        placed["rollout"] = set(rollout_ranks(recipe, world_size))
-    together = {frozenset(name for name in placed if rank in placed[name]) for rank in range(world_size)}
     phases = [
         _phases(recipe, {name: roles[name] for name in roles if name in here}, rollout if "rollout" in here else None)
-        for here in together
+        for here in roles_together(recipe, world_size)
     ]
     return Estimate(roles, rollout, {phase: max(each[phase] for each in phases) for phase in phases[0]})
 

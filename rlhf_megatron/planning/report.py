@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from rlhf_megatron.errors import UserError, errors_of
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.rectangles import elements
 from rlhf_megatron.models.weight_map import has_rollout_table
 from rlhf_megatron.planning.dry_run import dry_run
+from rlhf_megatron.planning.feasibility import architecture_checks
 from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
+from rlhf_megatron.planning.start_time import communicators_of_a_rank, expected_start
 from rlhf_megatron.planning.step_time import expected_time
 from rlhf_megatron.recipe import Recipe, RLRecipe, role_ranks, rollout_ranks
+from rlhf_megatron.recipe.world_checks import world_checks
 from rlhf_megatron.regather.learned_rollout import remembered_rollout_blocks
-from rlhf_megatron.regather.plan import RankPlan, plan_regather
+from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
+from rlhf_megatron.regather.traffic import Traffic, host_traffic
+from rlhf_megatron.topology.open_files import files_needed
 from rlhf_megatron.topology.role_layout import make_layout
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GB = 2**30
+_SMALL_EXCHANGE = 0.01  # of an update, not worth a line
+
+
+def plan_errors(recipe: Recipe, world_size: int) -> list[UserError]:
+    """Return all reasons why there is no plan of a run on ``world_size`` GPUs, as far as they can be told apart."""
+    errors = errors_of(world_checks(recipe, world_size))
+    try:
+        architectures = planned_architectures(recipe)
+    except UserError as error:
+        return [error, *errors]
+    of_models = errors_of(architecture_checks(recipe, architectures))
+    return [*errors, *(error for error in of_models if not _is_the_actors(recipe, error, of_models))]
+
+
+def _is_the_actors(recipe: Recipe, error: UserError, all_errors: Sequence[UserError]) -> bool:
+    """True for what is wrong with the layout of a role that has none of its own, and with the actor's as well."""
+    name, _, text = str(error).partition(".")
+    section = recipe.roles.get(name)
+    shares = name != "actor" and section is not None and section.layout is None
+    return shares and any(str(other) == f"actor.{text}" for other in all_errors)
 
 
 def plan_text(recipe: Recipe, world_size: int) -> str:
     """Return the whole plan of a run on ``world_size`` GPUs; raises RecipeError where it cannot run."""
     architectures = planned_architectures(recipe)
-    plan = dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
+    dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
+    start = start_lines(recipe, architectures, world_size)
     if not isinstance(recipe, RLRecipe):
-        return plan
-    summary = regather_summary(recipe, architectures["actor"], world_size)
-    return dry_run(recipe, world_size, summary, time_lines(recipe, architectures, world_size))
+        return dry_run(recipe, world_size, start=start)
+    regathering = regather_lines(recipe, architectures["actor"], world_size)
+    return dry_run(recipe, world_size, regathering, time_lines(recipe, architectures, world_size), start)
+
+
+def start_lines(recipe: Recipe, architectures: Mapping[str, Architecture], world_size: int) -> list[str]:
+    """Return the terms of the time before the first step, and what a rank has to connect to."""
+    seconds = expected_start(recipe, architectures, world_size)
+    terms = " + ".join(f"{name} {_seconds(value)}" for name, value in seconds.items())
+    groups, files = len(communicators_of_a_rank(recipe, world_size)), files_needed(world_size)
+    return [
+        f"{terms} = {_seconds(sum(seconds.values()))} s",
+        f"process groups of a rank in all roles: {groups} besides the world's; files and sockets: up to {files:,} open",
+    ]
 
 
 def time_lines(recipe: RLRecipe, architectures: Mapping[str, Architecture], world_size: int) -> list[str]:
@@ -40,10 +79,14 @@ def time_lines(recipe: RLRecipe, architectures: Mapping[str, Architecture], worl
         " + ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in team.items()) for team in time.teams
     )
     tokens = f"prompts of {time.prompt:,.0f} tokens and responses of {time.response:,.0f} on average"
+    exchange = f"of update: {_seconds(time.exchange)} s of gradients and weights between data-parallel ranks"
+    if time.least_exchange < time.exchange:
+        exchange += f"; {_seconds(time.least_exchange)} with actor.optimizer.overlap_*"
     return [
         f"{tokens}, {recipe.cluster.gpu}",
         f"{phases} = {_seconds(time.seconds)} s, {time.speed(world_size):,.0f} tokens/s per GPU, "
         f"update at {time.mfu:.0%} MFU",
+        *([exchange] if time.exchange > _SMALL_EXCHANGE * time.phases["update"] else []),
     ]
 
 
@@ -51,34 +94,60 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
-def regather_summary(recipe: RLRecipe, architecture: Architecture, world_size: int) -> str:
-    """One line on what the ranks of the first rollout replica lack and give, with whom, and how long that takes."""
+def regather_lines(recipe: RLRecipe, architecture: Architecture, world_size: int) -> list[str]:
+    """Return lines on what ranks lack and give in a weight sync, and what goes from host to host, in which time."""
+    ends = _regather_ends(recipe, architecture, world_size)
+    if ends is None:
+        learning = f"the first run under {recipe.run_root} learns it from vLLM, or tools/learn_weight_map.py"
+        return [f"not known yet: {learning}"]
+    wanted, element_bytes = ends[1], weight_bytes(recipe)
+    traffic = host_traffic(*ends, recipe.cluster.gpus_per_node)
+    whole = [sum(elements(block.region) for block in wanted.blocks_of(shard)) for shard in wanted.ranks]
+    received, sent, kept = (
+        most * element_bytes / _GB for most in (traffic.most_received, traffic.most_sent, max(whole))
+    )
+    peers = max(map(len, traffic.peers.values()), default=0)
+    return [
+        f"{received:.2f} of {kept:.2f} GB of rollout weights per GPU come from {peers} other GPUs, and "
+        f"{sent:.2f} GB go to others, at most",
+        *_between_hosts(traffic, element_bytes, recipe.cluster.link_gb_per_sec),
+    ]
+
+
+def sent_between_hosts(recipe: RLRecipe, world_size: int) -> str:
+    """Return GB of 2^30 bytes that a weight sync sends from host to host, as text; "?": not known yet."""
+    ends = _regather_ends(recipe, planned_architectures(recipe)["actor"], world_size)
+    if ends is None:
+        return "?"
+    sent = host_traffic(*ends, recipe.cluster.gpus_per_node).between_hosts * weight_bytes(recipe) / _GB
+    return f"{sent:,.0f}" if sent >= 10 or not sent else f"{sent:.2g}"
+
+
+def weight_bytes(recipe: RLRecipe) -> int:
+    """Bytes of one of the rollout's weights."""
+    return _BYTES[recipe.rollout.dtype or recipe.model.dtype]
+
+
+def _regather_ends(recipe: RLRecipe, architecture: Architecture, world_size: int) -> tuple[ShardSpec, ShardSpec] | None:
+    """The trainer's shards and the rollout's; None where these are yet to be learned from vLLM."""
     ranks = role_ranks(recipe, "actor", world_size)
     sources = trainer_shards(architecture, make_layout(recipe.actor.layout, len(ranks)), ranks)
     rollout = recipe.rollout.layout
-    generating = rollout_ranks(recipe, world_size)
     learned = None
     if not has_rollout_table(architecture):
         folder = planning_folder(recipe)
         learned = remembered_rollout_blocks(folder, rollout.tensor, rollout.expert_parallel, recipe.run_root)
         if learned is None:
-            learning = f"the first run under {recipe.run_root} learns it from vLLM, or tools/learn_weight_map.py"
-            return f"not known yet: {learning}"
-    wanted = rollout_shards(architecture, rollout.tensor, generating, rollout.expert_parallel, learned)
-    element_bytes = _BYTES[recipe.rollout.dtype or recipe.model.dtype]
+            return None
+    generating = rollout_ranks(recipe, world_size)
+    return sources, rollout_shards(architecture, rollout.tensor, generating, rollout.expert_parallel, learned)
 
-    def plans_of(some: Iterable[int]) -> list[RankPlan]:
-        return [plan_regather(sources, wanted, rank, recipe.cluster.gpus_per_node) for rank in some]
 
-    plans = plans_of(generating[: rollout.tensor])
-    givers = {copy.source for plan in plans for copy in plan.receives}.difference(generating)
-    received = max(plan.bytes_received(element_bytes) for plan in plans)
-    sent = max(plan.bytes_sent(element_bytes) for plan in [*plans, *plans_of(sorted(givers))])
-    kept = max(plan.bytes_kept(element_bytes) for plan in plans)
-    peers = max(len({copy.source for copy in plan.receives}) for plan in plans)
-    text = (
-        f"{received / _GB:.2f} of {kept / _GB:.2f} GB of rollout weights per GPU come from {peers} other GPUs, and "
-        f"{sent / _GB:.2f} GB go to others, at most"
-    )
-    link = recipe.cluster.link_gb_per_sec
-    return f"{text}; {max(received, sent) / 1e9 / link:.2f} s at {link:g} GB/s" if link else text
+def _between_hosts(traffic: Traffic, element_bytes: int, link: float | None) -> Iterator[str]:
+    """A line on what crosses from host to host, if anything does, and how long that takes."""
+    moved = (traffic.between_hosts, sum(traffic.unshared.values()), traffic.most_between_hosts)
+    total, unshared, busiest = (count * element_bytes for count in moved)
+    if total:
+        less = f", of {unshared / _GB:.2f} without forwarding" if unshared > 1.005 * total else ""
+        time = f"; {busiest / 1e9 / link:.2f} s at {link:g} GB/s" if link else ""
+        yield f"{total / _GB:.2f} GB go from host to host{less}, {busiest / _GB:.2f} per GPU at most{time}"

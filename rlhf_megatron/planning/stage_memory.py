@@ -94,6 +94,17 @@ def keeps_logits(recipe: Recipe, section: RoleSection, architecture: Architectur
     return all_logits(recipe, section, architecture) <= section.kept_logits
 
 
+def repeated_keys(recipe: Recipe, section: RoleSection, tokens: int) -> float:
+    """Return the keys of shared prompts that attention repeats for each token of a micro-batch of ``tokens``: prompts
+    are taken to be as long as they may be, and responses half as long."""
+    if not recipe.shares_prompts(section):
+        return 0.0
+    prompt = recipe.data.max_prompt_length
+    response = max(1.0, (recipe.longest_sequence - prompt) / 2)
+    rows = min(recipe.batch.rows_per_prompt, max(1.0, (tokens - prompt) / response))
+    return rows * prompt / (prompt + rows * response)
+
+
 def role_memory(recipe: Recipe, section: RoleSection, architecture: Architecture, gpus: int) -> list[StageMemory]:
     """Return the memory of every pipeline stage of a role on ``gpus``."""
     layout, learning = make_layout(layout_of(recipe, section), gpus), section.learns_by
@@ -111,15 +122,17 @@ def role_memory(recipe: Recipe, section: RoleSection, architecture: Architecture
             state = _learning_state(section, architecture, layout, stage, size)
             in_flight = min(_micro_batches_in_flight(layout, stage), _most_micro_batches(recipe, tokens, layout.data))
             activations = stage_activations(
-                section, architecture, layout, stage, tokens // layout.context, longest, size, in_flight
-            )
+                section, architecture, layout, stage, tokens // layout.context, longest, size, in_flight,
+                repeated_keys(recipe, section, tokens),
+            )  # fmt: skip
         if learning is not None and last:
             kept, frozen = keeps_logits(recipe, section, architecture), section.adapters is not None
             logits = _logit_bytes(
                 architecture, tokens // layout.context, layout.tensor, size, gradients=True, kept=kept, frozen=frozen
             )
         forward = _logit_bytes(architecture, forward_tokens, layout.tensor, size, gradients=False) if last else 0.0
-        forward_layer = forward_tokens * largest_layer(section, architecture, layout, stage, size, longest)
+        repeated = repeated_keys(recipe, section, forward_tokens)
+        forward_layer = forward_tokens * largest_layer(section, architecture, layout, stage, size, longest, repeated)
         parts = (
             size * held.total, state.gradients, state.optimizer, activations, logits, max(forward, forward_layer),
             state.streamed, state.stream_buffer, state.adapters, state.base_on_host,

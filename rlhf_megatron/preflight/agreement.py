@@ -144,12 +144,12 @@ def _model_files(recipe: Recipe) -> Iterator[Path]:
 
 
 def _function_files(recipe: Recipe) -> Iterator[Path]:
-    """The files of the user's own functions."""
-    if not isinstance(recipe, RLRecipe):
-        return
-    functions = [source.function for source in (recipe.reward, *recipe.reward.parts)]
-    if recipe.rollout.multi_turn:
-        functions.append(recipe.rollout.multi_turn.function)
+    """The files of the user's own functions and data set."""
+    functions = [recipe.data.dataset]
+    if isinstance(recipe, RLRecipe):
+        functions += [source.function for source in (recipe.reward, *recipe.reward.parts)]
+        if recipe.rollout.multi_turn:
+            functions += [recipe.rollout.multi_turn.function, recipe.rollout.multi_turn.environment]
     for function in functions:
         if function is not None:
             path, colon, _ = function.rpartition(":")  # without a colon it is the path alone

@@ -65,13 +65,13 @@ def run_check(name: str, seconds: float, work: Callable[[], Check | list[Check]]
     try:
         result = within(seconds, work)
     except NoAnswer as error:
-        return [Check(name, "fail", str(error), "look whether a file system or a service hangs")]
+        return [Check(name, "fail", f"{name}: {error}", "look whether a file system or a service hangs")]
     except UserError as error:
         what, _, to_do = str(error).rpartition("; ")  # as such errors are written: what is wrong; what to do
         return [Check(name, "fail", what or to_do, to_do if what else "")]
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
-        return [Check(name, "fail", f"{type(error).__name__}: {line}")]
+        return [Check(name, "fail", f"{name}: {type(error).__name__}: {line}")]
     return result if isinstance(result, list) else [result]
 
 

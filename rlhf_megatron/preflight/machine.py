@@ -1,10 +1,11 @@
-"""Checks of one machine: its GPU, its RDMA ports, and the disk that checkpoints go to."""
+"""Checks of one machine: its GPU, its limits, its RDMA ports, and the disk that checkpoints go to."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from rlhf_megatron.monitor.gpu import SLOWDOWNS, GpuState, GpuUnreadable, read_gpu
 from rlhf_megatron.preflight.check import Check, Result
+from rlhf_megatron.topology.open_files import HOW_TO_RAISE, files_needed, raise_file_limit
 
 GB = 2**30
 _ENOUGH_FREE, _TOO_LITTLE_FREE = 0.92, 0.8  # of a GPU's memory, with this process's CUDA and NCCL in it already
@@ -114,7 +116,25 @@ def _load() -> None:
             torch.mm(left, right)
 
 
-# ---- the network's devices
+# ---- files, sockets and the network's devices
+
+
+def open_files_check(ranks: int) -> Check:
+    """Check of files and sockets that a rank of a world of ``ranks`` may have open against the limit."""
+    limit, needed = raise_file_limit(), files_needed(ranks)
+    seen = f"{limit:,} may be open, {needed:,} are needed at most"
+    return Check("open files", "ok", seen) if limit >= needed else Check("open files", "fail", seen, HOW_TO_RAISE)
+
+
+def listen_check(ranks: int, limit: Path = Path("/proc/sys/net/core/somaxconn")) -> Check:
+    """Check of how many connections may wait to be accepted, where all ``ranks`` come to one store at the same time."""
+    waiting, wanted = _read(limit), min(ranks, socket.SOMAXCONN)
+    if not waiting.isdecimal():
+        return Check("listen queue", "skipped", f"{limit} cannot be read")
+    seen = f"{waiting} connections may wait to be accepted"
+    if int(waiting) < wanted:
+        return Check("listen queue", "warn", seen, f"sysctl -w net.core.somaxconn={wanted}")
+    return Check("listen queue", "ok", seen)
 
 
 def rdma_check(expected: bool, root: Path = Path("/sys/class/infiniband")) -> Check:
@@ -167,21 +187,31 @@ def disk_check(folder: Path, checkpoints: Files, exports: Files, share: float) -
     try:
         folder.mkdir(parents=True, exist_ok=True)
         speed = write_speed(folder)
-        free = shutil.disk_usage(folder).free
     except OSError as error:
         return Check("disk", "fail", f"{folder}: {error.strerror}", "choose another run_root")
-    seconds = checkpoints.bytes_of(1) * share / speed
-    seen = f"{free / GB:.1f} GB free, written at {speed / 1e9:.2f} GB/s"
+    space, seconds = space_check(folder, checkpoints, exports), checkpoints.bytes_of(1) * share / speed
+    took = f", {seconds:.0f} s for each checkpoint" if checkpoints.number else ""
+    space = space._replace(seen=f"{space.seen}; written at {speed / 1e9:.2f} GB/s{took}")
+    if space.result == "ok" and seconds > _LONG_SAVE_SECONDS:
+        return space._replace(result="warn", advice="choose a faster file system for run_root, or save less often")
+    return space
+
+
+def space_check(folder: Path, checkpoints: Files, exports: Files) -> Check:
+    """Space for what goes into ``folder``, which is not made; the arguments are those of ``disk_check``."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK) or not there.is_dir():
+        return Check("disk", "fail", f"run_root: {there} cannot be written", "choose another run_root")
+    free = shutil.disk_usage(there).free
+    seen = f"{free / GB:.1f} GB free"
     if checkpoints.number:
-        seen += f"; {checkpoints.number} checkpoints of {checkpoints.bytes_each / GB:.1f} GB, {seconds:.0f} s each"
+        seen += f"; {checkpoints.number} checkpoints of {checkpoints.bytes_each / GB:.1f} GB"
     if exports.number:
         seen += f"; {exports.number} exports of {exports.bytes_each / GB:.1f} GB"
     if free < checkpoints.bytes_of(1) + exports.bytes_of(1):
         return Check("disk", "fail", seen, f"make room under {folder}, or choose another run_root")
     if free < checkpoints.bytes_of(checkpoints.number) + exports.bytes_of(exports.number):
         return Check("disk", "warn", seen, "make room, or lower checkpoint.keep_last_k, or export less often")
-    if seconds > _LONG_SAVE_SECONDS:
-        return Check("disk", "warn", seen, "choose a faster file system for run_root, or save less often")
     return Check("disk", "ok", seen)
 
 

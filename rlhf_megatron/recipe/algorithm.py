@@ -28,13 +28,14 @@ POLICY_LOSS_NAMES: tuple[str, ...] = get_args(PolicyLossName)
 COMPARING_ADVANTAGES = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
 # Those that treat some tokens of a whole minibatch otherwise, chosen by their old logprobs.
 SELECTING_LOSSES = ("clip_cov", "kl_cov")
-_CAN_CLIP_TWICE = ("clip", "gspo", "clip_cov")
+_CAN_CLIP_TWICE = ("clip", "gspo", "clip_cov", "dppo_tv", "dppo_kl")
 _MAY_DIVIDE_BY_STD = ("grpo", "gpg", "pass_at_k")
 # Keys that only some choices of another key read.
 _READ_BY = (
     ("pass_k", "advantage", ("pass_at_k",)),
     ("gamma", "advantage", ("gae", "reinforce_plus_plus")),
     ("gae_lambda", "advantage", ("gae",)),
+    ("discount_per", "advantage", ("gae", "reinforce_plus_plus")),
     ("whiten_advantages", "advantage", ("gae",)),
     ("loss_constant", "loss_aggregation", ("sequence_sum_constant",)),
     ("sapo", "policy_loss", ("sapo",)),
@@ -63,7 +64,7 @@ class FilterGroupsSection(_SwitchedSection):
     enable: bool = False
     """Turn it on."""
     metric: Literal["accuracy", "reward"] = "accuracy"
-    """What must differ: the score, or the reward with penalties."""
+    """Must differ within a group: the score, or the reward with penalties."""
     max_num_gen_batches: int = Field(default=10, ge=0)
     """Generation rounds per step; 0: unlimited."""
     prompts_per_round: int | None = Field(default=None, gt=0, le=2**20)
@@ -185,9 +186,13 @@ class AlgorithmSection(Section):
     pass_k: int | None = Field(default=None, ge=2)
     """pass_at_k: responses of which the best counts; default: batch.responses_per_prompt."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """gae and reinforce_plus_plus: discount per token."""
+    """gae and reinforce_plus_plus: discount."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """gae: 1 trusts rewards only, 0 the next value only."""
+    discount_per: Literal["token", "turn"] = "token"
+    """gae, reinforce_plus_plus: gamma and gae_lambda count per token or per turn (docs/multi_turn.md)."""
+    credited_turns: Literal["all", "last"] = "all"
+    """Turns whose tokens get the advantage."""
     whiten_advantages: bool = True
     """gae: whiten advantages over the step's sampled tokens."""
     policy_loss: PolicyLossName = "clip"
@@ -198,7 +203,7 @@ class AlgorithmSection(Section):
     clip_ratio_high: float = Field(default=0.2, gt=0)
     """Clips the ratio above 1 + this; gspo, gmpo, dppo: likewise."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
-    """Dual clip: bound on the ratio where A < 0; for clip, gspo and clip_cov."""
+    """Dual clip: bound on the ratio where A < 0, for clip, gspo and clip_cov; dppo: bound on each token's ratio."""
     sapo: SapoSection = SapoSection()
     """sapo: a higher temperature damps tokens sooner."""
     covariance: CovarianceSection = CovarianceSection()

@@ -43,6 +43,8 @@ class DataSection(Section):
     """This or mixture is required."""
     mixture: list[MixturePart] = Field(default=[])
     """Instead of train_files: weighted sets of files, each with its own epochs."""
+    dataset: str | None = None
+    """path/to/file.py:Class, called with the files, gives rows with verl's columns instead of reading parquet."""
     validation_files: list[str] = Field(default=[])
     """Never trained on."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
@@ -68,7 +70,13 @@ class DataSection(Section):
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Its variables, such as {enable_thinking: false}."""
     response_column: str | None = None
-    """sft: column of responses; default: reward_model.ground_truth."""
+    """sft: column of responses; default: messages, else completion, else reward_model.ground_truth."""
+    learned_turns: Literal["all", "last"] = "all"
+    """sft: the assistant's turns of messages or completion that the loss is on."""
+    string_prompts: Literal["chat", "plain"] = "chat"
+    """sft, reward_modeling: a prompt of text is a user's message, or plain text without a chat template."""
+    images: Literal["refuse", "drop"] = "refuse"
+    """Refuse files with images, videos or sound, or learn from their text alone."""
 
     @property
     def parts(self) -> list[MixturePart]:

@@ -23,12 +23,13 @@ from rlhf_megatron.recipe.recipe import READING_ORDER, Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe, RolloutRecipe
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
 from rlhf_megatron.redaction import HIDDEN
+from rlhf_megatron.shipped import recipe_file
 from rlhf_megatron.untrusted import MOST_LEVELS, is_within_levels, read_bytes, reason_of, shown
 
 # Far beyond any recipe that a person or a program writes on purpose: of one file, and files with all their overlays.
 _MOST_BYTES = 2**20
 _MOST_FILES = 64
-_MOST_COMPLAINTS = 8
+_MOST_COMPLAINTS = 16
 _LONGEST_KEY = 100  # beyond it, no key that is meant is looked for
 # All other texts of a recipe are names, paths and addresses, which have one line and something in it.
 _FREE_TEXT = frozenset(["system_prompt", "pattern"])
@@ -46,9 +47,17 @@ RECIPES: dict[str, type[AnyRecipe]] = {"rl": RLRecipe, "sft": SFTRecipe, "reward
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Return the recipe at ``path`` with ``key.path=value`` overrides; raises RecipeError in one line.
 
-    ``defaults:`` in a file lists other files, relative to it, that it is laid over, the later over the earlier.
+    ``path`` may be the name of a shipped recipe. ``defaults:`` in a file lists others, relative to it or shipped, that
+    it is laid over, the later over the earlier.
     """
     return make_recipe(_read(path, overrides), str(path))
+
+
+def frozen_yaml(path: str | Path) -> str:
+    """Return the recipe at ``path``, with its overlays, as the text of one file to which overrides can be given as to
+    it; raises RecipeError in one line where it cannot be read."""
+    text: str = yaml.safe_dump(_read(path, ()), sort_keys=False, allow_unicode=True)
+    return text
 
 
 def load_rl(path: str | Path, overrides: Sequence[str] = ()) -> RLRecipe:
@@ -100,13 +109,28 @@ def _wrong_loop(values: dict[str, Any]) -> str:
 def _validated(values: dict[str, Any], kind: type[AnyKind], where: str, problems: Sequence[str] = ()) -> AnyKind:
     missing = [f"{key}: {text}" for key, text in kind.needed.items() if values.get(key) is None]
     complaints = [*problems, *missing, *itertools.islice(_problems(values, kind, ""), _MOST_COMPLAINTS + 1)]
-    if complaints:
-        raise RecipeError(_complaints(where, complaints[: _MOST_COMPLAINTS + 1]))
+    if len(complaints) > _MOST_COMPLAINTS:
+        raise RecipeError(_complaints(where, complaints))
     try:
-        return kind.model_validate(values)
+        recipe = kind.model_validate(values)
     except ValidationError as error:
-        details = error.errors(include_url=False)[: _MOST_COMPLAINTS + 1]
-        raise RecipeError(_complaints(where, [_complaint(item) for item in details])) from error
+        complaints += _further(error, complaints)
+        raise RecipeError(_complaints(where, complaints)) from error
+    if complaints:
+        raise RecipeError(_complaints(where, complaints))
+    return recipe
+
+
+def _further(error: ValidationError, complaints: Sequence[str]) -> list[str]:
+    """Return other errors than ``complaints``: not that a key is unknown, or missing where one is meant to be it."""
+    said, further = "; ".join(complaints), list[str]()
+    for item in error.errors(include_url=False)[: 2 * _MOST_COMPLAINTS]:
+        complaint = _complaint(item)
+        key = complaint.partition(": ")[0]
+        is_told = any(each.startswith(f"{key}: ") for each in complaints) or f"did you mean {key}?" in said
+        if item["type"] != "extra_forbidden" and not is_told:
+            further.append(complaint)
+    return further
 
 
 def _without_unread(
@@ -145,7 +169,7 @@ def _is_default(value: Any, field: FieldInfo) -> bool:
 
 
 def _read(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    values = _read_with_defaults(Path(path), (), itertools.count(1))
+    values = _read_with_defaults(recipe_file(path), (), itertools.count(1))
     for override in overrides:
         apply_override(values, override)
     return values
@@ -213,7 +237,7 @@ def _read_with_defaults(path: Path, parents: tuple[Path, ...], files: Iterator[i
             f"{shown(repr(overlays))}"
         )
     for name in overlays:
-        _merge(merged, _read_with_defaults(path.parent / name, (*parents, real), files))
+        _merge(merged, _read_with_defaults(recipe_file(name, path.parent), (*parents, real), files))
     _merge(merged, values)
     return merged
 

@@ -48,7 +48,7 @@ class KeepBestSection(Section):
     metric: str = "eval/*/accuracy"
     """Metric or pattern; the mean of all matches."""
     mode: Literal["max", "min"] = "max"
-    """What is better."""
+    """Direction of improvement."""
 
 
 class CheckpointSection(Section):
@@ -117,6 +117,28 @@ class PrometheusSection(Section):
     """127.0.0.1: this node; 0.0.0.0: whoever can reach it."""
 
 
+class RolloutsSection(Section):
+    """Rows of training that are kept in rollouts/step-N.parquet, by whole groups."""
+
+    every: int = Field(default=10, ge=0)
+    """Every N-th step; 0: never."""
+    rows: int = Field(default=64, gt=0)
+    """Of a step: its first groups that have no more together, at least one."""
+
+    def has(self, step: int) -> bool:
+        """Returns whether rows of a step are kept."""
+        return bool(self.every) and step % self.every == 0
+
+
+class PageSection(Section):
+    """The page of the run while it goes on, on rank 0's node (docs/monitoring.md#the-page)."""
+
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """null: no page; 0: a free one. The address is printed, with the token that opens it."""
+    address: str = "127.0.0.1"
+    """127.0.0.1: this node; 0.0.0.0: whoever can reach it and has the token."""
+
+
 class MonitorSection(Section):
     """Metrics, console and plots (docs/monitoring.md)."""
 
@@ -132,6 +154,10 @@ class MonitorSection(Section):
     """report.html at the end."""
     sample_rows: int = Field(default=8, ge=0)
     """Responses kept per evaluation in samples/step-N.parquet."""
+    page: PageSection = PageSection()
+    """Serves the run's page while it goes on."""
+    rollouts: RolloutsSection = RolloutsSection()
+    """Rows of training that are kept, with the logprobs of both sides."""
     timeline: TimelineSection = TimelineSection()
     """Writes phases to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
     profile: ProfileSection = ProfileSection()
@@ -142,6 +168,12 @@ class MonitorSection(Section):
         twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"trackers: {twice} is named twice, and would get each number twice; name it once")
+        return self
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> MonitorSection:
+        if "prometheus" in self.trackers and self.page.port and self.page.port == self.prometheus.port:
+            raise ValueError(f"page.port={self.page.port}: is prometheus.port too; choose another")
         return self
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Annotated
 
@@ -21,8 +22,13 @@ def ranks_of(where: str, text: str, world_size: int, gpus_per_node: int) -> list
     Ranks of a node are counted within it. ``where`` is the recipe's key, for errors: raises RecipeError where the text
     is none of these, names a rank twice, or one that ``world_size`` does not have.
     """
+    return list(_ranks_of(where, text, world_size, gpus_per_node))
+
+
+@functools.lru_cache(maxsize=64)  # a search for layouts asks for the same ones again and again
+def _ranks_of(where: str, text: str, world_size: int, gpus_per_node: int) -> tuple[int, ...]:
     if text == "all":
-        return list(range(world_size))
+        return tuple(range(world_size))
     ranks: list[int] = []
     for part in text.split(";"):
         node, colon, spans = part.strip().rpartition(":")
@@ -43,7 +49,7 @@ def ranks_of(where: str, text: str, world_size: int, gpus_per_node: int) -> list
         raise RecipeError(f"{where}={text}: name each rank once, in rising order")
     if ranks[-1] >= world_size:
         raise RecipeError(f"{where}={text}: there is no rank {ranks[-1]}: the ranks are 0-{world_size - 1}")
-    return ranks
+    return tuple(ranks)
 
 
 def _not_understood(where: str, text: str) -> RecipeError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
@@ -20,8 +20,8 @@ from rlhf_megatron.recipe.operations import (
     EvaluationSection,
     MonitorSection,
 )
-from rlhf_megatron.recipe.roles import ActorSection, RoleSection
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.roles import ActorSection, RewardModelSection, RoleSection
+from rlhf_megatron.recipe.section import Section, make_all
 from rlhf_megatron.recipe.slurm import RetrySection, SlurmSection
 from rlhf_megatron.untrusted import shown
 
@@ -97,7 +97,16 @@ class Recipe(Section):
         return name
 
     @model_validator(mode="after")
-    def _evaluations_have_data(self) -> Recipe:
+    def _sections_agree(self) -> Recipe:
+        make_all(self._checks())
+        return self
+
+    def _checks(self) -> list[Callable[[], None]]:
+        """Checks of several sections together; each raises ValueError where it fails."""
+        return [self._check_evaluations, self._check_keep_best, self._check_compared_steps, self._check_recorded_steps]
+
+    def _check_evaluations(self) -> None:
+        """Refuse evaluations without data."""
         if self.evaluation.interval and not self.data.evaluates:
             raise ValueError(
                 f"evaluation.interval={self.evaluation.interval} needs data.validation_files or "
@@ -108,10 +117,6 @@ class Recipe(Section):
                 "checkpoint.keep_best compares checkpoints by their evaluations; give checkpoint.save_interval, and "
                 "data.validation_files or data.validation_fraction, or leave it out"
             )
-        self._check_keep_best()
-        self._check_compared_steps()
-        self._check_recorded_steps()
-        return self
 
     def _check_keep_best(self) -> None:
         """Refuse a metric that no evaluation of this recipe has."""
@@ -126,16 +131,25 @@ class Recipe(Section):
             f"{', '.join(known)}; name one of them, and mode: min for a loss"
         )
 
-    def _check_no_response_column(self) -> None:
-        """Refuse data that only supervised fine-tuning reads."""
-        if self.data.response_column is not None:
+    def _check_no_shared_prompts(self) -> None:
+        """Refuse what only groups of responses have."""
+        if self.actor.shared_prompts:
             raise ValueError(
-                f"data.response_column={self.data.response_column}: loop {self.loop} does not read it; leave it out"
+                f"actor.shared_prompts: loop {self.loop} has no groups of responses to a prompt; leave it out"
             )
+
+    def _check_reads(self, *keys: str) -> None:
+        """Refuse keys of data that this loop does not read, and that are not the default."""
+        for key in keys:
+            value = getattr(self.data, key)
+            if value != type(self.data).model_fields[key].default:
+                raise ValueError(f"data.{key}={value}: loop {self.loop} does not read it; leave it out")
 
     def _check_compared_steps(self) -> None:
         """Refuse keep_best where it would compare nothing."""
         best, save, evaluate = self.checkpoint.keep_best, self.checkpoint.save_interval, self.evaluation.interval
+        if not save:  # which is refused already
+            return
         # The last step is saved in any case.
         both = evaluate and (self.steps % evaluate == 0 or math.lcm(save, evaluate) <= self.steps)
         if best is not None and not (self.evaluation.at_end or both):
@@ -160,6 +174,10 @@ class Recipe(Section):
     def roles_made(self) -> Mapping[str, RoleSection]:
         """Those of ``roles`` that the run makes."""
         return self.roles
+
+    def shares_prompts(self, section: RoleSection) -> bool:
+        """True if the role of ``section`` computes a prompt once for the rows of a micro-batch that begin with it."""
+        return self.actor.shared_prompts and not isinstance(section, RewardModelSection)
 
     @property
     def learning_steps(self) -> int:

@@ -14,7 +14,7 @@ from rlhf_megatron.redaction import is_secret_parameter
 # Names of other metrics under reward/.
 _TAKEN_NAMES = (
     "mean", "std", "latency_ms", "informative_group_fraction", "score_mean", "overlong_penalty_mean",
-    "samples", "timeouts", "failures", "masked", "reward_model",
+    "samples", "timeouts", "failures", "masked", "reward_model", "environment",
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ class RewardSource(Section):
     rule: Literal[
         "data_source", "gsm8k", "math", "dapo_math", "multiple_choice", "reasoning_gym", "format", "length", "none"
     ] = "data_source"
-    """data_source: that of the row's data_source; none: the reward model alone."""
+    """data_source: that of the row's data_source; none: the reward model or the environment alone."""
     pattern: str | None = None
     """format: regular expression of the whole response; `.` matches line breaks."""
     length_low: int = Field(default=0, ge=0)

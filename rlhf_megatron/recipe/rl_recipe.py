@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
-
-from pydantic import model_validator
 
 from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, SELECTING_LOSSES, AlgorithmSection
 from rlhf_megatron.recipe.batch import GroupedBatchSection
@@ -29,6 +28,22 @@ class RolloutRecipe(Recipe):
         """True if the batches of the engines are to be the same in every run."""
         return self.rollout.scheduling == "static"
 
+    @property
+    def has_environment(self) -> bool:
+        """True if an environment gives rewards."""
+        return self.rollout.multi_turn is not None and self.rollout.multi_turn.environment is not None
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Names of the parts of a reward, the environment's the last; none where there is one part without a name."""
+        if not self.has_environment:
+            return self.reward.part_names
+        return [*self._names_of_scores, "environment"]
+
+    @property
+    def _names_of_scores(self) -> list[str]:
+        return [] if self.reward.rule == "none" else self.reward.part_names or ["rule"]
+
 
 class RLRecipe(RolloutRecipe):
     """A run of reinforcement learning."""
@@ -50,21 +65,39 @@ class RLRecipe(RolloutRecipe):
 
     needed: ClassVar[Mapping[str, str]] = {"rollout": "loop rl needs this section; see recipes/tiny_grpo.yaml"}
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> RLRecipe:
-        self._check_no_response_column()
+    def _checks(self) -> list[Callable[[], None]]:
+        """See Recipe."""
+        unread = ("response_column", "learned_turns", "string_prompts")
+        return [
+            *super()._checks(),
+            *(functools.partial(self._check_reads, key) for key in unread),
+            self._check_given_responses,
+            self._check_adapted_reference,
+            self._check_deterministic,
+            self._check_corrected,
+            self._check_reference,
+            self._check_groups,
+            self._check_critic,
+            self._check_turns,
+            self._check_rewards,
+            self._check_filter_groups,
+            self._check_prefill,
+            self._check_overlong,
+        ]
+
+    def _check_given_responses(self) -> None:
         if self.data.max_response_length is not None:
             raise ValueError(
                 f"data.max_response_length={self.data.max_response_length}: rl learns no given responses; set "
                 "rollout.max_response_length"
             )
+
+    def _check_adapted_reference(self) -> None:
         if self.actor.lora is not None and self.reference is not None and self.reference.path is None:
             raise ValueError(
                 "reference: with actor.lora it is the actor without its adapters; set reference=null, or "
                 "reference.path to another model"
             )
-        self._check_rl()
-        return self
 
     def _check_keep_best(self) -> None:
         """Refuse a metric that no evaluation has, where a reward model alone scores; else only the run can tell."""
@@ -128,10 +161,7 @@ class RLRecipe(RolloutRecipe):
     @property
     def reward_names(self) -> list[str]:
         """Names of the parts of a reward in the run, the reward model's the last; none where there is one part."""
-        if self.reward_model is None:
-            return self.reward.part_names
-        own = [] if self.reward.rule == "none" else self.reward.part_names or ["rule"]
-        return [*own, "reward_model"]
+        return super().reward_names if self.reward_model is None else [*self._names_of_scores, "reward_model"]
 
     @property
     def why_weights_are_copied(self) -> str | None:
@@ -153,8 +183,11 @@ class RLRecipe(RolloutRecipe):
                     f"reward.length_low={source.length_low}: no response would be paid, since "
                     f"rollout.max_response_length={longest}; lower it"
                 )
-        if self.reward.rule == "none" and self.reward_model is None:
-            raise ValueError("reward.rule=none needs the section reward_model, which then gives the reward alone")
+        if self.reward.rule == "none" and self.reward_model is None and not self.has_environment:
+            raise ValueError(
+                "reward.rule=none needs the section reward_model, or rollout.multi_turn.environment, which then "
+                "gives the reward alone"
+            )
         if self.reward.rule == "none" and self.reward_model is not None and not self.reward_model.weight:
             raise ValueError(
                 "reward_model.weight=0: each reward would be 0, as reward.rule=none has no other; change one"
@@ -169,6 +202,11 @@ class RLRecipe(RolloutRecipe):
         )
         if not settings.enable:
             return
+        if settings.keep_surplus and self.rollout.updates_in_flight:
+            raise ValueError(
+                "algorithm.filter_groups.keep_surplus: with rollout.partial=resume groups would be older than "
+                "rollout.max_staleness; leave one out"
+            )
         if group < 2:
             raise ValueError(
                 f"algorithm.filter_groups: rewards of a group differ only where batch.responses_per_prompt={group} is "
@@ -181,13 +219,16 @@ class RLRecipe(RolloutRecipe):
                 f"{settings.prompts_per_round} is below batch.prompts_per_step={wanted}; raise one"
             )
 
-    def _check_rl(self) -> None:
-        algorithm, group = self.algorithm, self.batch.responses_per_prompt
+    def _check_deterministic(self) -> None:
         if self.deterministic and self.rollout.scheduling != "static":
             raise ValueError(
                 f"deterministic: with rollout.scheduling={self.rollout.scheduling} the batches of the engine depend on "
                 "the replicas' speed; set it to static"
             )
+
+    def _check_corrected(self) -> None:
+        """Refuses answers of other policies than the actor's without a correction."""
+        algorithm = self.algorithm
         corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
         if self.rollout.quantization and not corrected:
             raise ValueError(
@@ -199,8 +240,19 @@ class RLRecipe(RolloutRecipe):
                 "rollout.steps_ahead=1: the policy of an update before answers; correct for it by "
                 "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
             )
+        if self.rollout.partial == "resume" and not corrected:
+            raise ValueError(
+                "rollout.partial=resume: policies of earlier updates have begun answers; correct for it by "
+                "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
+            )
+
+    def _check_reference(self) -> None:
+        algorithm = self.algorithm
         if algorithm.kl_coef and self.reference is None and not self.reference_is_base:
             raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the section reference; add it, or use 0")
+
+    def _check_groups(self) -> None:
+        algorithm, group = self.algorithm, self.batch.responses_per_prompt
         if algorithm.advantage in COMPARING_ADVANTAGES and group < 2:
             raise ValueError(
                 f"batch.responses_per_prompt={group} must be at least 2: {algorithm.advantage} compares the responses "
@@ -208,6 +260,9 @@ class RLRecipe(RolloutRecipe):
             )
         if algorithm.pass_k is not None and algorithm.pass_k > group:
             raise ValueError(f"algorithm.pass_k={algorithm.pass_k} is above batch.responses_per_prompt={group}")
+
+    def _check_critic(self) -> None:
+        algorithm = self.algorithm
         if algorithm.advantage == "gae" and self.critic is None:
             raise ValueError("algorithm.advantage=gae needs the section critic, whose values it takes")
         if algorithm.advantage != "gae" and self.critic is not None:
@@ -219,12 +274,19 @@ class RLRecipe(RolloutRecipe):
                 f"critic.warmup_steps={self.critic.warmup_steps}: the actor would learn in none of {self.steps} steps; "
                 "lower it"
             )
+
+    def _check_turns(self) -> None:
         if self.rollout.multi_turn and self.reward_model is not None:
             raise ValueError(
                 "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
             )
-        self._check_rewards()
-        self._check_filter_groups()
+        of_turns = self.algorithm.changed("discount_per", "credited_turns")
+        if of_turns and self.rollout.multi_turn is None:
+            raise ValueError(
+                f"algorithm.{of_turns[0]}: responses have one turn; add rollout.multi_turn, or leave it out"
+            )
+
+    def _check_prefill(self) -> None:
         longest_row, most = (
             self.data.max_prompt_length + self.rollout.max_response_length,
             self.rollout.max_num_batched_tokens,
@@ -235,7 +297,9 @@ class RLRecipe(RolloutRecipe):
                 "(data.max_prompt_length + rollout.max_response_length), which enable_chunked_prefill=false asks for; "
                 "raise it, or leave it out"
             )
-        buffer, longest = algorithm.overlong_buffer, self.rollout.max_response_length
+
+    def _check_overlong(self) -> None:
+        buffer, longest = self.algorithm.overlong_buffer, self.rollout.max_response_length
         if buffer.enable and not 0 < buffer.len <= longest:
             raise ValueError(
                 f"algorithm.overlong_buffer.len={buffer.len} must be from 1 to rollout.max_response_length={longest}"

@@ -107,6 +107,10 @@ class OptimizerSection(Section):
     """Skip steps with a larger gradient norm before clipping."""
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients during the backward pass."""
+    overlap_param_gather: bool = False
+    """Gather updated weights during the next passes."""
 
     @model_validator(mode="after")
     def _first_step_fits(self) -> OptimizerSection:
@@ -115,6 +119,14 @@ class OptimizerSection(Section):
                 f"learning_rate={self.learning_rate:g}: Adam's first step, learning_rate / (1 - beta1), is beyond "
                 "float32; lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_sharded_weights_are_gathered(self) -> OptimizerSection:
+        if self.overlap_param_gather and not self.distributed:
+            raise ValueError("overlap_param_gather=True needs optimizer.distributed: leave out distributed=false")
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("overlap_param_gather=True needs overlap_grad_reduce, whose buckets it gathers; set it")
         return self
 
     @model_validator(mode="after")
@@ -210,7 +222,7 @@ class LearningRoleSection(RoleSection):
 
 LinearLayer = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "w1", "w3", "w2",
+    "input_linear", "output_linear", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "w1", "w3", "w2",
 ]  # fmt: skip
 
 
@@ -259,6 +271,14 @@ class ActorSection(LearningRoleSection):
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
     """Memory for a micro-batch's logits (tokens x vocabulary / layout.tensor, 2 bytes each in bfloat16); else they are
     computed twice, blockwise."""
+    shared_prompts: bool = False
+    """Compute a prompt once for its responses in a micro-batch; reference and critic too."""
+
+    @model_validator(mode="after")
+    def _adapters_are_merged_at_once(self) -> ActorSection:
+        if self.lora and self.optimizer.overlap_param_gather:
+            raise ValueError("optimizer.overlap_param_gather=True: adapters are merged after each step, leave it out")
+        return self
 
     @property
     def adapters(self) -> LoraSection | None:
@@ -275,7 +295,9 @@ class FrozenRoleSection(RoleSection):
     """A frozen model."""
 
     path: str | None = None
-    """Folder of its weights; default: model.path."""
+    """Folder of its weights, or name on the hub; default: model.path."""
+    revision: str | None = None
+    """Of path on the hub; see model.revision."""
 
     @property
     def weights_folder(self) -> str | None:
@@ -288,6 +310,8 @@ class CriticSection(LearningRoleSection):
 
     path: str | None = None
     """Reward or language model with the actor's tokenizer; default: model.path."""
+    revision: str | None = None
+    """Of path on the hub; see model.revision."""
     warmup_steps: int = Field(default=0, ge=0)
     """First steps, which train the critic alone."""
     value_clip: float | None = Field(default=0.5, gt=0)
@@ -306,6 +330,8 @@ class RewardModelSection(RoleSection):
     """Weight of its score, added to that of section reward (rule none: nothing)."""
     path: str
     """Weights and tokenizer, such as an export of loop reward_modeling."""
+    revision: str | None = None
+    """Of path on the hub; see model.revision."""
     tokenizer: str | None = None
     """Default: path."""
     chat_template: str | None = None

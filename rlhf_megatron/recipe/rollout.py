@@ -41,20 +41,58 @@ class DrawnLengthsSection(Section):
 
 
 class MultiTurnSection(Section):
-    """Multi-turn responses: a function of yours replies between the model's turns, as a tool or user."""
+    """Multi-turn responses: a function or an environment of yours replies between the model's turns."""
 
-    function: str
+    function: str | None = None
     """path/to/file.py:function (default name: respond)."""
+    environment: str | None = None
+    """path/to/file.py:Class (default name: Environment), instead of a function: one instance per trajectory."""
     max_assistant_turns: int = Field(default=4, gt=1)
-    """The last gets no reply."""
+    """The last gets no reply; an environment still scores it."""
     max_answer_tokens: int = Field(default=1024, gt=0)
     """Longer replies are truncated. They count towards max_response_length and are not trained on."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
-    """Per reply; a timeout or failure ends the response."""
+    """Per reply; a timeout or failure ends the response, and an environment's leaves it out of training."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
-    """Per replica."""
+    """Processes per replica; environments have one each."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
     """Per process with its children, GB of 2^30 bytes; killed above."""
+    network: bool = True
+    """false: processes have no network; needs network namespaces."""
+
+    @model_validator(mode="after")
+    def _someone_replies(self) -> MultiTurnSection:
+        if (self.function is None) == (self.environment is None):
+            raise ValueError("multi_turn: give one of function and environment")
+        if self.environment is not None and self.changed("workers"):
+            raise ValueError(f"workers={self.workers}: environments have a process each; leave it out")
+        return self
+
+
+class SpeculativeSection(Section):
+    """Speculative decoding: drafts are text that was sampled before. What is sampled stays the same."""
+
+    method: Literal["ngram", "suffix"] = "suffix"
+    """Where drafts come from: ngram: a response and its prompt; suffix: also others of its group, and of the prompt's
+    group an epoch ago on the same replica."""
+    num_speculative_tokens: int = Field(default=3, gt=0, le=64)
+    """Longest draft."""
+    match: int = Field(default=3, gt=0, le=64)
+    """Draft what followed the last so many tokens."""
+    max_running: int = Field(default=32, gt=0, le=2**16)
+    """Draft while at most so many sequences run on a replica."""
+    synthetic_acceptance_length: float | None = Field(default=None, ge=1)
+    """For benchmarks: tokens per step and drafted sequence, as if drafts were right; samples are wrong."""
+
+    @model_validator(mode="after")
+    def _synthetic_length_is_reached(self) -> SpeculativeSection:
+        asked, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
+        if asked is not None and asked > most:
+            raise ValueError(
+                f"synthetic_acceptance_length={asked:g}: a step gives at most num_speculative_tokens + 1 = {most} "
+                "tokens; lower it"
+            )
+        return self
 
 
 class RolloutSection(Section):
@@ -103,25 +141,54 @@ class RolloutSection(Section):
     sleep: bool = True
     """Free the KV cache and unshared weights during the update, where a role shares the GPU; never with steps_ahead."""
     async_scheduling: bool = True
-    """Schedule the next engine step while the GPU computes this one."""
+    """Schedule the next engine step while the GPU computes this one; never with speculative."""
+    speculative: SpeculativeSection | None = None
+    """Speculative decoding (docs/rollout.md#speculative-decoding)."""
     scheduling: Literal["queue", "static"] = "queue"
     """queue: replicas pull groups from one queue; static: fixed shares, which repeat bit-for-bit."""
     oversample: float = Field(default=1.0, ge=1, le=100)
-    """Start this many times the needed groups; abort the slowest once enough are done."""
+    """Start this many times the needed groups. With partial resume, 1: as many as max_staleness allows."""
     partial: Literal["discard", "resume"] = "discard"
-    """Aborted groups come first in the next round: discard starts them over, resume keeps tokens and logprobs."""
+    """Responses that run when enough groups are done: discard aborts, resume pauses them until after the
+    update. Resume has the needs of steps_ahead."""
+    max_staleness: int = Field(default=1, ge=1, le=8)
+    """With partial resume: most updates between a group's first token and its own update."""
+
+    @property
+    def updates_in_flight(self) -> int:
+        """Over how many updates a group may be generated; 0: it is whole before the next."""
+        return 0 if self.partial == "discard" else self.max_staleness - self.steps_ahead
+
+    @property
+    def groups_begun(self) -> float:
+        """The groups that a step begins with, those that go on included, over the groups that it gives."""
+        if self.oversample > 1 or not self.updates_in_flight:
+            return self.oversample
+        return self.updates_in_flight + 1.0  # see generation.staleness
 
     @model_validator(mode="after")
-    def _slow_groups_can_be_given_up(self) -> RolloutSection:
-        if self.oversample > 1 and self.scheduling == "static":
+    def _slow_groups_can_wait(self) -> RolloutSection:
+        if self.partial == "discard":
+            if self.oversample > 1 and self.scheduling == "static":
+                raise ValueError(
+                    f"oversample={self.oversample:g} needs scheduling queue: with static, replicas know nothing of "
+                    "each other's groups; use queue, partial: resume, or leave oversample out"
+                )
+            if self.max_staleness > 1:
+                raise ValueError(
+                    f"max_staleness={self.max_staleness}: with partial=discard nothing goes on after an update; set "
+                    "partial: resume, or leave it out"
+                )
+        elif self.steps_ahead >= self.max_staleness:
             raise ValueError(
-                f"oversample={self.oversample:g} needs scheduling queue: with static, replicas know nothing of each "
-                "other's groups; use queue, or leave oversample out"
+                f"max_staleness={self.max_staleness}: with steps_ahead=1 every group is an update old, and partial="
+                "resume adds to that; raise it to 2"
             )
-        if self.partial == "resume" and self.oversample == 1:
-            raise ValueError("partial=resume: without oversample no group is given up; set it, such as 1.25")
-        if self.partial == "resume" and self.drawn_lengths:
-            raise ValueError("partial=resume: drawn_lengths ends each response by its row, which changes; use discard")
+        elif self.oversample > self.updates_in_flight + 1:
+            raise ValueError(
+                f"oversample={self.oversample:g}: the last of so many groups would be older than max_staleness="
+                f"{self.max_staleness}; lower it to {self.updates_in_flight + 1}, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import typing
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+from rlhf_megatron.shipped import shipped_path
 from rlhf_megatron.untrusted import shown
 
 # Counts, sizes and seeds go on into 32 bits: those of kernels, of NCCL, of parquet, and of NumPy's generators.
@@ -32,6 +35,18 @@ def check_variable(key: str, name: str | None) -> None:
         raise ValueError(f"{key}: names an environment variable, of letters, digits and _; what is given is none")
 
 
+def make_all(checks: Iterable[Callable[[], None]]) -> None:
+    """Makes all checks, and raises ValueError with what those say that raise one."""
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 class Section(BaseModel):
     """A part of a recipe. Values are never rewritten once it is made, and all its numbers are finite."""
 
@@ -44,7 +59,7 @@ class Section(BaseModel):
     def _truth_is_no_number(cls, value: Any, field: ValidationInfo) -> Any:
         """Refuses true and false in place of a number, which Python has as 1 and 0, and numbers in place of them."""
         assert field.field_name is not None
-        kinds = _kinds(cls.model_fields[field.field_name].annotation)
+        kinds = _kinds_of(cls, field.field_name)
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, bool) and kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"must be a number; it is {str(each).lower()}")
@@ -66,9 +81,23 @@ class Section(BaseModel):
                 )
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _shipped_files_are_found(cls, value: Any) -> Any:
+        """Finds recipes/... also where the working directory is no checkout."""
+        if isinstance(value, list):
+            return [shipped_path(each) if isinstance(each, str) else each for each in value]
+        return shipped_path(value) if isinstance(value, str) else value
+
     def changed(self, *keys: str) -> list[str]:
         """Those of these keys whose values are not the defaults; a recipe that is written out has them all."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+
+
+@functools.cache
+def _kinds_of(section: type[Section], field: str) -> set[type]:
+    """The ``_kinds`` of a field's annotation."""
+    return _kinds(section.model_fields[field].annotation)
 
 
 def _kinds(annotation: Any) -> set[type]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import ClassVar, Literal
-
-from pydantic import model_validator
 
 from rlhf_megatron.recipe.algorithm import TokenAggregationSection
 from rlhf_megatron.recipe.recipe import Recipe
@@ -20,6 +20,10 @@ class SFTRecipe(Recipe):
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("eval/loss",)
 
+    def _checks(self) -> list[Callable[[], None]]:
+        """See Recipe."""
+        return [*super()._checks(), self._check_no_shared_prompts]
+
 
 class RewardModelingRecipe(Recipe):
     """A run that trains a reward model on pairs of responses."""
@@ -29,12 +33,15 @@ class RewardModelingRecipe(Recipe):
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("eval/accuracy", "eval/margin", "eval/loss")
 
-    @model_validator(mode="after")
-    def _head_learns(self) -> RewardModelingRecipe:
-        self._check_no_response_column()
+    def _checks(self) -> list[Callable[[], None]]:
+        """See Recipe."""
+        unread = [functools.partial(self._check_reads, key) for key in ("response_column", "learned_turns")]
+        return [*super()._checks(), *unread, self._check_no_shared_prompts, self._check_head]
+
+    def _check_head(self) -> None:
+        """Refuse a head that would not learn."""
         if self.actor.lora is not None:
             raise ValueError("actor.lora: a reward model's head has to learn too, and adapters have none; leave it out")
-        return self
 
     @property
     def rows_per_response(self) -> int:

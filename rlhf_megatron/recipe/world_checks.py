@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
@@ -24,25 +27,69 @@ def rollout_ranks(recipe: RolloutRecipe, world_size: int) -> list[int]:
     return ranks_of("rollout.ranks", recipe.rollout.ranks, world_size, recipe.cluster.gpus_per_node)
 
 
+def roles_together(recipe: Recipe, world_size: int) -> frozenset[frozenset[str]]:
+    """Return the roles that are made, and "rollout", of each rank, once for ranks that have the same."""
+    texts = {name: section.ranks for name, section in recipe.roles_made.items()}
+    if isinstance(recipe, RLRecipe):
+        texts["rollout"] = recipe.rollout.ranks
+    return _roles_together(tuple(texts.items()), world_size, recipe.cluster.gpus_per_node)
+
+
+@functools.lru_cache(maxsize=16)  # all layouts of a search are placed alike
+def _roles_together(texts: tuple[tuple[str, str], ...], world_size: int, gpus: int) -> frozenset[frozenset[str]]:
+    of_rank: dict[int, list[str]] = {}
+    for name, text in texts:
+        for rank in ranks_of(f"{name}.ranks", text, world_size, gpus):
+            of_rank.setdefault(rank, []).append(name)
+    return frozenset(map(frozenset, of_rank.values()))
+
+
 def check_world(recipe: Recipe, world_size: int) -> None:
     """Raises RecipeError where a layout does not fit on ``world_size`` GPUs."""
-    for name, section in recipe.roles.items():
-        layout = layout_of(recipe, section)
-        parts = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": layout.data}
-        ranks = len(role_ranks(recipe, name, world_size))
-        _check_fill(f"{name}.layout", parts, ranks)
-        stage = ranks // layout.pipeline
-        if stage % layout.expert_gpus:
-            raise RecipeError(
-                f"{name}.layout: expert {layout.expert} x expert_tensor {layout.expert_gpus // layout.expert} does not "
-                f"divide the {stage} GPUs of a pipeline stage; change one"
-            )
+    for check in world_checks(recipe, world_size):
+        check()
+
+
+def world_checks(recipe: Recipe, world_size: int) -> list[Callable[[], None]]:
+    """Return the parts of ``check_world``, each of which raises RecipeError by itself.
+
+    A role that has the actor's layout and ranks is checked with the actor.
+    """
+    actor = recipe.actor
+    alone = [
+        name
+        for name, section in recipe.roles.items()
+        if section is actor or section.layout is not None or section.ranks != actor.ranks
+    ]
+    checks = [functools.partial(_check_role, recipe, name, world_size) for name in alone]
     if isinstance(recipe, RLRecipe):
-        rollout = recipe.rollout.layout
-        generating = rollout_ranks(recipe, world_size)
-        _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, len(generating))
-        if len(generating) < world_size or recipe.rollout.steps_ahead:
-            _check_teams(recipe, world_size, set(generating))
+        checks.append(functools.partial(_check_rollout, recipe, world_size))
+    return [*checks, functools.partial(_check_profile, recipe, world_size)]
+
+
+def _check_role(recipe: Recipe, name: str, world_size: int) -> None:
+    layout = layout_of(recipe, recipe.roles[name])
+    parts = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": layout.data}
+    ranks = len(role_ranks(recipe, name, world_size))
+    _check_fill(f"{name}.layout", parts, ranks)
+    stage = ranks // layout.pipeline
+    if stage % layout.expert_gpus:
+        raise RecipeError(
+            f"{name}.layout: expert {layout.expert} x expert_tensor {layout.expert_gpus // layout.expert} does not "
+            f"divide the {stage} GPUs of a pipeline stage; change one"
+        )
+
+
+def _check_rollout(recipe: RLRecipe, world_size: int) -> None:
+    rollout = recipe.rollout.layout
+    generating = rollout_ranks(recipe, world_size)
+    _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, len(generating))
+    _check_shares(recipe, len(generating) // rollout.tensor)
+    if len(generating) < world_size or recipe.rollout.steps_ahead:
+        _check_teams(recipe, world_size, set(generating))
+
+
+def _check_profile(recipe: Recipe, world_size: int) -> None:
     profile = recipe.monitor.profile
     missing = next((rank for rank in profile.ranks if profile.steps and rank >= world_size), None)
     if missing is not None:
@@ -78,6 +125,18 @@ def _check_teams(recipe: RLRecipe, world_size: int, generating: set[int]) -> Non
                 f"{name}.ranks={made[name].ranks} has rank {min(ranks & generating)}, which generates "
                 f"ahead (rollout.steps_ahead=1, rollout.ranks={recipe.rollout.ranks}); give each GPU to one of them"
             )
+
+
+def _check_shares(recipe: RLRecipe, replicas: int) -> None:
+    """Replicas with fixed shares, each of which ends a step by itself, must have equal ones."""
+    filters = recipe.algorithm.filter_groups
+    prompts = (filters.prompts_per_round if filters.enable else None) or recipe.batch.prompts_per_step
+    section = recipe.rollout
+    if section.updates_in_flight and section.scheduling == "static" and prompts % replicas:
+        raise RecipeError(
+            f"rollout.partial=resume: with scheduling=static each of {replicas} replicas gives as many of {prompts} "
+            "groups; make that a multiple, or use queue"
+        )
 
 
 def _check_fill(where: str, parts: dict[str, int | None], world_size: int) -> None:

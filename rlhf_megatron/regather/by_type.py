@@ -25,7 +25,7 @@ class RegatherByType:
             usual, exact = plan.split(stays_float32)
         self._usual = Regather(usual, dtype, device, **options)
         self._exact = Regather(exact, torch.float32, device) if exact else None
-        sides = (exact.local, exact.receives) if exact else ()
+        sides = (exact.local, exact.arriving) if exact else ()
         self._of_exact = {copy.destination_parameter for side in sides for copy in side}
 
     def run(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,6 +29,7 @@ class _Turn:
     sends: dict[int, list[Tensor]]
     receives: dict[int, list[Tensor]]
     unpack: RectangleCopies
+    forwards: bool
 
 
 class Regather:
@@ -108,6 +110,7 @@ class Regather:
     def verify(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Raises RegatherError on every rank where ``destinations`` is not what ``sources`` is; collective."""
         verify_weights(self.plan, self._dtype, self._transport, sources, destinations)
+        verify_weights(self.plan.forwarding, self._dtype, self._transport, destinations, destinations)
 
     def _read(self) -> None:
         """Takes what the node's other ranks have, when they have finished it and before they change it again."""
@@ -118,14 +121,16 @@ class Regather:
         self._peers.meet()
 
     def _exchange(self) -> None:
-        """Packs a round while the one before it travels, then unpacks that one."""
-        under_way = self._start(self._turns[0]) if self._turns else []
-        for turn, following in itertools.zip_longest(self._turns, self._turns[1:]):
-            next_under_way = self._start(following) if following else []
-            for pending in under_way:
-                pending.wait()
-            turn.unpack.run()
-            under_way = next_under_way
+        """Packs a round while the one before it travels, then unpacks that one; forwards when all has arrived."""
+        for _, part in itertools.groupby(self._turns, lambda turn: turn.forwards):
+            turns = list(part)
+            under_way = self._start(turns[0])
+            for turn, following in itertools.zip_longest(turns, turns[1:]):
+                next_under_way = self._start(following) if following else []
+                for pending in under_way:
+                    pending.wait()
+                turn.unpack.run()
+                under_way = next_under_way
 
     def _start(self, turn: _Turn) -> list[Pending]:
         turn.pack.run()
@@ -156,10 +161,11 @@ class Regather:
         self._reads = self._bind_reads(sources, destinations)
         self._turns = []
         for turn in self._rounds:
-            sends, origins, packed = self._buffers(turn.sends, lambda copy: _origin(copy, sources))
+            held = destinations if turn.forwards else sources
+            sends, origins, packed = self._buffers(turn.sends, functools.partial(_origin, sources=held))
             receives, targets, unpacked = self._buffers(turn.receives, lambda copy: _target(copy, destinations))
             pack, unpack = RectangleCopies(packed, origins), RectangleCopies(targets, unpacked)
-            self._turns.append(_Turn(pack, sends, receives, unpack))
+            self._turns.append(_Turn(pack, sends, receives, unpack, turn.forwards))
         self._addresses = addresses
 
     def _bind_reads(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> RectangleCopies:
@@ -222,7 +228,7 @@ def _padding(plan: RankPlan, destinations: Mapping[str, Tensor], shared: Collect
     Raises RegatherError where anything else is not filled.
     """
     filled, ends = dict.fromkeys(destinations, 0), dict.fromkeys(destinations, 0)
-    for copy in (*plan.local, *plan.receives):
+    for copy in (*plan.local, *plan.arriving):
         start, stop = copy.region[0]
         name = copy.destination_parameter
         filled[name] += copy.elements

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.architecture import Architecture, read_config
+from rlhf_megatron.models.architecture import Architecture, read_config, wrapped_language
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.learned_map import (
     check_all_is_read,
@@ -84,7 +84,7 @@ def _blocks_of(
     shapes = tensor_shapes(architecture.with_head("language"))
     exact = set(filter(stays_float32, shapes))
     stored = functools.partial(stored_tensors, stacked=stacked_tensors(architecture))
-    trace = trace_rank(folder, shapes, tensor, rank, expert_parallel, dtype, exact, stored)
+    trace = trace_rank(folder, shapes, tensor, rank, expert_parallel, dtype, exact, stored, wrapped_language(folder))
     return rank_blocks(trace, shapes, str(folder))
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.regather.plan import Copy, RankPlan, split_copy
+from rlhf_megatron.regather.plan import Copy, RankPlan
+from rlhf_megatron.regather.rounds import split_copy
 from rlhf_megatron.runtime.clocks import host_identity
 from rlhf_megatron.topology.exchange import gather_objects, max_over_ranks
 
@@ -86,9 +87,13 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
     """Describes, for the console, how what ``plan`` receives reaches this rank."""
-    received = plan.bytes_received(dtype.itemsize)
+    received, forwarded = (plan.bytes_received(dtype.itemsize), plan.forwarding.bytes_received(dtype.itemsize))
     sent = plan.without(peers.near).bytes_received(dtype.itemsize) if peers else received
-    ways = [(received - sent, "read from other GPUs of this host"), (sent, "sent by other ranks")]
+    ways = [
+        (received - sent, "read from other GPUs of this host"),
+        (sent - forwarded, "sent by other ranks"),
+        (forwarded, "forwarded by other ranks of this host"),
+    ]
     return " and ".join(f"{size / 1e9:.3g} GB {way}" for size, way in ways if size) + ", on rank 0"
 
 

@@ -10,12 +10,12 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from rlhf_megatron.models.rectangles import elements, intersect
 from rlhf_megatron.models.weight_map import Block, Region, layer_of
-from rlhf_megatron.regather.sources import share_demand
-
-Shard = Any  # the name of a shard, whatever each side takes for it; hashable
+from rlhf_megatron.regather.demand import Item, Shard, Shards, deal, grouped, touching, wanted_items
+from rlhf_megatron.regather.sources import Shares, share_demand
 
 
 class PlanError(RuntimeError):
@@ -76,22 +76,47 @@ class ShardSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """The transfers of one rank in a regathering; each list is in an order that both ends of a transfer share."""
+    """The transfers of one rank in a regathering; each list is in an order that both ends of a transfer share.
+
+    Attributes:
+        sends: from this rank's source parameters to others' destination parameters.
+        receives: the other way.
+        local: within the rank.
+        forwards: from this rank's destination parameters, where ``receives`` have filled them, to others of its host.
+        forwarded: the other way.
+    """
 
     rank: int
     sends: list[Copy]
     receives: list[Copy]
     local: list[Copy]
+    forwards: list[Copy] = dataclasses.field(default_factory=list)
+    forwarded: list[Copy] = dataclasses.field(default_factory=list)
+
+    @property
+    def arriving(self) -> list[Copy]:
+        """All that reaches this rank from others."""
+        return [*self.receives, *self.forwarded]
+
+    @property
+    def leaving(self) -> list[Copy]:
+        """All that others get from this rank."""
+        return [*self.sends, *self.forwards]
+
+    @property
+    def forwarding(self) -> RankPlan:
+        """The second part as a plan of its own, from destination parameters to destination parameters."""
+        return RankPlan(self.rank, self.forwards, self.forwarded, [])
 
     def without(self, ranks: Collection[int]) -> RankPlan:
-        """The plan without transfers to or from these."""
+        """The plan without what goes to or comes from the sources of these; what is forwarded stays."""
         sends = [copy for copy in self.sends if copy.destination not in ranks]
         receives = [copy for copy in self.receives if copy.source not in ranks]
-        return RankPlan(self.rank, sends, receives, self.local)
+        return dataclasses.replace(self, sends=sends, receives=receives)
 
     def split(self, apart: Callable[[str], bool]) -> tuple[RankPlan, RankPlan]:
         """The plan of all tensors but those that are to be kept ``apart``, by name, and the plan of these."""
-        sides = (self.sends, self.receives, self.local)
+        sides = (self.sends, self.receives, self.local, self.forwards, self.forwarded)
         usual, others = (
             RankPlan(self.rank, *([copy for copy in side if apart(copy.tensor) == wanted] for side in sides))
             for wanted in (False, True)
@@ -100,7 +125,7 @@ class RankPlan:
 
     def bytes_received(self, element_bytes: int) -> int:
         """Bytes that reach this rank from others."""
-        return sum(copy.elements for copy in self.receives) * element_bytes
+        return sum(copy.elements for copy in self.arriving) * element_bytes
 
     def bytes_kept(self, element_bytes: int) -> int:
         """Bytes of the destination's weights that this rank has in the end."""
@@ -108,45 +133,38 @@ class RankPlan:
 
     def bytes_sent(self, element_bytes: int) -> int:
         """Bytes that others get from this rank."""
-        return sum(copy.elements for copy in self.sends) * element_bytes
+        return sum(copy.elements for copy in self.leaving) * element_bytes
 
 
-class _Item(NamedTuple):
-    """A rectangle that every rank of a shard wants, and the block of each shard that holds it."""
-
-    region: Region
-    holders: Mapping[Shard, Block]
-    wanted: Block
+Index = dict[str, dict[Region, dict[Shard, Block]]]
 
 
-_Index = dict[str, dict[Region, dict[Shard, Block]]]
-_Holders = tuple[Shard, ...]  # the shards whose ranks hold the same rectangle
-
-
-def plan_regather(sources: ShardSpec, destinations: ShardSpec, rank: int, ranks_per_node: int = 8) -> RankPlan:
+def plan_regather(sources: ShardSpec, destinations: ShardSpec, rank: int, hosts: Sequence[int] | int = 8) -> RankPlan:
     """Plans what ``rank`` sends, receives and copies within itself, so that every destination gets each element once.
 
-    A destination takes what it holds itself; of the rest it takes a rectangle that several ranks hold from its own
-    node if one of them is there, and else from all of them in shares that even out what they send
-    (``sources.share_demand``). Raises PlanError where an element that this rank wants is held by nobody.
+    ``hosts``: the host of each rank, or how many ranks each has. A destination takes what it holds itself, and the rest
+    from ranks of its host where one holds it. What none there holds reaches a host once: of a rectangle that k of its
+    ranks want, each receives 1/k from all ranks that hold it, in shares that even out what they send
+    (``sources.share_demand``), and forwards it to the others. Raises PlanError where an element that this rank wants is
+    held by nobody.
 
     Time and memory grow with the model's tensors and the number of shards, hardly with the number of ranks.
     """
     own, wanted = sources.blocks(rank), destinations.blocks(rank)
-    index = _index(sources, {block.tensor for block in (*own, *wanted)})
-    shares = _Shares(sources, destinations, ranks_per_node)
-    receives, local = _receives(index, shares, wanted, rank)
-    sends = _sends(index, shares, own, rank)
-    return RankPlan(rank, sorted(sends, key=_where_to), sorted(receives, key=_where_to), local)
+    index = index_sources(sources, {block.tensor for block in (*own, *wanted)})
+    shares = HostShares(sources, destinations, hosts)
+    sides = (_sends(index, shares, own, rank), *_receives(index, shares, wanted, rank))
+    sends, receives, local, forwards, forwarded = (sorted(side, key=_where_to) for side in sides)
+    return RankPlan(rank, sends, receives, local, forwards, forwarded)
 
 
 def _where_to(copy: Copy) -> tuple[str, tuple[int, ...]]:
     return copy.destination_parameter, copy.destination_offset
 
 
-def _index(sources: ShardSpec, tensors: set[str]) -> _Index:
+def index_sources(sources: ShardSpec, tensors: set[str]) -> Index:
     """Indexes the shards that hold each rectangle of ``tensors``."""
-    index: _Index = defaultdict(dict)
+    index: Index = defaultdict(dict)
     for shard in sources.ranks:
         for block in sources.blocks_of(shard):
             if block.tensor in tensors:
@@ -154,102 +172,120 @@ def _index(sources: ShardSpec, tensors: set[str]) -> _Index:
     return index
 
 
-class _Shares:
-    """Shares of sources in destinations, worked out once for all rectangles with the same holders and destinations."""
+def host_function(hosts: Sequence[int] | int) -> Callable[[int], int]:
+    """The host of a rank, from that of each or from how many ranks each host has."""
+    return (lambda rank: rank // hosts) if isinstance(hosts, int) else hosts.__getitem__
 
-    def __init__(self, sources: ShardSpec, destinations: ShardSpec, ranks_per_node: int) -> None:
-        self.sources, self.destinations, self._ranks_per_node = sources, destinations, ranks_per_node
-        self._cache: dict[tuple[_Holders, Shard], dict[int, list[tuple[int, float]]]] = {}
 
-    def of(self, holders: _Holders, shard: Shard) -> dict[int, list[tuple[int, float]]]:
-        """Return, for each rank of the destinations' ``shard``, its sources and up to which fraction each serves it."""
-        key = (holders, shard)
+class HostShares:
+    """Shares of sources in destinations, worked out once for all rectangles that the same shards hold and want."""
+
+    def __init__(self, sources: ShardSpec, destinations: ShardSpec, hosts: Sequence[int] | int) -> None:
+        self.sources, self.destinations = sources, destinations
+        self.host_of = host_function(hosts)
+        self.ranks_on: dict[int, list[int]] = defaultdict(list)
+        for rank in sorted(destinations.shard_of):
+            self.ranks_on[self.host_of(rank)].append(rank)
+        self._hosts_with: dict[Shards, list[int]] = defaultdict(list)
+        for host in self.ranks_on:
+            self._hosts_with[self.shards_on(host)].append(host)
+        self._cache: dict[tuple[Shards, Shards, Shards], Shares] = {}
+
+    @property
+    def mixes(self) -> list[Shards]:
+        """The sets of the destinations' shards that hosts have."""
+        return list(self._hosts_with)
+
+    def shards_on(self, host: int) -> Shards:
+        """The destinations' shards that a host has."""
+        return tuple(sorted({self.destinations.shard_of[rank] for rank in self.ranks_on[host]}))
+
+    def of(self, holders: Shards, wanting: Shards, mix: Shards) -> Shares:
+        """Return who serves the ranks of the shards ``wanting`` on all hosts that have the shards ``mix``."""
+        key = (holders, wanting, mix)
         if key not in self._cache:
             ranks = sorted(rank for holder in holders for rank in self.sources.ranks[holder])
-            self._cache[key] = share_demand(ranks, self.destinations.ranks[shard], self._ranks_per_node)
+            hosts = set(self._hosts_with[mix])
+            demanders = [rank for shard in wanting for rank in self.destinations.ranks[shard]]
+            here = sorted(rank for rank in demanders if self.host_of(rank) in hosts)
+            self._cache[key] = share_demand(ranks, here, self.host_of)
         return self._cache[key]
 
 
-def _receives(index: _Index, shares: _Shares, wanted: Sequence[Block], rank: int) -> tuple[list[Copy], list[Copy]]:
-    """The copies that ``rank`` gets from others, and those within itself."""
-    demand: dict[_Holders, list[_Item]] = defaultdict(list)
+def _receives(
+    index: Index, shares: HostShares, wanted: Sequence[Block], rank: int
+) -> tuple[list[Copy], list[Copy], list[Copy], list[Copy]]:
+    """The copies that ``rank`` receives, makes within itself, forwards and is forwarded."""
+    receives: list[Copy] = []
+    local: list[Copy] = []
+    forwards: list[Copy] = []
+    forwarded: list[Copy] = []
+    if not wanted:
+        return receives, local, forwards, forwarded
+    _check_sources(index, wanted, rank)
+    held_by, wanted_by = shares.sources.shard_of, shares.destinations.shard_of
+    own, host = wanted_by[rank], shares.host_of(rank)
+    mix = shares.shards_on(host)
+    of_mates = ((shard, touching(wanted, shares.destinations.blocks_of(shard))) for shard in mix if shard != own)
+    items = wanted_items(itertools.chain([(own, wanted)], of_mates), lambda tensor: index.get(tensor, {}).items(), own)
+    for (holders, wanting), group in grouped(items).items():
+        if held_by.get(rank) in holders:
+            local += [
+                _copy(item, item.region, rank, item.holders[held_by[rank]], rank, item.wanted[own]) for item in group
+            ]
+            continue
+        near, far = shares.of(holders, wanting, mix)
+        legs = near[rank] if rank in near else far[host]
+        mates = sorted({leg.receiver for leg, _ in legs} - {rank})
+        for (source, receiver), item, region in deal(group, legs):
+            at_receiver = item.wanted[wanted_by[receiver]]
+            if receiver != rank:
+                forwarded.append(_copy(item, region, receiver, at_receiver, rank, item.wanted[own]))
+                continue
+            receives.append(_copy(item, region, source, item.holders[held_by[source]], rank, at_receiver))
+            forwards += [_copy(item, region, rank, at_receiver, mate, item.wanted[wanted_by[mate]]) for mate in mates]
+    return receives, local, forwards, forwarded
+
+
+def _check_sources(index: Index, wanted: Sequence[Block], rank: int) -> None:
+    """Raises PlanError where an element of ``wanted`` is held by nobody."""
     for block in wanted:
-        covered = 0
-        for region, holders in index.get(block.tensor, {}).items():
-            common = intersect(region, block.region)
-            if common is not None:
-                demand[tuple(holders)].append(_Item(common, holders, block))
-                covered += elements(common)
+        parts = (intersect(region, block.region) for region in index.get(block.tensor, {}))
+        covered = sum(elements(part) for part in parts if part is not None)
         if covered != elements(block.region):
             raise PlanError(
                 f"{block.tensor}{list(block.region)} for rank {rank}: {covered} of {elements(block.region)} elements "
                 "have a source"
             )
-    receives: list[Copy] = []
-    local: list[Copy] = []
-    for holders_key, items in demand.items():
-        shard_of = shares.sources.shard_of
-        if shard_of.get(rank) in holders_key:
-            local += [_copy(item, item.holders[shard_of[rank]], item.region, rank, rank) for item in items]
-            continue
-        takes = shares.of(holders_key, shares.destinations.shard_of[rank])[rank]
-        receives += [
-            _copy(item, item.holders[shard_of[source]], region, source, rank)
-            for source, item, region in _deal(items, takes)
-        ]
-    return receives, local
 
 
-def _sends(index: _Index, shares: _Shares, own: Sequence[Block], rank: int) -> Iterator[Copy]:
-    """The copies that others get from ``rank``: for each shard of the destinations, the shares that fall to it."""
+def _sends(index: Index, shares: HostShares, own: Sequence[Block], rank: int) -> Iterator[Copy]:
+    """The copies that others get from ``rank``: for each set of shards on a host, the shares that fall to it."""
     mine: dict[str, list[Block]] = defaultdict(list)
     for block in own:
         mine[block.tensor].append(block)
     layers = {layer for tensor in mine if (layer := layer_of(tensor)) is not None}
-    for shard in shares.destinations.ranks:
-        demand: dict[_Holders, list[_Item]] = defaultdict(list)
-        for wanted in shares.destinations.blocks_in(shard, layers):
-            for held in mine.get(wanted.tensor, ()):
-                common = intersect(held.region, wanted.region)
-                if common is not None:
-                    holders = index[held.tensor][held.region]
-                    demand[tuple(holders)].append(_Item(common, holders, wanted))
-        for holders_key, items in demand.items():
-            for destination, takes in shares.of(holders_key, shard).items():
-                if all(source != rank for source, _ in takes):
+    held_by, wanted_by = shares.sources.shard_of, shares.destinations.shard_of
+
+    def held(tensor: str) -> Iterator[tuple[Region, Mapping[Shard, Block]]]:
+        return ((block.region, index[tensor][block.region]) for block in mine.get(tensor, ()))
+
+    for mix in shares.mixes:
+        wanted = ((shard, shares.destinations.blocks_in(shard, layers)) for shard in mix)
+        for (holders, wanting), group in grouped(wanted_items(wanted, held)).items():
+            near, far = shares.of(holders, wanting, mix)
+            for legs in (*near.values(), *far.values()):
+                if all(leg.source != rank for leg, _ in legs):
                     continue
-                for source, item, region in _deal(items, takes):
+                for (source, receiver), item, region in deal(group, legs):
                     if source == rank:
-                        held = item.holders[shares.sources.shard_of[rank]]
-                        yield _copy(item, held, region, rank, destination)
+                        at_receiver = item.wanted[wanted_by[receiver]]
+                        yield _copy(item, region, rank, item.holders[held_by[rank]], receiver, at_receiver)
 
 
-def _deal(items: Sequence[_Item], takes: Sequence[tuple[int, float]]) -> Iterator[tuple[int, _Item, Region]]:
-    """``items`` end to end, cut between rows into the fractions of ``takes``: (source, item, its part)."""
-    if len(takes) == 1:
-        yield from ((takes[0][0], item, item.region) for item in items)
-        return
-    total = sum(elements(item.region) for item in items)
-    bounds = [(source, until * total) for source, until in takes]
-    turn, position = 0, 0
-    for item in items:
-        (start, stop), *rest = item.region
-        width = elements(item.region) // (stop - start)
-        while start < stop:
-            source, until = bounds[turn]
-            last = turn == len(bounds) - 1
-            rows = stop - start if last else min(stop - start, round((until - position) / width))
-            if rows <= 0:
-                turn += 1
-                continue
-            yield source, item, ((start, start + rows), *rest)
-            start, position = start + rows, position + rows * width
-
-
-def _copy(item: _Item, held: Block, region: Region, source: int, destination: int) -> Copy:
-    wanted = item.wanted
+def _copy(item: Item, region: Region, source: int, held: Block, destination: int, wanted: Block) -> Copy:
     return Copy(
-        wanted.tensor,
+        item.tensor,
         region,
         source,
         held.parameter,
@@ -268,59 +304,3 @@ def _offset(block: Block, region: Region) -> tuple[int, ...]:
         return block.offset
     zipped = zip(block.offset, region, block.region, strict=True)
     return tuple([begin + start - whole_start for begin, (start, _), (whole_start, _) in zipped])
-
-
-def elements(region: Region) -> int:
-    """The number of elements in a rectangle."""
-    count = 1
-    for start, stop in region:
-        count *= stop - start
-    return count
-
-
-def intersect(one: Region, other: Region) -> Region | None:
-    """The common rectangle of two, or None."""
-    if one == other:
-        return one
-    common = []
-    for (a, b), (c, d) in zip(one, other, strict=True):
-        start, stop = a if a > c else c, b if b < d else d
-        if start >= stop:
-            return None
-        common.append((start, stop))
-    return tuple(common)
-
-
-def split_copy(copy: Copy, limit: int) -> list[Copy]:
-    """``copy`` in equal pieces of at most ``limit`` elements, cut between rows (a single row is never cut)."""
-    (start, stop), *rest = copy.region
-    most = max(1, limit // max(1, copy.elements // (stop - start)))  # rows of a piece
-    rows = -(-(stop - start) // -(-(stop - start) // most))
-    return [
-        copy._replace(
-            region=((first, min(first + rows, stop)), *rest),
-            source_offset=(copy.source_offset[0] + first - start, *copy.source_offset[1:]),
-            destination_offset=(copy.destination_offset[0] + first - start, *copy.destination_offset[1:]),
-        )
-        for first in range(start, stop, rows)
-    ]
-
-
-def rounds(copies: Sequence[Copy], limit: int) -> list[list[Copy]]:
-    """The transfers of one pair of ranks, at most ``limit`` elements at a time; both ends find the same rounds.
-
-    A piece above half of ``limit`` goes alone: where it is contiguous it then needs no buffer.
-    """
-    alone: list[list[Copy]] = []
-    together: list[list[Copy]] = []
-    load = limit
-    for piece in itertools.chain.from_iterable(split_copy(copy, limit) for copy in copies):
-        if 2 * piece.elements > limit:
-            alone.append([piece])
-            continue
-        if load + piece.elements > limit:
-            together.append([])
-            load = 0
-        together[-1].append(piece)
-        load += piece.elements
-    return alone + together

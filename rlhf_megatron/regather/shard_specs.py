@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.lora import Adaptation, adapter_blocks, adapter_layout, adapter_ranks
 from rlhf_megatron.models.weight_map import Block, Implementation, layer_of, megatron_blocks, rollout_blocks
-from rlhf_megatron.regather.plan import Shard, ShardSpec
+from rlhf_megatron.regather.demand import Shard
+from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.topology.layout import Layout
 
 

@@ -1,43 +1,76 @@
-"""Balances sources where several ranks hold what others want. Arithmetic only."""
+"""Balances sources where several ranks hold what others want, and the ranks of a host that receive. Arithmetic only."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-_SLIVER = 1e-6  # of one rank's demand: a share below it is an error of rounding
+_SLIVER = 1e-6  # of one demand: a share below it is an error of rounding
 
 
-def share_demand(
-    holders: Sequence[int], demanders: Sequence[int], ranks_per_node: int
-) -> dict[int, list[tuple[int, float]]]:
-    """Return, for each of ``demanders`` that is no holder, (source, up to which fraction of its demand); the last 1.0.
+class Leg(NamedTuple):
+    """A way from a rank that holds to one that receives, for all of its host where that is another."""
 
-    All demanders want the same amount of what all ``holders`` have. Those with holders on their node are served by
-    these alone, in equal parts. The rest is spread over all holders so that what they send becomes as even as it can,
-    like water that is poured upon what the near ones take already. Both lists in rising order.
+    source: int
+    receiver: int
+
+
+class Shares(NamedTuple):
+    """How one demand is met, each leg with the fraction up to which it serves; the last fraction is 1.0.
+
+    Attributes:
+        near: for each rank with a holder on its host, the legs from there.
+        far: for each other host, the legs by which its ranks together get one copy.
+    """
+
+    near: dict[int, list[tuple[Leg, float]]]
+    far: dict[int, list[tuple[Leg, float]]]
+
+
+def share_demand(holders: Sequence[int], demanders: Sequence[int], host_of: Callable[[int], int]) -> Shares:
+    """Return who serves each of ``demanders`` that is no holder; all want the same, which all ``holders`` have.
+
+    Those with holders on their host are served by these alone, in equal parts. A host without one gets it once, its
+    demanders equal parts of it; sources are all holders, in shares that make what they send as even as it can be, like
+    water that is poured upon what the near ones take already. Both lists in rising order.
     """
     own = set(holders)
     holders_on: dict[int, list[int]] = defaultdict(list)
     for rank in holders:
-        holders_on[rank // ranks_per_node].append(rank)
+        holders_on[host_of(rank)].append(rank)
     near: dict[int, list[int]] = defaultdict(list)
-    far: list[int] = []
+    far: dict[int, list[int]] = defaultdict(list)
     for rank in demanders:
-        node = rank // ranks_per_node
+        host = host_of(rank)
         if rank not in own:
-            (near[node] if node in holders_on else far).append(rank)
-    shares: dict[int, list[tuple[int, float]]] = {}
+            (near if host in holders_on else far)[host].append(rank)
+    shares = Shares({}, {})
     load = dict.fromkeys(holders, 0.0)
-    for node, ranks in near.items():
-        each = len(ranks) / len(holders_on[node])
-        shares |= _lay_out(ranks, [(rank, each) for rank in holders_on[node]])
-        load |= dict.fromkeys(holders_on[node], each)
+    for host, ranks in near.items():
+        each = len(ranks) / len(holders_on[host])
+        laid_out = _lay_out(ranks, [(rank, each) for rank in holders_on[host]])
+        shares.near.update({rank: _legs(takes, [rank]) for rank, takes in laid_out.items()})
+        load |= dict.fromkeys(holders_on[host], each)
     if far:
         level = _water_level(sorted(load.values()), len(far))
-        shares |= _lay_out(far, [(rank, level - load[rank]) for rank in holders if load[rank] < level])
+        laid_out = _lay_out(list(far), [(rank, level - load[rank]) for rank in holders if load[rank] < level])
+        shares.far.update({host: _legs(takes, far[host]) for host, takes in laid_out.items()})
     return shares
+
+
+def _legs(takes: Sequence[tuple[int, float]], receivers: Sequence[int]) -> list[tuple[Leg, float]]:
+    """One host's demand, which sources serve up to these fractions, in equal parts for its ``receivers``."""
+    legs: list[tuple[Leg, float]] = []
+    before = 0.0
+    for number, receiver in enumerate(receivers, start=1):
+        end = number / len(receivers)
+        for source, until in takes:
+            if until > before + _SLIVER and before < end - _SLIVER:
+                before = end if until > end - _SLIVER else until
+                legs.append((Leg(source, receiver), before))
+    return legs
 
 
 def _water_level(loads: Sequence[float], amount: float) -> float:

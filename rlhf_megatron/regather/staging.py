@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.regather.plan import Copy, RankPlan, rounds
+from rlhf_megatron.regather.plan import Copy, RankPlan
+from rlhf_megatron.regather.rounds import rounds
 
 STAGING_BYTES = 256 << 20
 # A piece of so many bytes that is contiguous on both ends travels from parameter to parameter. Of a smaller one the two
@@ -48,10 +49,14 @@ class Half:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One transfer to and from each peer: at most one buffer, and any number of pieces without."""
+    """One transfer to and from each peer: at most one buffer, and any number of pieces without.
+
+    ``forwards``: it sends what earlier rounds have brought, from destination parameters.
+    """
 
     sends: Half
     receives: Half
+    forwards: bool = False
 
 
 class _Pieces(NamedTuple):
@@ -70,7 +75,7 @@ def stage(
     enough memory all halve their buffers until all have, and the first rank says so. Raises the out-of-memory error
     where less than 1 MB is still too much.
     """
-    peers = len({copy.destination for copy in plan.sends}) + len({copy.source for copy in plan.receives})
+    peers = max(_peers(plan), _peers(plan.forwarding))
     share = max(1, _largest(peers)) * IN_FLIGHT * dtype.itemsize
     allowed = staging_bytes
     while True:
@@ -89,6 +94,11 @@ def stage(
             flush=True,
         )
     return made
+
+
+def _peers(plan: RankPlan) -> int:
+    """The number of a rank's transfers in a round: to each that it sends to, from each that it receives from."""
+    return len({copy.destination for copy in plan.sends}) + len({copy.source for copy in plan.receives})
 
 
 def _try_rounds(
@@ -113,11 +123,10 @@ def _largest(value: int) -> int:
 def _rounds(
     plan: RankPlan, limit: int, direct_bytes: int | None, dtype: torch.dtype, device: torch.device | str
 ) -> list[Round]:
-    """Every round with its part of the buffers, which the rounds of one slot share."""
+    """Every round with its part of the buffers, which the rounds of one slot share; what is forwarded comes last."""
     least = direct_bytes / dtype.itemsize if direct_bytes is not None else math.inf
-    of_sends = _by_round(plan.sends, "destination", limit, least)
-    of_receives = _by_round(plan.receives, "source", limit, least)
-    turns = list(itertools.zip_longest(of_sends, of_receives, fillvalue=dict[int, _Pieces]()))
+    first = _turns(plan, limit, least)
+    turns = first + _turns(plan.forwarding, limit, least)
     made: list[Round] = []
     spaces: list[tuple[Tensor, ...]] = []
     for slot in range(min(IN_FLIGHT, len(turns))):
@@ -125,8 +134,16 @@ def _rounds(
         spaces.append(tuple(torch.empty(size, dtype=dtype, device=device) for size in most))
     for number, (sends, receives) in enumerate(turns):
         for_sends, for_receives = spaces[number % IN_FLIGHT]
-        made.append(Round(_lay_out(sends, for_sends), _lay_out(receives, for_receives)))
+        halves = _lay_out(sends, for_sends), _lay_out(receives, for_receives)
+        made.append(Round(*halves, forwards=number >= len(first)))
     return made
+
+
+def _turns(plan: RankPlan, limit: int, least: float) -> list[tuple[dict[int, _Pieces], dict[int, _Pieces]]]:
+    """The pieces that each round sends, and those that it receives, by peer."""
+    of_sends = _by_round(plan.sends, "destination", limit, least)
+    of_receives = _by_round(plan.receives, "source", limit, least)
+    return list(itertools.zip_longest(of_sends, of_receives, fillvalue=dict[int, _Pieces]()))
 
 
 def _by_round(copies: Sequence[Copy], end: str, limit: int, least: float) -> list[dict[int, _Pieces]]:

@@ -30,7 +30,7 @@ def compare_plans(plan: RankPlan, dtype: torch.dtype) -> None:
     The sum over all ranks of (hashes of what is sent - hashes of what is received) is 0 where all agree.
     """
     digests: dict[tuple[int, int], int] = {}
-    for pair, copies in _by_pair([*plan.sends, *plan.receives]).items():
+    for pair, copies in _by_pair([*plan.leaving, *plan.arriving]).items():
         text = "\n".join(map(repr, [dtype, *map(tuple, copies)]))
         digests[pair] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
     signed = sum(digest if source == plan.rank else -digest for (source, _), digest in digests.items())

@@ -55,7 +55,7 @@ def _gb(size: int) -> str:
 
 def _by_destination(plan: RankPlan) -> dict[str, list[Copy]]:
     by_parameter: dict[str, list[Copy]] = defaultdict(list)
-    for copy in (*plan.local, *plan.receives):
+    for copy in (*plan.local, *plan.arriving):
         by_parameter[copy.destination_parameter].append(copy)
     return by_parameter
 

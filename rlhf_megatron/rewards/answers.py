@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.rewards.user_function import LARGEST_SCORE, MOST_MESSAGES, MOST_ROLE_CHARACTERS
-from rlhf_megatron.rewards.worker import DONE, FAILED, STARTED, TIMED_OUT, TURN, UNUSABLE, Job
+from rlhf_megatron.rewards.worker import DONE, ENVIRONMENT, FAILED, STARTED, TIMED_OUT, TURN, UNUSABLE, Job
 from rlhf_megatron.untrusted import parse_json, shown
 
 # One line: a score or the text of an error; and the messages of a turn.
@@ -22,6 +22,8 @@ MOST_TURN_BYTES = 2**26
 MOST_MESSAGE_CHARACTERS = 1000
 
 Message = dict[str, str]
+
+_OF_TURNS = (TURN, ENVIRONMENT)
 
 
 class BadAnswer(UserError):
@@ -32,7 +34,8 @@ class BadAnswer(UserError):
 class Outcome:
     """The outcome of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
 
-    Of a job that answers a turn, `messages` are the next ones of the conversation when it is DONE.
+    Of a job that answers a turn and is DONE, `messages` are the next ones of the conversation, `score` is the reward of
+    what they answer, and nothing follows if it `ends`.
 
     `awaited` is the answer to a job that only loads: whether several of its kind can be done together.
 
@@ -44,6 +47,7 @@ class Outcome:
     message: str = ""
     awaited: bool = False
     messages: tuple[Message, ...] = ()
+    ends: bool = False
     is_transient: bool = False
 
 
@@ -55,6 +59,7 @@ class Batch:
         outcomes: by index in `jobs`.
         awaited: whether the jobs are awaited together; None until the worker has loaded what does them.
         most_bytes: of one line of its answers.
+        ends_itself: the worker ends a job that is late, if what it runs lets it.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -62,7 +67,8 @@ class Batch:
         self.jobs = [{**job, "nonce": secrets.token_hex(16)} for job in jobs]
         self.outcomes: dict[int, Outcome] = {}
         self.awaited: bool | None = None
-        self.most_bytes = MOST_TURN_BYTES if any(job["kind"] == TURN for job in jobs) else MOST_LINE_BYTES
+        self.most_bytes = MOST_TURN_BYTES if any(job["kind"] in _OF_TURNS for job in jobs) else MOST_LINE_BYTES
+        self.ends_itself = any(job["kind"] == ENVIRONMENT for job in jobs)
         self._open = {job["nonce"]: index for index, job in enumerate(self.jobs)}
 
     @property
@@ -103,12 +109,20 @@ def _outcome(state: Any, content: dict[str, Any], job: Job) -> Outcome:
         raise BadAnswer(f"the state {shown(state, 20)!r}")
     if job.get("load_only"):
         return Outcome(DONE, awaited=_content(content, "awaited", bool))
-    if job["kind"] == TURN:
-        return Outcome(DONE, messages=_messages(_content(content, "messages", list), job["most"]))
-    score = _content(content, "score", float)
-    if abs(score) > LARGEST_SCORE:
-        raise BadAnswer(f"the score {score}")
-    return Outcome(DONE, score)
+    if job["kind"] in _OF_TURNS:
+        ends = content.pop("done", None)
+        if type(ends) is not bool or "messages" not in content:
+            raise BadAnswer("it does not hold messages, reward and done")
+        messages = _messages(_content({"messages": content.pop("messages")}, "messages", list), job["most"])
+        return Outcome(DONE, _score(content, "reward"), messages=messages, ends=ends)
+    return Outcome(DONE, _score(content, "score"))
+
+
+def _score(content: dict[str, Any], name: str) -> float:
+    score: float = _content(content, name, float)
+    if not abs(score) <= LARGEST_SCORE:
+        raise BadAnswer(f"the {name} {score}")
+    return score
 
 
 def _content(content: dict[str, Any], name: str, kind: type) -> Any:

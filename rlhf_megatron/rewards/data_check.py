@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 from rich.table import Table
@@ -119,6 +119,7 @@ def check_files(
     sample: int = 100,
     seed: int = 1,
     system_prompt: str | None = None,
+    images: Literal["refuse", "drop"] = "refuse",
 ) -> Findings:
     """Read every row of some files once, and try the reward on a sample of them.
 
@@ -130,13 +131,16 @@ def check_files(
         sample: rows of each data source that the reward is tried on.
         seed: chooses them.
         system_prompt: as in the recipe's data section.
+        images: as there.
 
     Raises:
-        DataError: a file cannot be read, or lacks a column.
+        DataError: a file cannot be read, lacks a column, or has images.
         RewardError: the reward's function cannot be loaded.
     """
     findings = Findings()
     source = ParquetRows(files, COLUMNS, ["extra_info"])
+    if images == "refuse":
+        source.refuse_media()
     draw = random.Random(seed)
     chosen: dict[str, list[_Row]] = defaultdict(list)
     lengths = array("i")

@@ -13,7 +13,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from rlhf_megatron.child_python import child_command
 from rlhf_megatron.rewards import cgroup, supervisor
 from rlhf_megatron.rewards import process_tree as processes
 from rlhf_megatron.rewards import worker as protocol
@@ -43,11 +43,7 @@ SECONDS_TO_END = 1.0
 # Waiting for a worker wakes up this often, to see whether its supervisor still lives.
 SECONDS_BETWEEN_LOOKS = 1.0
 
-# The worker looks for modules where this process does, whatever the folder it starts in.
-_BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlhf_megatron.rewards import supervisor; supervisor.main(*map(int, sys.argv[2:]))"
-)
+_BOOTSTRAP = "from rlhf_megatron.rewards import supervisor; supervisor.main(*map(int, sys.argv[2:]))"
 
 Entry = tuple[Job, "Future[Outcome]"]
 
@@ -60,12 +56,12 @@ class Worker:
         process_id: of the worker; None before its first job.
     """
 
-    def __init__(self, address_space_bytes: int, memory_bytes: int, budget: int) -> None:
+    def __init__(self, address_space_bytes: int, memory_bytes: int, network: bool, budget: int) -> None:
         """Start it; it imports nothing heavy before its first job. The arguments are those of `supervisor.main`."""
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        limits = [str(number) for number in (os.getpid(), address_space_bytes, memory_bytes, budget)]
+        limits = [str(number) for number in (os.getpid(), address_space_bytes, memory_bytes, int(network), budget)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(sys.path), *limits],
+            child_command(_BOOTSTRAP, *limits),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | threads,
@@ -128,7 +124,7 @@ class Worker:
                 else:
                     batch.take(line)
             if is_loading and batch.awaited is not None:
-                grace = protocol.SECONDS_TO_CANCEL if batch.awaited else 0.0
+                grace = protocol.SECONDS_TO_CANCEL if batch.awaited or batch.ends_itself else 0.0
                 deadline, is_loading = time.monotonic() + batch.jobs[0]["timeout_seconds"] + grace, False
                 self._loaded.add(kind)
         return False
@@ -199,17 +195,19 @@ def _ending(status: int) -> str:
         return "the worker process and what it started used more memory than memory_limit_gb allows"
     if status == supervisor.TOO_MANY_PROCESSES:
         return f"the worker process had started more than {supervisor.MOST_PROCESSES} others"
+    if status == supervisor.NO_NAMESPACE:
+        return "this machine allows no network namespaces, which network: false needs; set it to true"
     return f"the worker process ended with status {status}"
 
 
 class _Workers:
     """The living workers of a pool, which end together; a forked child of their owner leaves them alone."""
 
-    def __init__(self, address_space_bytes: int, memory_bytes: int) -> None:
+    def __init__(self, address_space_bytes: int, memory_bytes: int, network: bool) -> None:
         self.living: list[Worker] = []
         self._idle: list[Worker] = []
         self._closed = False
-        self._limits = address_space_bytes, memory_bytes, supervisor.output_budget()
+        self._limits = address_space_bytes, memory_bytes, network, supervisor.output_budget()
         self._owner = os.getpid()
         self._lock = threading.Lock()
 
@@ -257,6 +255,58 @@ class _Workers:
                 self._idle.pop().release()
 
 
+class Session:
+    """Jobs in one worker, which keeps a state between them, one after another; what ends the worker ends it."""
+
+    def __init__(self, workers: _Workers, timeout_seconds: float) -> None:
+        """Take no worker before the first job."""
+        self._workers, self._timeout_seconds = workers, timeout_seconds
+        self._thread = DaemonThreads(1, "session")
+        self._worker: Worker | None = None
+        self._fate: Outcome | None = None
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        """Have a job done; return at once."""
+        future: Future[Outcome] = Future()
+        self._thread.submit(self._settle, {**job, "timeout_seconds": self._timeout_seconds}, future)
+        return future
+
+    def end(self, job: Job) -> Future[None]:
+        """Do a last job, unless the worker has ended, and give the worker back; return at once."""
+        future: Future[None] = Future()
+        self._thread.submit(self._finish, {**job, "timeout_seconds": self._timeout_seconds}, future)
+        self._thread.close()
+        return future
+
+    def _settle(self, job: Job, future: Future[Outcome]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(self._do(job))
+            except BaseException as error:  # raised where the outcome is asked for
+                future.set_exception(error)
+
+    def _do(self, job: Job) -> Outcome:
+        if self._fate:
+            return self._fate
+        self._worker = self._worker or self._workers.take()
+        if self._worker is None:
+            return Outcome(DIED, message="the pool was closed")
+        done, self._fate = self._worker.run([job])
+        if self._fate:
+            self._workers.discard(self._worker)
+            self._worker = None
+        return done[0] if 0 in done else self._fate or Outcome(DIED)
+
+    def _finish(self, job: Job, future: Future[None]) -> None:
+        try:
+            if self._worker is not None:
+                self._do(job)
+            if self._worker is not None:
+                self._workers.give_back(self._worker)
+        finally:
+            future.set_result(None)
+
+
 class WorkerPool:
     """A fixed number of workers, started when jobs come and killed by `close` or with this process.
 
@@ -265,7 +315,12 @@ class WorkerPool:
     """
 
     def __init__(
-        self, workers: int, timeout_seconds: float, address_space_bytes: int = 0, memory_bytes: int = 0
+        self,
+        workers: int,
+        timeout_seconds: float,
+        address_space_bytes: int = 0,
+        memory_bytes: int = 0,
+        network: bool = True,
     ) -> None:
         """Remember the limits; nothing is started yet.
 
@@ -274,12 +329,13 @@ class WorkerPool:
             timeout_seconds: of one job, counted from when its scorer has been imported.
             address_space_bytes: most of a worker; 0: no limit.
             memory_bytes: most that a worker and what it starts may use together; 0: no limit.
+            network: whether they have one.
         """
         self.jobs_at_a_time = 1
         self._timeout_seconds = timeout_seconds
         self._waiting: deque[Entry] = deque()
         self._threads = DaemonThreads(workers, "reward worker")
-        self._workers = _Workers(address_space_bytes, memory_bytes)
+        self._workers = _Workers(address_space_bytes, memory_bytes, network)
         weakref.finalize(self, self._workers.end)
 
     def submit(self, job: Job) -> Future[Outcome]:
@@ -288,6 +344,10 @@ class WorkerPool:
         self._waiting.append(({**job, "timeout_seconds": self._timeout_seconds}, future))
         self._threads.submit(self._do_waiting)
         return future
+
+    def session(self) -> Session:
+        """Return a worker of one trajectory's own, beyond the fixed number; nothing is started yet."""
+        return Session(self._workers, self._timeout_seconds)
 
     def process_ids(self) -> list[int]:
         """Return the ids of the processes that are running."""

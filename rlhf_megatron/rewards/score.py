@@ -187,8 +187,9 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _pool(self, **limits: int) -> WorkerPool:
-        self._pools.append(WorkerPool(self._section.workers, self._section.timeout_seconds, **limits))
+    def _pool(self, address_space_bytes: int = 0, memory_bytes: int = 0) -> WorkerPool:
+        section, limits = self._section, (address_space_bytes, memory_bytes)
+        self._pools.append(WorkerPool(section.workers, section.timeout_seconds, *limits))
         self._resources.callback(self._pools[-1].close)
         return self._pools[-1]
 

@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf_megatron.rewards import cgroup
+from rlhf_megatron.rewards import cgroup, confinement
 from rlhf_megatron.rewards import process_tree as processes
 from rlhf_megatron.untrusted import reason_of
 
-# Ends of this process that are none of the worker's.
-OUT_OF_MEMORY, TOO_MANY_PROCESSES = 250, 251
+# Ends of this process that are none of the worker's own.
+OUT_OF_MEMORY, TOO_MANY_PROCESSES, NO_NAMESPACE = 250, 251, 252
 MOST_PROCESSES = 512
 # Between two looks at rank and memory; on a machine with many processes looking is at most this part of the time, but
 # where that would leave a function alone for long.
@@ -45,13 +45,14 @@ def output_budget() -> int:
     return source
 
 
-def main(rank: int, address_space_bytes: int, memory_bytes: int, budget: int) -> NoReturn:
+def main(rank: int, address_space_bytes: int, memory_bytes: int, network: int, budget: int) -> NoReturn:
     """Start the worker, tell the rank its id and control group as a line of JSON, and end with it as it ends.
 
     Args:
         rank: process id of the rank.
         address_space_bytes: most of the worker; 0: no limit.
         memory_bytes: most that the worker and what it starts may use together; 0: no limit.
+        network: 0: the worker gets none.
         budget: see `output_budget`.
     """
     # A scheduler's warnings and a terminal's reach every process of a job; this one has work to do when the rank ends.
@@ -63,7 +64,7 @@ def main(rank: int, address_space_bytes: int, memory_bytes: int, budget: int) ->
     printed, printing = os.pipe()
     worker = os.fork()
     if worker == 0:
-        _be_worker(supervisor, address_space_bytes, printing, budget)
+        _be_worker(supervisor, address_space_bytes, network, printing, budget)
     os.close(printing)
     group = cgroup.enclose(worker)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -86,9 +87,13 @@ def main(rank: int, address_space_bytes: int, memory_bytes: int, budget: int) ->
     _end_as(status)
 
 
-def _be_worker(supervisor: int, address_space_bytes: int, printing: int, budget: int) -> NoReturn:
+def _be_worker(supervisor: int, address_space_bytes: int, network: int, printing: int, budget: int) -> NoReturn:
     status = 1
     try:
+        if not network:
+            status = NO_NAMESPACE
+            confinement.leave_network()
+            status = 1
         processes.die_with_parent(supervisor)
         os.setpgid(0, 0)  # so that a function that kills its group kills itself
         os.dup2(printing, 2)

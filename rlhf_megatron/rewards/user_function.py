@@ -45,6 +45,7 @@ class Interface:
     default_name: str
     parameters: tuple[str, ...]
     instead: str  # of raising an error
+    noun: str = "function"
 
 
 REWARD = Interface(
@@ -90,7 +91,7 @@ def load(specification: str, interface: Interface = REWARD) -> Callable[..., Any
     unique = hashlib.md5(str(path.resolve()).encode(), usedforsecurity=False).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"rlhf_megatron_user_reward_{unique}", path)
     if spec is None or spec.loader is None:
-        raise FunctionUnusable(f"{path} is not a Python file; set {interface.key} to path/to/file.py:function")
+        raise FunctionUnusable(f"{path} is not a Python file; set {interface.key} to path/to/file.py:{interface.noun}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look there for what the file defines
     try:
@@ -101,16 +102,17 @@ def load(specification: str, interface: Interface = REWARD) -> Callable[..., Any
     try:
         function = getattr(module, name, None)
         is_callable = callable(function)
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        wanted = inspect.isclass if interface.noun == "class" else inspect.isfunction
+        defined = [key for key, value in vars(module).items() if wanted(value)]
     except BaseException as error:  # of a __getattr__ of the module's own
         raise FunctionUnusable(f"{path}: looking for {name} raised {describe(error, path)}") from error
     if function is None or not is_callable:
-        raise FunctionUnusable(f"{path} has no function {name}; it defines {', '.join(defined) or 'none'}")
+        raise FunctionUnusable(f"{path} has no {interface.noun} {name}; it defines {', '.join(defined) or 'none'}")
     try:
         inspect.signature(function).bind(**dict.fromkeys(interface.parameters))
     except BaseException as error:
-        wanted = ", ".join(interface.parameters)
-        raise FunctionUnusable(f"{name} in {path} must take ({wanted}) by name: {text_of(error)}") from error
+        names = ", ".join(interface.parameters)
+        raise FunctionUnusable(f"{name} in {path} must take ({names}) by name: {text_of(error)}") from error
     return function  # type: ignore[no-any-return]  # getattr of a module has no type
 
 
@@ -118,10 +120,12 @@ def _check_file(path: Path, interface: Interface) -> None:
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
-        raise FunctionUnusable(f"there is no file {path}; set {interface.key} to path/to/file.py:function") from error
+        raise FunctionUnusable(
+            f"there is no file {path}; set {interface.key} to path/to/file.py:{interface.noun}"
+        ) from error
     if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
         raise FunctionUnusable(
-            f"{path} is a folder, a pipe or a device; set {interface.key} to path/to/file.py:function"
+            f"{path} is a folder, a pipe or a device; set {interface.key} to path/to/file.py:{interface.noun}"
         )
 
 
@@ -141,7 +145,7 @@ def call(specification: str, *sample: Any) -> float:
     try:
         result = function(**dict(zip(REWARD.parameters, sample, strict=True)))
     except BaseException as error:
-        raise _failure(error, specification, REWARD) from error
+        raise failure(error, specification, REWARD) from error
     return _number(specification, result)
 
 
@@ -156,7 +160,7 @@ async def call_async(specification: str, *sample: Any) -> float:
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # a SystemExit would end the event loop, and with it all other calls
-        raise _failure(error, specification, REWARD) from error
+        raise failure(error, specification, REWARD) from error
     return _number(specification, result)
 
 
@@ -169,24 +173,27 @@ def call_turn(specification: str, *conversation: Any) -> list[dict[str, str]]:
     try:
         result = function(**dict(zip(TURN.parameters, conversation, strict=True)))
         if inspect.isawaitable(result):
-            result = _event_loop().run_until_complete(result)
+            result = event_loop().run_until_complete(result)
     except BaseException as error:
-        raise _failure(error, specification, TURN) from error
+        raise failure(error, specification, TURN) from error
     try:
-        return _messages(result)
+        return messages_of(result, "tool")
     except BaseException as error:
         name = split_specification(specification, TURN.default_name)[1]
         raise FunctionFailure(
-            f"{name} returned {_representation(result)}; return a text, {{'role', 'content'}}, or None"
+            f"{name} returned {shown_value(result)}; return a text, {{'role', 'content'}}, or None"
         ) from error
 
 
-def _messages(result: Any) -> list[dict[str, str]]:
-    """A function's result as messages of plain text; raises ValueError where it is something else."""
+def messages_of(result: Any, role: str) -> list[dict[str, str]]:
+    """Return a function's result as messages of plain text, a text alone as one of `role`.
+
+    Raises ValueError where it is something else.
+    """
     listed = result if isinstance(result, list) else [] if result is None else [result]
     if len(listed) > MOST_MESSAGES:
         raise ValueError
-    messages = [{"role": "tool", "content": each} if isinstance(each, str) else each for each in listed]
+    messages = [{"role": role, "content": each} if isinstance(each, str) else each for each in listed]
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError
@@ -202,13 +209,13 @@ def _encodable(text: str) -> str:
 
 
 @lru_cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The one loop of this process, so that a function may keep its connections from call to call."""
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the one loop of this process, so that a function may keep its connections from call to call."""
     return asyncio.new_event_loop()
 
 
-def _failure(error: BaseException, specification: str, interface: Interface) -> FunctionFailure:
-    """The failure of a call that raised. Code that a model wrote may call sys.exit(): that is its sample's as well."""
+def failure(error: BaseException, specification: str, interface: Interface) -> FunctionFailure:
+    """Return the failure of a call that raised; code that a model wrote may call sys.exit(), which is one as well."""
     path, name = split_specification(specification, interface.default_name)
     return FunctionFailure(f"{name} raised {describe(error, path)}; fix it, or have it {interface.instead}")
 
@@ -226,7 +233,7 @@ def _number(specification: str, result: Any) -> float:
         number = None
     name = split_specification(specification)[1]
     raise FunctionFailure(
-        f"{name} returned {_representation(result)} ({_type_name(result)}); return a finite number or "
+        f"{name} returned {shown_value(result)} ({_type_name(result)}); return a finite number or "
         "{'score': number}" + ("" if number is None or number != number else f", up to {LARGEST_SCORE:.3g}")
     )
 
@@ -252,7 +259,8 @@ def _line_in(error: BaseException, path: Path | None) -> str:
     return f" ({Path(passed[-1][0]).name} line {passed[-1][1]})" if passed else ""
 
 
-def _representation(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """Return a value in bounded length, whatever its class makes of it."""
     return shown(_bounded(repr, value, 80))
 
 

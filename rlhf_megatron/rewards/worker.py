@@ -26,14 +26,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NoReturn
 
-from rlhf_megatron.rewards import user_function
+from rlhf_megatron.rewards import user_environment, user_function
 
 HEADER = struct.Struct(">Q")
 
-USER_FUNCTION, TURN = "user_function", "turn"  # kinds of job; the others are names of rules
+# Kinds of job; the others are names of rules.
+USER_FUNCTION, TURN, ENVIRONMENT = "user_function", "turn", "environment"
 # States of an answer.
 STARTED, DONE, FAILED, UNUSABLE, TIMED_OUT = "started", "done", "failed", "unusable", "timed_out"
-# Jobs that are awaited end here at their limit, before the pool kills the process.
+# Jobs that are awaited, and those of an environment, end here at their limit, before the pool kills the process.
 SECONDS_TO_CANCEL = 2.0
 
 # Of the pipes to the rank: beyond what a function closes, counts up or gets for its own files.
@@ -82,7 +83,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         """Remember them as they are when a function has been loaded."""
-        owners = (builtins, user_function, sys.modules[__name__])
+        owners = (builtins, user_function, user_environment, sys.modules[__name__])
         self._names = [(vars(owner).update, dict(vars(owner))) for owner in owners]
         self._modules = dict(sys.modules)
 
@@ -239,6 +240,8 @@ def load(job: Job) -> bool:
         return user_function.is_async(user_function.load(job["function"]))
     if job["kind"] == TURN:
         user_function.load(job["function"], user_function.TURN)
+    elif job["kind"] == ENVIRONMENT:
+        user_environment.load(job["environment"])
     elif job["kind"] == "math":
         from rlhf_megatron.rewards import math
 
@@ -256,11 +259,20 @@ def compute(job: Job) -> Answer:
         if job["kind"] == TURN:
             conversation = (job["messages"], job["ground_truth"], job["extra_info"])
             said = user_function.call_turn(job["function"], *conversation)
-            cut = [message | {"content": message["content"][: job["most"]]} for message in said]
-            return {"state": DONE, "messages": cut}
+            return reply_of(user_environment.Reply(said, done=not said), job["most"])
+        if job["kind"] == ENVIRONMENT:
+            return reply_of(user_environment.call(job), job["most"])
         return {"state": DONE, "score": score(job)}
+    except user_environment.TimedOut:
+        return {"state": TIMED_OUT}
     except BaseException as error:
         return refusal(error)
+
+
+def reply_of(reply: user_environment.Reply, most: int) -> Answer:
+    """Return the answer for a turn, with at most so many characters of each message."""
+    cut = [message | {"content": message["content"][:most]} for message in reply.messages]
+    return {"state": DONE, "messages": cut, "reward": reply.reward, "done": reply.done}
 
 
 def score(job: Job) -> float:

@@ -80,15 +80,17 @@ class Adapters:
         blocks: Sequence[Block],
         seed: int,
         model_groups: Any,
+        overlapped: bool,
     ) -> None:
         """Hangs adapters on the linear layers of ``models``, this rank's chunks, whose ``blocks`` are the weight map's.
 
-        Collective over the world, as ``make_groups`` is. Nothing is in them before ``read``.
+        Collective over ``ranks``, as ``make_groups`` is, which ``overlapped`` is for. Nothing is in them before
+        ``read``.
         """
         self.adaptation = Adaptation.of(section)
         self._architecture, self._seed, self._on_host = architecture, seed, section.offload_base
         self.layout, self.ranks = adapter_layout(layout), adapter_ranks(layout, ranks)
-        self.groups: Any = make_groups(self.layout, self.ranks)
+        self.groups: Any = make_groups(self.layout, self.ranks, overlapped=overlapped)
         self._position, self.base = self.ranks.index(ranks[position]), 0
         self._model_groups = model_groups
         self._device = next(models[0].parameters()).device

@@ -17,6 +17,8 @@ from rlhf_megatron.models.build import sum_gradients_in_products
 from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection
 
+BUCKET_ELEMENTS: int | None = None  # gathered or summed at a time; None: as many as Megatron takes
+
 
 def make_optimizer(
     section: OptimizerSection,
@@ -33,7 +35,12 @@ def make_optimizer(
     chunks' own. ``adapters``: they are not the model, but what hangs on its layers.
     """
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed, check_for_nan_in_grad=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=section.distributed,
+        check_for_nan_in_grad=False,
+        overlap_grad_reduce=section.overlap_grad_reduce,
+        overlap_param_gather=section.overlap_param_gather,
+        bucket_size=BUCKET_ELEMENTS,
     )
     wrapped: list[Any] = [DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks]
     sums: Callable[..., None] = functools.partial(_sum_gradients_of_adapters, wrapped)
@@ -50,6 +57,8 @@ def make_optimizer(
             use_gloo_process_groups=False,
             pg_collection=groups,
         )
+    if section.overlap_grad_reduce:  # in the last micro-batch alone
+        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     config.finalize_model_grads_func = functools.partial(_sum_gradients, gradient_sync, sums)
     return wrapped, optimizer
 

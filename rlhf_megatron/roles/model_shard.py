@@ -17,7 +17,7 @@ from rlhf_megatron.models.build import build_model, choose_implementation
 from rlhf_megatron.models.transformer_config import transformer_config
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
 from rlhf_megatron.models.weight_source import WeightSource, load_blocks
-from rlhf_megatron.recipe import RoleSection
+from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.regather.shard_specs import trainer_shards
 from rlhf_megatron.roles.adapters import Adapters
@@ -74,12 +74,13 @@ class ModelShard:
         seed: int,
         deterministic: bool,
         *,
-        learns: bool,
+        optimizer: OptimizerSection | None,
     ) -> None:
-        """Builds the model without weights, as ``Role`` does; without ``learns`` it is frozen."""
+        """Builds the model without weights, as ``Role`` does; without ``optimizer`` it is frozen."""
         architecture.check_layout(layout)
-        groups = make_groups(layout, ranks)
-        assert groups is not None, "a role on a part of the world is built by its own ranks only"
+        tied = architecture.tied_embeddings and architecture.head == "language"
+        self._overlaps = optimizer is not None and optimizer.overlap_grad_reduce
+        groups = make_groups(layout, ranks, tied_embeddings=tied, overlapped=self._overlaps)
         self.architecture, self.layout, self.ranks, self.groups = architecture, layout, list(ranks), groups
         self.position = self.ranks.index(dist.get_rank())
         self.implementation = choose_implementation(section.transformer_implementation, role, layout, dtype)
@@ -97,9 +98,9 @@ class ModelShard:
         self.chunks: list[Any] = list(build_model(architecture, self.config, groups, self.implementation, seed))
         self.module: torch.nn.Module = self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
         self.adapters = self._make_adapters(section, seed)
-        if not learns or self.adapters:
+        if optimizer is None or self.adapters:
             self.module.requires_grad_(False)
-        self.module.train(learns)
+        self.module.train(optimizer is not None)
 
     def _make_adapters(self, section: RoleSection, seed: int) -> Adapters | None:
         if section.adapters is None:
@@ -114,6 +115,7 @@ class ModelShard:
             self.blocks(),
             seed,
             self.groups,
+            self._overlaps,
         )
 
     @property

@@ -24,6 +24,7 @@ class RoleMemory:
     def __init__(self, section: OffloadSection, chunks: Sequence[Any], trainer: Trainer | None) -> None:
         """``chunks`` are those of the model; the ``trainer``'s are the same ones, or those of adapters."""
         self._chunks = chunks
+        self._trainer = trainer
         self._learning: Sequence[Any] = trainer.chunks if trainer else ()
         self._optimizer: Any = trainer.optimizer if trainer else None
         share = section.streamed_optimizer if trainer else 0.0
@@ -33,6 +34,7 @@ class RoleMemory:
 
     def leave(self) -> None:
         """Frees the device of all that is to leave. Gradients are lost: not between the backward pass and the step."""
+        self.settle()
         self.park()
         for kind, memory in self._kinds.items():
             besides = [*self._chunks, *self._learning] if kind == "optimizer" else []
@@ -41,10 +43,17 @@ class RoleMemory:
             torch.cuda.empty_cache()  # vLLM's memory is not of torch's cache
 
     def come_back(self, *kinds: str) -> None:
-        """Brings back what has left of these kinds; by default of all."""
+        """Brings back what has left of these kinds, for a pass or a step; by default all, to read and to write."""
+        if not kinds:
+            self.settle()
         for kind, memory in self._kinds.items():
             if kind in kinds or not kinds:
                 memory.come_back()
+
+    def settle(self) -> None:
+        """Waits for weights that are on their way from other ranks."""
+        if self._trainer:
+            self._trainer.settle()
 
     def fetch(self, kind: str) -> None:
         """Starts to bring a kind back while the GPU computes; it is not to be read before ``come_back``."""

@@ -29,7 +29,7 @@ Objective = Callable[..., tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]]
 
 @dataclasses.dataclass(frozen=True)
 class TokenOutputs:
-    """Per-token results for a whole batch, on the CPU of every rank; 0 on tokens that were not sampled."""
+    """Per-token results for a rank's share of a batch, on the CPU; 0 on tokens that were not sampled."""
 
     logprobs: Tensor  # [T] float32
     entropy: Tensor  # [T] float32

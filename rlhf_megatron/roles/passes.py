@@ -10,24 +10,34 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhf_megatron.data.context_parallel import part_of
-from rlhf_megatron.data.packing import MicroBatch, imbalance, make_micro_batch, plan_micro_batches
+from rlhf_megatron.data.packing import (
+    MicroBatch,
+    assign_rows,
+    make_micro_batch,
+    plan_for_all,
+    plan_micro_batches,
+    row_costs,
+)
 from rlhf_megatron.data.rollout_batch import RolloutBatch
+from rlhf_megatron.data.shared_prompts import PromptedRows
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import deterministic_kernels
 from rlhf_megatron.models.flops import attention_cost
-from rlhf_megatron.models.router_replay import ReplayedSequences
+from rlhf_megatron.models.packed_sequences import PackedSequences
 from rlhf_megatron.roles.outputs import Output, Scalars, joined
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.pipeline import PipelineLinks
 
 
 class Passes:
-    """Those of one rank's part of a model. ``run`` is collective over the model's ranks, with the same batch."""
+    """Those of one rank's part of a model. ``run`` is collective over the model's ranks; those of a data-parallel rank
+    have the same batch, its share of the rows."""
 
     def __init__(
         self,
@@ -37,11 +47,14 @@ class Passes:
         groups: Any,
         chunks: Sequence[Any],
         replayed_layers: Sequence[int] = (),
+        shares_prompts: bool = False,
     ) -> None:
         """``chunks``: the model's pieces on this rank, one for each virtual pipeline stage. ``replayed_layers``: whose
-        routers replay the batch's expert choices (``install_replay``).
+        routers replay the batch's expert choices (``install_replay``). ``shares_prompts``: a prompt is computed once
+        for the rows of a micro-batch that begin with it (``install_shared_prompts``).
         """
-        self._replayed_layers = replayed_layers
+        assert not shares_prompts or layout.context == 1, "context parallelism would cut rows in the middle of a prompt"
+        self._replayed_layers, self._shares_prompts = replayed_layers, shares_prompts
         self._architecture, self._layout, self._config, self._groups = architecture, layout, config, groups
         self._chunks = list(chunks)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -61,21 +74,25 @@ class Passes:
         rows_together: int = 1,
         forward_only: bool,
     ) -> dict[str, float]:
-        """All micro-batches of this data-parallel rank through Megatron's schedule for the pipeline's depth.
+        """All micro-batches of ``batch`` through Megatron's schedule for the pipeline's depth.
 
-        ``loss_of`` gets what ``output`` reads of each, on the last stage. Returns the packing's ``imbalance``.
+        ``loss_of`` gets what ``output`` reads of each, on the last stage. Returns ``imbalance``, the largest cost of a
+        data-parallel rank over the mean, and that of micro-batches; where prompts are shared, which fraction of the
+        rows' tokens that saves.
         """
         assert (self._architecture.head == "scalar") == isinstance(output, Scalars), "the model has another head"
         budget = tokens_per_gpu * self._layout.context
         chunks = len(self._chunks)
         # The interleaved schedule deals micro-batches of one length out, as many at a time as there are stages.
         multiple = self._layout.pipeline if chunks > 1 else 1
-        lengths = batch.lengths.tolist()
-        plan = plan_micro_batches(lengths, budget, self._layout.data, rows_together, multiple, self._attention_cost)
-        own = plan[self._groups.dp.rank()]
-        length = self._common_length(batch, own) if chunks > 1 else self._alignment
+        assert rows_together == 1 or not self._shares_prompts, "rows of a prompt are in no order of their own"
+        prompted = PromptedRows.of_batch(batch) if self._shares_prompts else None
+        own = self._plan(batch, budget, rows_together, multiple, prompted)
+        length = self._common_length(batch, own, prompted) if chunks > 1 else self._alignment
         schedule = get_forward_backward_func(pp_size=self._layout.pipeline, vp_size=chunks if chunks > 1 else None)
-        prepare = functools.partial(self._micro_batch, batch, fields=fields, per_row=output.per_row, alignment=length)
+        prepare = functools.partial(
+            self._micro_batch, batch, fields=fields, per_row=output.per_row, alignment=length, prompted=prompted
+        )
         iterators = [map(prepare, own) for _ in range(chunks)]
         with deterministic_kernels(self._config.deterministic_mode):
             schedule(
@@ -89,16 +106,70 @@ class Passes:
                 pg_collection=self._groups,
                 p2p_communicator=self._communicator,
             )
-        return imbalance(plan, lengths, self._attention_cost)
+        return self._imbalance(batch, own, prompted)
 
-    def _common_length(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> int:
+    def own_rows(self, lengths: Tensor, rows_together: int = 1) -> list[int]:
+        """This data-parallel rank's share of rows of which every rank has all, of these lengths."""
+        owner = assign_rows(lengths, self._layout.data, None, rows_together, self._attention_cost)
+        rows: list[int] = (owner == self._groups.dp.rank()).nonzero().squeeze(1).tolist()
+        return rows
+
+    def _plan(
+        self, batch: RolloutBatch, budget: int, rows_together: int, multiple: int, prompted: PromptedRows | None = None
+    ) -> list[list[int]]:
+        """The rows of each micro-batch, as many as those of every other data-parallel rank."""
+
+        def plan_of(at_least: int) -> list[list[int]]:
+            if prompted is not None:
+                return prompted.plan(budget, multiple, self._attention_cost, at_least)
+            lengths = batch.lengths.tolist()
+            return plan_micro_batches(lengths, budget, rows_together, multiple, self._attention_cost, at_least)
+
+        return plan_for_all(plan_of, lambda count: int(self._over_shares([count], dist.ReduceOp.MAX)[0]))
+
+    def _imbalance(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], prompted: PromptedRows | None
+    ) -> dict[str, float]:
+        if prompted is None:
+            costs = torch.from_numpy(row_costs(batch.lengths, self._attention_cost))
+            of_micros, computed = [float(costs[list(rows)].sum()) for rows in micro_batches], len(batch.tokens)
+        else:
+            of_micros = [prompted.cost(rows, self._attention_cost) for rows in micro_batches]
+            computed = sum(map(prompted.tokens, micro_batches))
+        sums = [sum(of_micros), float(computed), float(len(batch.tokens))]
+        total, computed_by_all, tokens = self._over_shares(sums, dist.ReduceOp.SUM)
+        largest, largest_micro = self._over_shares([sum(of_micros), max(of_micros)], dist.ReduceOp.MAX)
+        mean = max(total, 1.0) / self._layout.data
+        found = {"imbalance": largest / mean, "imbalance_micro_batch": largest_micro / (mean / len(of_micros))}
+        saved = {"shared_prompt_fraction": 1 - computed_by_all / max(tokens, 1.0)}
+        return found if prompted is None else found | saved
+
+    def _over_shares(self, values: Sequence[float], operation: Any) -> list[float]:
+        """``values`` reduced over the data-parallel ranks."""
+        reduced = torch.tensor(values, dtype=torch.float64, device=self._device)
+        if self._layout.data > 1:
+            dist.all_reduce(reduced, operation, self._groups.dp)
+        result: list[float] = reduced.tolist()
+        return result
+
+    def _common_length(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], prompted: PromptedRows | None
+    ) -> int:
         """A multiple of the alignment that the rows of every micro-batch fit into."""
         padded = -(-batch.lengths // self._row_alignment) * self._row_alignment
-        longest = max(int(padded[list(rows)].sum()) for rows in micro_batches)
+        longest = max(
+            int(padded[list(rows)].sum()) if prompted is None else prompted.tokens(rows) for rows in micro_batches
+        )
         return max(1, -(-longest // self._alignment)) * self._alignment
 
     def _micro_batch(
-        self, batch: RolloutBatch, rows: Sequence[int], fields: dict[str, Tensor], per_row: bool, alignment: int
+        self,
+        batch: RolloutBatch,
+        rows: Sequence[int],
+        fields: dict[str, Tensor],
+        per_row: bool,
+        alignment: int,
+        prompted: PromptedRows | None = None,
     ) -> MicroBatch:
         """This rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
         whole = make_micro_batch(
@@ -111,6 +182,7 @@ class Passes:
             alignment=alignment,
             device=self._device,
             replayed_layers=self._replayed_layers,
+            prompted=prompted,
         )
         return part_of(whole, self._layout.context, self._groups.cp.rank())
 
@@ -127,15 +199,18 @@ class Passes:
         micro = next(micro_batches)
         # Transformer Engine's context parallelism asks for the boundaries with padding, which here are the boundaries.
         padded = micro.cu_seqlens if self._layout.context > 1 else None
-        packed = ReplayedSequences(
+        keys = micro.keys
+        packed = PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=micro.cu_seqlens,
-            cu_seqlens_kv=micro.cu_seqlens,
+            cu_seqlens_kv=micro.cu_seqlens if keys is None else keys.boundaries,
             cu_seqlens_q_padded=padded,
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=micro.longest,
-            max_seqlen_kv=micro.longest,
+            max_seqlen_kv=micro.longest if keys is None else keys.longest,
             expert_choices=self._choices_of_rank(micro),
+            positions=micro.positions,
+            repeated=keys,
         )
 
         def read(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:

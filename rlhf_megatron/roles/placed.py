@@ -1,29 +1,33 @@
-"""A role on some of the ranks, as all ranks of the world see it: batches are sent to it, and its outputs returned."""
+"""A role on some of the ranks, as all ranks of the world see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.data.packing import assign_rows
 from rlhf_megatron.data.rollout_batch import RolloutBatch
+from rlhf_megatron.data.row_numbers import RowNumbers
+from rlhf_megatron.data.shared_prompts import PromptedRows
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import choose_implementation
-from rlhf_megatron.models.lora import Adaptation, adapter_layout, adapter_ranks
+from rlhf_megatron.models.flops import attention_cost
+from rlhf_megatron.models.lora import Adaptation
 from rlhf_megatron.models.weight_map import Implementation
 from rlhf_megatron.models.weight_source import WeightSource
 from rlhf_megatron.recipe import RoleSection
 from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.regather.shard_specs import adapter_shards, trainer_shards
 from rlhf_megatron.roles.optimizer_state import nonfinite_state
-from rlhf_megatron.roles.outputs import Objective, TokenOutputs
+from rlhf_megatron.roles.outputs import Objective
 from rlhf_megatron.roles.role import Role
+from rlhf_megatron.roles.shares import Home
 from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.topology.exchange import from_rank, refused_by_all, sum_over_ranks
 from rlhf_megatron.topology.layout import Layout
-from rlhf_megatron.topology.process_groups import make_groups
 from rlhf_megatron.topology.team import Team, whole_world
 
 Value = TypeVar("Value")
@@ -69,8 +73,8 @@ class PlacedWeights:
 
 
 class PlacedRole:
-    """A ``Role`` on its own ranks. Every rank of the world makes it, and calls every method, with the same batch; of
-    those that are said to be the team's, the team's ranks suffice.
+    """A ``Role`` on its own ranks. Every rank of the world makes it, and calls every method; of those that are said to
+    be the team's, the team's ranks suffice.
 
     Attributes:
         local: the role on this rank, or None where it is not.
@@ -94,15 +98,11 @@ class PlacedRole:
         self.team = team or whole_world()
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
         self.learns = settings.get("optimizer") is not None
-        self._has_adapters = section.adapters is not None
+        self._has_adapters, self._shares_prompts = section.adapters is not None, settings.get("shares_prompts", False)
         implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
             self.local = Role(name, architecture, layout, self.ranks, section, dtype=dtype, **settings)
-        else:
-            make_groups(layout, self.ranks)
-            if self._has_adapters:  # whose role makes groups for them
-                make_groups(adapter_layout(layout), adapter_ranks(layout, self.ranks))
         self.weights = PlacedWeights(architecture, layout, self.ranks, implementation, self.local)
 
     def broadcast(self, value: Value | None) -> Value:
@@ -145,22 +145,33 @@ class PlacedRole:
         if self.local:
             self.local.offload()
 
-    def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
-        """As ``Role.logprobs``, on every rank of the team."""
-        return self.broadcast_in_team(self.local.logprobs(batch) if self.local else None)
+    def own_rows(self, lengths: Tensor, rows_together: int = 1) -> list[int]:
+        """As ``Role.own_rows``; none where the role is not."""
+        return self.local.own_rows(lengths, rows_together) if self.local else []
 
-    def values(self, batch: RolloutBatch) -> Tensor:
-        """As ``Role.values``, on every rank of the team."""
-        return self.broadcast_in_team(self.local.values(batch) if self.local else None)
+    def assign(self, numbers: RowNumbers, parts: Sequence[Tensor] | None = None) -> Tensor:
+        """As ``assign_rows``, over the role's data-parallel ranks; where it shares prompts, as ``PromptedRows``."""
+        data, attention = self.layout.data, attention_cost(self.architecture)
+        if self._shares_prompts:
+            return PromptedRows.of_numbers(numbers).assign(data, parts, attention)
+        return assign_rows(numbers.lengths, data, parts, 1, attention)
 
-    def scores(self, batch: RolloutBatch) -> Tensor:
-        """As ``Role.scores``, on every rank of the team."""
-        return self.broadcast_in_team(self.local.scores(batch) if self.local else None)
+    @property
+    def home(self) -> Home:
+        """Where the rows go that it is to compute."""
+        layout = self.layout
+        leaders = tuple(self.ranks[layout.position(0, data, 0)] for data in range(layout.data))
+        place = (tuple(self.ranks), layout.tensor, layout.context, layout.pipeline)
+        if self.local is None:
+            return Home(place, leaders)
+        data = layout.coordinates(self.ranks.index(dist.get_rank())).data
+        return Home(place, leaders, data, self.local.groups.model)
 
     def update(
         self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Objective, **how: Any
     ) -> dict[str, float]:
-        """As ``Role.update`` on the role's ranks; elsewhere nothing, at once, so that other roles learn meanwhile."""
+        """As ``Role.update`` on the role's ranks, each with its share; elsewhere nothing, at once, so that other roles
+        learn meanwhile."""
         return self.local.update(batch, fields, objective, **how) if self.local else {}
 
     def take_gradient_sync_ms(self) -> float:
@@ -173,12 +184,3 @@ class PlacedRole:
         """``Trainer.take_bad_gradients`` on every rank of the world; "" of a role that does not learn."""
         trainer = self.local.trainer if self.local else None
         return self.broadcast(trainer.take_bad_gradients() if trainer else "")
-
-
-def compute_concurrently(calls: Mapping[str, tuple[PlacedRole, Callable[[Role], Any]]]) -> dict[str, Any]:
-    """The output of each call of a role, on every rank of the roles' team, by the call's name; collective over it.
-
-    Roles without a rank in common compute at the same time: nothing is exchanged before all are done.
-    """
-    outputs = {name: call(role.local) if role.local else None for name, (role, call) in calls.items()}
-    return {name: role.broadcast_in_team(outputs[name]) for name, (role, _) in calls.items()}

@@ -46,22 +46,53 @@ class StepLoss:
 
 
 class RoleReduction:
-    """Sums over the ranks of a role; every call is collective over them."""
+    """Sums over the ranks of a role, of which each data-parallel rank has a share of a batch (see ``Totals``).
+
+    Every call is collective over them.
+    """
 
     def __init__(self, groups: Any, ranks: Sequence[int], device: torch.device | str) -> None:
         """``groups`` are Megatron's, ``ranks`` the role's in the order of its layout."""
         self._group, self._last_rank, self._device = groups.intra_dist_opt, ranks[-1], device
+        self._model, self._data = groups.model, groups.dp
         last_stage = groups.pp.rank() == groups.pp.size() - 1
         # Other ranks of its model have the same results, or none: each token counts once.
         self._counts = last_stage and groups.tp.rank() == groups.cp.rank() == 0
 
+    @property
+    def shares(self) -> int:
+        """See Totals."""
+        return int(self._data.size())
+
+    @property
+    def share(self) -> int:
+        """See Totals."""
+        return int(self._data.rank())
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See Totals."""
+        return self._over_shares(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """See Totals."""
+        return self._over_shares(values, dist.ReduceOp.MAX)
+
+    def _over_shares(self, values: Tensor, operation: Any) -> Tensor:
+        if self._data.size() == 1:
+            return values
+        reduced = values.to(self._device, copy=True)
+        dist.all_reduce(reduced, operation, self._data)
+        return reduced.to(values.device)
+
     def gather_outputs(self, collected: CollectedOutputs, count: int, size: int) -> Tensor:
-        """Returns [count, size] on the CPU: the outputs of all ranks in their positions, 0 where there are none."""
+        """Returns [count, size] on the CPU: what the last stage has collected in its positions, 0 where there is
+        nothing; on every rank of the data-parallel rank."""
         whole = torch.zeros(count, size, device=self._device)
         if self._counts:
             for positions, outputs in collected:
                 whole[:, positions] = outputs
-        dist.all_reduce(whole, group=self._group)
+        if self._model.size() > 1:
+            dist.all_reduce(whole, group=self._model)
         return whole.cpu()
 
     def mean_metrics(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:

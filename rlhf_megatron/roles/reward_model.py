@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.rollout_batch import batch_from_rows
+from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.data.tokenizer import Message, Tokenizer
 from rlhf_megatron.roles.placed import PlacedRole
-from rlhf_megatron.topology.exchange import gather_batches
+from rlhf_megatron.roles.shares import share_out
+from rlhf_megatron.topology.row_exchange import gather_rows
 
 
 class RewardModel:
@@ -31,18 +34,25 @@ class RewardModel:
         the role's team."""
         self._role, self._tokenizer, self._policy_tokenizer, self._group = role, tokenizer, policy_tokenizer, group
 
-    def scores(self, batch: RolloutBatch, conversations: Sequence[Sequence[Message]]) -> Tensor:
+    def scores(self, rows: SpreadRows, conversations: Sequence[Sequence[Message]]) -> Tensor:
         """[R] float32, the score of each rollout, on the CPU of every rank of the role's team; collective over it.
 
-        ``conversations`` [R] are the messages that each row answers. The row's sampled tokens are decoded without
-        control tokens to the assistant's turn behind them, and the whole is rendered and encoded anew; each rank does
-        so for a share of the rows. A response that was cut off looks to the model as if it ended there.
+        ``conversations`` are the messages that each row answers which this rank holds. The row's sampled tokens are
+        decoded without control tokens to the assistant's turn behind them, and the whole is rendered and encoded anew.
+        A response that was cut off looks to the model as if it ended there.
         """
-        rows = range(dist.get_rank(self._group), batch.rows, dist.get_world_size(self._group))
-        share = batch.select(rows)
-        lengths = share.response_lengths.tolist()
-        sampled = share.tokens[share.response_mask].split(lengths)
+        batch = rows.held
+        sampled = batch.tokens[batch.response_mask].split(batch.response_lengths.tolist())
         answers = [self._policy_tokenizer.decode(tokens.tolist()) for tokens in sampled]
-        encoded = self._tokenizer.encode_answered([conversations[row] for row in rows], answers)
-        own = batch_from_rows(encoded, [()] * len(encoded), row_id=list(rows))
-        return self._role.scores(gather_batches(own, self._group))
+        encoded = self._tokenizer.encode_answered(list(conversations), answers)
+        places = (rows.numbers.holder == rows.rank).nonzero().squeeze(1)
+        read = gather_rows(batch_from_rows(encoded, [()] * len(encoded), row_id=places.tolist()), self._group)
+        home = self._role.home
+        [share] = share_out(read, [(home, self._role.assign(read.numbers))])
+        scores = torch.zeros(read.rows)
+        if self._role.local:
+            own = self._role.local.scores(share.batch)
+            if home.leads(rows.rank):
+                scores[share.rows] = own
+        dist.all_reduce(scores, group=self._group)
+        return scores

@@ -1,8 +1,8 @@
 """A role: one Megatron model in its layout, which computes per-token or per-row outputs and, if it learns, takes steps.
 
 What is read of the model is an ``Output`` (``outputs.py``), what it is trained towards an ``Objective`` given by the
-caller, so nothing here knows an algorithm. Every rank of a role calls every method, with the same batch; outputs for
-the whole batch come back on every rank.
+caller, so nothing here knows an algorithm. Every rank of a role calls every method, with its data-parallel rank's share
+of the rows; the share's outputs come back on every rank that has it.
 
 Here: the order in which the parts of a role act. The parts are the model (``model_shard``), passes over a batch
 (``passes``), the optimizer (``trainer``), memory off the device (``offload``) and sums over ranks (``reduction``).
@@ -20,6 +20,7 @@ from torch import Tensor
 from rlhf_megatron.data.packing import MicroBatch
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.repeated_keys import install_shared_prompts
 from rlhf_megatron.models.router_replay import install_replay
 from rlhf_megatron.models.weight_source import WeightSource
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
@@ -40,6 +41,7 @@ class Role:
         shard: this rank's part of the model.
         trainer: its optimizer, or None where the role does not learn.
         memory: brings back what is off the device, for those who read the optimizer's state.
+        totals: of what its data-parallel ranks have shares of.
     """
 
     def __init__(
@@ -57,26 +59,30 @@ class Role:
         training_steps: int = 1,
         deterministic: bool = False,
         replays_experts: bool = False,
+        shares_prompts: bool = False,
         span: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     ) -> None:
         """Without ``optimizer`` the model is frozen. Weights are unset until ``load``.
 
         ``deterministic``: kernels that give the same bits each time, where ``prepare_environment`` was told so too.
         ``replays_experts``: routers take the experts that a batch's ``expert_choices`` name.
+        ``shares_prompts``: rows that begin with one prompt compute it once where they go together.
         ``span``: records the parts of an update.
         """
         self.name, self.architecture, self.layout, self.section = name, architecture, layout, section
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.shard = shard = ModelShard(
-            name, architecture, layout, ranks, section, dtype, seed, deterministic, learns=optimizer is not None
+            name, architecture, layout, ranks, section, dtype, seed, deterministic, optimizer=optimizer
         )
         self.ranks, self.groups = shard.ranks, shard.groups
         self.trainer = Trainer(optimizer, shard, dtype, training_steps) if optimizer is not None else None
         chunks = self.trainer.chunks if self.trainer and not shard.adapters else shard.chunks
         replayed = install_replay(architecture, shard.chunks) if replays_experts else ()
-        self._passes = Passes(architecture, layout, shard.config, shard.groups, chunks, replayed)
+        if shares_prompts:
+            install_shared_prompts(shard.chunks)
+        self._passes = Passes(architecture, layout, shard.config, shard.groups, chunks, replayed, shares_prompts)
         self.memory = RoleMemory(section.offload, chunks, self.trainer)
-        self._reduction = RoleReduction(shard.groups, shard.ranks, self.device)
+        self.totals = self._reduction = RoleReduction(shard.groups, shard.ranks, self.device)
         self._output = _default_output(shard, temperature, section)
         self._span = span
 
@@ -89,6 +95,7 @@ class Role:
     def parameters(self) -> dict[str, Tensor]:
         """This rank's live parameters by Megatron's names."""
         self.memory.come_back("parameters")
+        self.memory.settle()
         return self.shard.parameters()
 
     def shard_spec(self) -> ShardSpec:
@@ -126,6 +133,10 @@ class Role:
 
     # ---- computing
 
+    def own_rows(self, lengths: Tensor, rows_together: int = 1) -> list[int]:
+        """This data-parallel rank's share of rows of these lengths, of which every rank has all."""
+        return self._passes.own_rows(lengths, rows_together)
+
     def base_logprobs(self, batch: RolloutBatch) -> TokenOutputs:
         """``logprobs`` of the model without its adapters, by its own choice of experts: it is a reference."""
         assert self.shard.adapters is not None, f"{self.name} has no adapters"
@@ -137,7 +148,7 @@ class Role:
         return TokenOutputs(*self._compute(batch, self._output))
 
     def values(self, batch: RolloutBatch) -> Tensor:
-        """[T] float32 on the CPU of every rank, without gradients, 0 on tokens that were not sampled; of a scalar head.
+        """[T] float32 on the CPU, without gradients, 0 on tokens that were not sampled; of a scalar head.
 
         As with logprobs, the value at position t belongs to token t as the predicted one: it is what the model says of
         the row up to token t - 1, before token t was sampled.
@@ -145,7 +156,7 @@ class Role:
         return self._compute(batch, VALUES)[0]
 
     def scores(self, batch: RolloutBatch) -> Tensor:
-        """[R] float32 on the CPU of every rank, without gradients: what a scalar head says at each row's last token.
+        """[R] float32 on the CPU, without gradients: what a scalar head says at each row's last token.
 
         A row that ends with the padding token (where it is also the end token) is read before it: so do Hugging Face's
         classes for sequence classification, which look for the last token that is not padding.
@@ -153,7 +164,7 @@ class Role:
         return self._compute(batch, SCORES)[0]
 
     def _compute(self, batch: RolloutBatch, output: Output) -> Tensor:
-        """[count, T], or [count, R] of an output per row, on the CPU of every rank."""
+        """[count, T], or [count, R] of an output per row, on the CPU."""
         self.memory.come_back("parameters")
         budget = self.section.logprob_tokens_per_gpu or self.section.tokens_per_gpu
         collected: CollectedOutputs = []
@@ -179,15 +190,15 @@ class Role:
         rows_together: int = 1,
         outputs: Tensor | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on ``batch``; ``fields`` are the objective's inputs, [T] each ([R] for scores).
+        """One optimizer step on all shares; ``fields`` are the objective's inputs, [T] each ([R] for scores).
 
         ``output``: the objective's input; default: logprobs and entropy of a language head, values of a scalar one.
         ``rows_together``: so many rows that follow each other reach the objective together and in order, such as the
         two of a pair.
         ``outputs``: [count, T] on the CPU, filled with the outputs of this step's forward passes.
 
-        Returns the objective's metrics over the whole batch (sum / count), ``loss``, ``grad_norm``, ``learning_rate``,
-        and ``imbalance`` of its packing.
+        Returns the objective's metrics over all shares (sum / count), ``loss``, ``grad_norm``, ``learning_rate``, and
+        ``imbalance`` of its packing.
         A step whose gradient is not finite, or whose norm is above ``skip_grad_norm``, is skipped and reported as
         ``skipped`` = 1; ``trainer.take_bad_gradients`` then says why, or which parameters' gradients on which ranks.
         In float16 the passes are made again where the loss's scale was too high, which ``loss_scale`` is.

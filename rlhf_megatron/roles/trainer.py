@@ -14,6 +14,7 @@ from rlhf_megatron.roles.learning_rate import learning_rate
 from rlhf_megatron.roles.loss_scale import LossScale
 from rlhf_megatron.roles.megatron_optimizer import make_optimizer
 from rlhf_megatron.roles.model_shard import ModelShard
+from rlhf_megatron.roles.parameter_gather import ParameterGather
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite_gradients
 
@@ -42,6 +43,7 @@ class Trainer:
             self._gradient_sync,
             shard.adapters is not None,
         )
+        self._gather = ParameterGather(self.chunks) if section.overlap_param_gather else None
         self.loss_scale = LossScale() if dtype == "float16" else None
         config: Any = shard.config
         config.grad_scale_func = self.loss_scale.scaled if self.loss_scale else None
@@ -81,6 +83,8 @@ class Trainer:
         if taken:
             self.optimizer.step()
             faults.corrupt_weights(self._trainable.module.parameters())
+            if self._gather:
+                self._gather.start()
         elif math.isfinite(grad_norm):
             self._bad_gradients = f"its norm {grad_norm:.4g} is above optimizer.skip_grad_norm={highest:g}"
         else:
@@ -89,6 +93,11 @@ class Trainer:
             self._bad_gradients = "not finite: " + describe_nonfinite(bad, self._role_group)
         self.steps_taken += 1
         return taken
+
+    def settle(self) -> None:
+        """Waits for weights that are on their way from other ranks, which only passes do by themselves."""
+        if self._gather:
+            self._gather.finish()
 
     def take_bad_gradients(self) -> str:
         """Returns why the last skipped step since the last call was skipped, or ""."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -44,9 +44,11 @@ class Completion:
     row_id: int
     token_ids: list[int]
     logprobs: list[float]  # of each sampled token, under the distribution that it was drawn from
-    finish_reason: str  # "stop" or "length"; "abort": it was given up, and can be resumed
+    finish_reason: str  # "stop" or "length"; "abort": it was given up or paused, and can be resumed
     weight_versions: list[int]  # of the weights that sampled each token
     sampled: list[bool] | None = None  # which tokens are the model's, where an environment has spoken between its turns
+    turn_rewards: list[float] | None = None  # of each turn that an environment has seen; NaN where it failed
+    prompt_token_ids: list[int] | None = None  # where an environment has begun it with others than its request's
     # [tokens, layers, chosen] of prompt and response, as far as known, where the engine records them
     expert_choices: Tensor | None = dataclasses.field(default=None, compare=False)
 
@@ -72,6 +74,11 @@ class Completion:
             sampled=[*before, *[False] * count],
         )
 
+    def rewarded(self, reward: float) -> Completion:
+        """Return it with a reward of its last turn, added to what that turn has."""
+        rewards = [*(self.turn_rewards or ()), 0.0][: max(self.turns, 1)]
+        return dataclasses.replace(self, turn_rewards=[*rewards[:-1], rewards[-1] + reward])
+
     @property
     def is_whole(self) -> bool:
         """True if it is complete."""
@@ -79,8 +86,8 @@ class Completion:
 
     @property
     def weight_version(self) -> int:
-        """Oldest weight version of its tokens."""
-        return min(self.weight_versions)
+        """Oldest weight version of its tokens; 0 where there are none."""
+        return min(self.weight_versions, default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Request:
 
     Neighbours with the same ``group_id`` are generated together, by one replica, which computes their prompt once.
     ``begun`` is what there is of the trajectory already; its tokens count among ``max_tokens``, which default to the
-    sampling's and cannot be more.
+    sampling's and cannot be more. ``key`` names the trajectory over several generations, where it may be paused.
     """
 
     row_id: int
@@ -98,6 +105,7 @@ class Request:
     group_id: int = 0
     begun: Completion | None = None
     max_tokens: int | None = None
+    key: Hashable = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +117,11 @@ class GenerationRecord:
     sampled_tokens: int = 0
     resumed: int = 0  # rows that were begun
     aborted: int = 0  # rows that were aborted
+    paused: int = 0  # rows that were paused
+    in_flight: float = 0.0  # mean over the steps of the rows that ran
+    verifications: int = 0  # of a row with drafted tokens, in a step
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of the drafted ones
 
 
 def request_seed(seed: int, step: int, row: int) -> int:
@@ -117,27 +130,39 @@ def request_seed(seed: int, step: int, row: int) -> int:
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
+class EnvironmentReply(NamedTuple):
+    """Tokens that follow a completion, up to the beginning of the model's next turn, and the last turn's reward.
+
+    At the opening the tokens are those of the whole prompt, or none where the request's stays.
+    """
+
+    token_ids: list[int] | None  # None where the response ends
+    reward: float | None = None  # None where there are none; NaN where the response is to be left out
+
+
 class Environment(Protocol):
     """Replies between the model's turns. Of a replica's ranks only the first asks and reads.
 
     Attributes:
         repeatable: the engine waits for all answers that it has asked for, and then goes on with all of them: what it
             computes together depends on no answer's speed.
+        opens: it is asked before the model's first turn too, about a completion without tokens.
     """
 
     repeatable: bool
+    opens: bool
 
     def goes_on(self, completion: Completion) -> bool:
-        """Return whether there may be an answer to what the model has said; the same on all ranks of a replica."""
+        """Return whether it is asked about what the model has said, up to a stop token or its length; the same on all
+        ranks of a replica."""
         ...
 
     def ask(self, completion: Completion) -> Future[Any]:
         """Begin to find the answer, and return at once."""
         ...
 
-    def read(self, completion: Completion, answer: Any, /) -> list[int] | None:
-        """Return the tokens of `ask`'s result that follow `completion`, up to the beginning of the model's next turn;
-        None where the response ends."""
+    def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply:
+        """Return the reply to `completion`, out of `ask`'s result."""
         ...
 
 
@@ -155,11 +180,16 @@ class RolloutEngine(Protocol):
         on_completion: Callable[[Completion], None] | None = None,
         queue: WorkQueue | None = None,
         environment: Environment | None = None,
+        pauses: bool = False,
     ) -> list[Completion]:
         """Return completions in the order of `requests`; with an `environment` they may have several turns.
 
         With a `queue` of all groups this replica answers those that it claims, and there are completions of these
         only; what is aborted when enough groups are done comes as far as it went. Without one all are this replica's.
+
+        With `pauses` it is not aborted: the engine keeps what it has computed, and a request of the same `key` with
+        these tokens as its `begun` goes on there, if its group is among the first of the next generation. What else is
+        paused is dropped then.
 
         As they finish, `on_completion` is called with each, and `on_progress` with (done, begun by this replica).
 
@@ -181,18 +211,25 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def drop_paused(self) -> None:
+        """Drop requests that are paused and cached prefixes: resumed rows are computed anew, as by a new engine."""
+        ...
+
     def parameters(self) -> dict[str, Tensor]:
         """Return the live storage of this rank's weights by the engine's names; weight sync writes to it in place."""
         ...
 
     def weights_updated(self, version: int) -> None:
-        """Drop cached prefixes since new weights are in place; completions carry `version` from now on."""
+        """Drop cached prefixes since new weights are in place; completions carry `version` from now on.
+
+        Paused requests keep what they have computed, which no request shares that begins from now on.
+        """
         ...
 
     def sleep(self) -> None:
         """Give weights and cache back to the device, where the platform can; no generating until `weights_updated`.
 
-        Weights are lost that are not another's memory.
+        Weights are lost that are not another's memory. The cache of paused requests comes back by `wake_kv_cache`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Interface of an inference engine to the scheduler: take a request, step, say what room there is, abort.
+"""Interface of an inference engine to the scheduler: take a request, step, say what room there is, pause, abort.
 
 The scheduling policy (`scheduler.GenerationScheduler`) talks to an engine through this and nothing else. An engine
 names requests by the numbers that the scheduler gives them.
@@ -22,6 +22,7 @@ class EngineRequest:
     token_ids: list[int]
     seed: int
     max_tokens: int  # to be sampled
+    begun: int = 0  # of the tokens, those after the prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,18 @@ class EngineCore(Protocol):
 
     def abort_requests(self) -> list[EngineOutput]:
         """Drop all requests, and return what they have sampled; nothing of them is computed any more then."""
+        ...
+
+    def abort_request(self, number: int) -> None:
+        """Drop one request while none is computed: the engine is paused."""
+        ...
+
+    def pause(self) -> list[EngineOutput]:
+        """Halt until the next step: nothing is computed any more; returns those that have ended on the way."""
+        ...
+
+    def unfinished(self) -> list[EngineOutput]:
+        """Return what each request has sampled so far, which ends none of them."""
         ...
 
     def running(self) -> dict[int, int]:

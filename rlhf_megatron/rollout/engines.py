@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ def make_engine(
     load_format: str = "dummy",
     shared: Mapping[str, Tensor] | None = None,
     records_experts: bool = False,
+    language: Mapping[str, Any] | None = None,
     name: str = "vllm",
 ) -> RolloutEngine:
     """Make this rank's engine of a replica; collective over the whole world.
@@ -33,10 +35,12 @@ def make_engine(
         max_prompt_length: in tokens.
         seed: of what the engine draws beside the requests' own seeds.
         load_format: "dummy" for weights that `parameters` takes later, "auto" for those of `model_path`.
+        language: config of the language model to make, where config.json is that of a model around it.
         records_experts: completions say which experts each token reached.
         shared: with dummy weights, tensors that parameters of these names are to be views of; they must never move.
 
     Raises:
         RolloutError: config.json or the recipe's rollout section is not right, or there is too little memory.
     """
-    return ENGINES[name](model_path, section, dtype, max_prompt_length, seed, load_format, shared, records_experts)
+    make = ENGINES[name]
+    return make(model_path, section, dtype, max_prompt_length, seed, load_format, shared, records_experts, language)

@@ -6,18 +6,18 @@ import concurrent.futures
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from rlhf_megatron.rollout.engine import Completion, Environment
+from rlhf_megatron.rollout.engine import Completion, Environment, EnvironmentReply
 from rlhf_megatron.rollout.lockstep import ReplicaRanks
 
 _SECONDS_TO_WAIT = 1.0  # for answers, at a time
 
 
 class Answer(NamedTuple):
-    """Tokens of an environment after a row so far; `token_ids` are None where the row ends."""
+    """An environment's reply to a row so far."""
 
     number: int
     completion: Completion
-    token_ids: list[int] | None
+    reply: EnvironmentReply
 
 
 class EnvironmentTurns:
@@ -39,14 +39,27 @@ class EnvironmentTurns:
 
     def take(self, number: int, completion: Completion) -> bool:
         """Ask for an answer to what a row says so far; returns whether there may be one."""
-        if self._environment is None or completion.finish_reason != "stop":
+        if self._environment is None or not self._environment.goes_on(completion):
             return False
-        if not self._environment.goes_on(completion):
+        self._ask(self._environment, number, completion)
+        return True
+
+    def open(self, number: int, row_id: int) -> bool:
+        """Ask how a row begins; returns whether the environment has a say in that."""
+        if self._environment is None or not self._environment.opens:
             return False
+        self._ask(self._environment, number, Completion(row_id, [], [], "stop", []))
+        return True
+
+    def _ask(self, environment: Environment, number: int, completion: Completion) -> None:
         self._pending[number] = completion
         if self._ranks.is_leader:
-            self._futures[number] = self._environment.ask(completion)
-        return True
+            self._futures[number] = environment.ask(completion)
+
+    @property
+    def opening(self) -> int:
+        """Number of rows that wait for their beginning."""
+        return sum(not completion.token_ids for completion in self._pending.values())
 
     def has_news(self) -> bool:
         """Return whether an answer can be taken at once: only a replica of one rank sees that without its peers."""
@@ -60,11 +73,11 @@ class EnvironmentTurns:
         With `wait`, since nothing else is to be done, it takes a second for the first of them. A repeatable environment
         gives all answers at once, and until then none.
         """
-        tokens = self._ranks.broadcast_object(self._receive(wait) if self._ranks.is_leader else None)
-        self.is_blocked = tokens is None
-        return [Answer(number, self._pending.pop(number), token_ids) for number, token_ids in tokens or ()]
+        replies = self._ranks.broadcast_object(self._receive(wait) if self._ranks.is_leader else None)
+        self.is_blocked = replies is None
+        return [Answer(number, self._pending.pop(number), EnvironmentReply(*reply)) for number, reply in replies or ()]
 
-    def _receive(self, wait: bool) -> list[tuple[int, list[int] | None]] | None:
+    def _receive(self, wait: bool) -> list[tuple[int, EnvironmentReply]] | None:
         environment, futures = self._environment, self._futures
         assert environment is not None, "nothing is pending without one"
         if environment.repeatable or wait:

@@ -8,10 +8,9 @@ must do the same. When a decision is due follows from what all of them see alike
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -19,10 +18,13 @@ from rlhf_megatron.data.expert_choices import merged
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, Sampling
 from rlhf_megatron.rollout.engine_core import EngineCore, EngineOutput, EngineRequest
 from rlhf_megatron.rollout.environment_turns import Answer, EnvironmentTurns
+from rlhf_megatron.rollout.grouped_requests import GroupedRequests
 from rlhf_megatron.rollout.lockstep import ReplicaRanks
+from rlhf_megatron.rollout.paused import PausedRequest, PausedRequests
 from rlhf_megatron.rollout.response_lengths import ResponseLengths, groups_that_fit
 from rlhf_megatron.rollout.work_queue import WorkQueue
 
+NONE_PAUSED: Mapping[int, PausedRequest] = {}
 # Engine steps after which a decision is due at the latest: whether enough is done, or whether there is memory again.
 _MAX_STEPS_BETWEEN_DECISIONS = 8
 # Long responses are progress too, as a watchdog should know.
@@ -33,7 +35,11 @@ Ended = list[tuple[int, Completion]]  # with the number of each one's request
 
 
 class GenerationScheduler:
-    """One generation of a replica on this rank. A request's number is its index in `requests`."""
+    """One generation of a replica on this rank.
+
+    A request's number is its index in `requests`; the engine, which may have paused ones of before, has numbers of its
+    own.
+    """
 
     def __init__(
         self,
@@ -45,47 +51,63 @@ class GenerationScheduler:
         ranks: ReplicaRanks | None = None,
         queue: WorkQueue | None = None,
         environment: Environment | None = None,
+        paused: PausedRequests | None = None,
+        pauses: bool = False,
+        check: Callable[[Sequence[Request]], None] | None = None,
     ) -> None:
         """Prepare to generate with weights of `version`.
 
-        Without a `queue` all requests are this replica's. `lengths` learns from one generation for the next.
+        Without a `queue` all requests are this replica's. `lengths` learns from one generation for the next, and
+        `paused` is kept from one to the next; with `pauses` it gets what this one leaves unfinished. `check` raises for
+        requests that cannot be carried out, and is called with those of a group that begins.
         """
         self._core, self._sampling, self._ranks = core, sampling, ranks or ReplicaRanks()
-        self._requests, self._version, self._lengths = requests, version, lengths
-        self._groups = [
-            list(numbers)
-            for _, numbers in itertools.groupby(range(len(requests)), lambda number: requests[number].group_id)
-        ]
-        self._group_of = {number: group for group, numbers in enumerate(self._groups) for number in numbers}
-        self._rows_per_group = len(requests) / max(len(self._groups), 1)
-        self._queue = queue or WorkQueue(range(len(self._groups)))
-        share = math.ceil(len(requests) / self._queue.replicas)
+        self._paused, self._pauses = paused if paused is not None else PausedRequests(), pauses
+        self._requests, self._version, self._lengths = GroupedRequests.of(requests), version, lengths
+        self._check, groups = check, len(self._requests.group_ids)
+        self._group_of: dict[int, int] = {}  # of requests that have begun
+        self._rows_per_group = len(requests) / max(groups, 1)
+        self._queue = queue or WorkQueue(range(groups))
+        own = sum(len(self._requests.numbers(group)) for group in range(min(self._queue.own, groups)))
+        share = own + math.ceil((len(requests) - own) / self._queue.replicas)
         # All that could run at a time, but no more than an even share: who asks first would leave others with nothing.
         self._capacity = min(core.max_num_seqs, share)
         self._prompt_tokens = self._cached_prompt_tokens()
-        begun = sum(len(request.begun.token_ids) for request in requests if request.begun)
+        begun = sum(len(completion.token_ids) for completion in self._requests.begun.values())
         self._begun_tokens = begun / max(len(requests), 1)
         self._turns = EnvironmentTurns(environment, self._ranks)
-        self._so_far = {number: request.begun for number, request in enumerate(requests) if request.begun}
+        self._so_far = dict(self._requests.begun)
+        self._prompts: dict[int, list[int]] = {}  # of rows that an environment has begun with others
+        self._first_number = self._paused.take_numbers(len(requests))
+        self._number_of: dict[int, int] = {}  # the engine's number -> ours, of what is in the engine
+        self._known: dict[int, int] = {}  # tokens that the engine had sampled of a paused request
         self._in_flight: dict[int, int] = {}  # requests that run or wait in the engine -> tokens that they began with
         self._ended: Ended = []  # by an answer, and not yet reported
         self._unfinished: dict[int, int] = {}  # group -> its rows that have not ended
-        self._finished = 0  # groups since the last decision
+        self._finished: list[int] = []  # groups since the last decision
         self._has_more, self._is_enough = bool(requests), False
-        self._steps_since_decision, self._has_ended = 0, False
-        self._begun = self._resumed = self._steps = self._sampled_tokens = self._aborted = 0
+        self._steps_since_decision, self._has_ended = _MAX_STEPS_BETWEEN_DECISIONS, False
+        self._begun = self._resumed = self._steps = self._sampled_tokens = self._aborted = self._row_steps = 0
         self._seconds = 0.0
 
     def _cached_prompt_tokens(self) -> float:
         """Return the mean prompt tokens of a group in the cache: shared prompts once, and half a block for each row."""
-        prompts = sum(len(request.prompt_token_ids) for request in self._requests) / max(len(self._requests), 1)
+        prompts = self._requests.prompt_tokens / max(len(self._requests), 1)
         copies = 1 if self._core.enable_prefix_caching else self._rows_per_group
         return prompts * copies + self._rows_per_group * self._core.block_size / 2
 
     @property
     def record(self) -> GenerationRecord:
         """Counts and time so far."""
-        return GenerationRecord(self._seconds, self._steps, self._sampled_tokens, self._resumed, self._aborted)
+        return GenerationRecord(
+            self._seconds,
+            self._steps,
+            self._sampled_tokens,
+            self._resumed,
+            self._aborted,
+            len(self._paused),
+            self._row_steps / max(self._steps, 1),
+        )
 
     def generate(
         self,
@@ -93,7 +115,7 @@ class GenerationScheduler:
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Return the completions in the order of their requests; see `RolloutEngine.generate`. After an error nothing
-        is in flight any more."""
+        is in flight any more, or paused."""
         completions: dict[int, Completion] = {}
         started = time.perf_counter()
         try:
@@ -105,13 +127,15 @@ class GenerationScheduler:
                 if on_progress and (ended or self._is_waiting or self._steps % _STEPS_OF_PROGRESS == 0):
                     on_progress(len(completions), self._begun)
         except BaseException:
+            self._paused.release()
             self._abort()
             raise
         self._seconds = time.perf_counter() - started
         return [completions[number] for number in sorted(completions)]
 
     def _run(self) -> Iterator[Ended]:
-        """Yield what has ended in each step of the engine; what is aborted comes last."""
+        """Yield what has ended in each step of the engine; what is aborted or paused comes last."""
+        self._go_on_with_paused()
         while not self._is_over():
             if self._is_due():
                 self._decide()
@@ -124,16 +148,57 @@ class GenerationScheduler:
                 yield self._step()
             elif self._turns:
                 yield []  # time passes all the same, and a watchdog should know that it is not lost
-        yield [*self._ended, *self._abort()]
+        yield [*self._ended, *(self._pause() if self._pauses else self._abort())]
+
+    # ---- requests of another generation
+
+    def _go_on_with_paused(self) -> None:
+        """Begin the groups with paused requests, and drop what is paused besides."""
+        numbers, groups = self._requests.numbers, 0
+        while groups < len(self._requests.group_ids) and self._has_paused(groups):  # those at the beginning
+            groups += 1
+        rows = [number for group in range(groups) for number in numbers(group)]
+        going_on = {number: found for number in rows if (found := self._paused.find(self._requests[number]))}
+        for engine_number in self._paused.release(going_on.values()):
+            self._core.abort_request(engine_number)
+        if groups and self._ranks.is_leader:
+            claimed, self._has_more = self._queue.claim(groups)
+            assert claimed == list(range(groups)), "the first groups of a replica with paused requests are its own"
+        for group in range(groups):
+            self._begin(group, going_on)
+
+    def _has_paused(self, group: int) -> bool:
+        return len(self._paused) > 0 and any(map(self._paused.find, self._requests.of_group(group)))
+
+    def _pause(self) -> Ended:
+        """Halt the engine; returns what has ended on the way, and what there is of the others."""
+        ended, partial = self._take(self._core.pause()), Ended()
+        for output in self._core.unfinished():
+            number = self._number_of[output.number]
+            completion, begun_with = self._completion(number, output), self._in_flight[number]
+            request = PausedRequest(output.number, begun_with, begun_with + len(output.token_ids))
+            self._paused.add(self._requests[number].key, request)
+            if completion.token_ids:
+                partial.append((number, completion))
+        self._in_flight = {}
+        return [*ended, *partial]
 
     def _abort(self) -> Ended:
         """Abort what is in flight; returns the partial completions."""
         pending = self._turns.abort().items()
-        partial = [(number, dataclasses.replace(completion, finish_reason="abort")) for number, completion in pending]
-        outputs = [output for output in self._core.abort_requests() if output.number in self._in_flight]
+        begun = [(number, completion) for number, completion in pending if completion.token_ids]
+        partial = [(number, dataclasses.replace(completion, finish_reason="abort")) for number, completion in begun]
+        outputs = [
+            (self._number_of[output.number], output)
+            for output in self._core.abort_requests()
+            if output.number in self._number_of
+        ]
         self._aborted += len(partial) + len(outputs)
         self._in_flight = {}
-        return [*partial, *((output.number, self._completion(output)) for output in outputs if output.token_ids)]
+        return [
+            *partial,
+            *((number, self._completion(number, output)) for number, output in outputs if output.token_ids),
+        ]
 
     # ---- deciding
 
@@ -153,7 +218,12 @@ class GenerationScheduler:
 
     @property
     def _has_room(self) -> bool:
-        return self._has_more and len(self._in_flight) < self._capacity
+        return self._has_more and self._running < self._capacity
+
+    @property
+    def _running(self) -> int:
+        """Rows in the engine, and those that will be there as soon as an environment has begun them."""
+        return len(self._in_flight) + self._turns.opening
 
     def _is_due(self) -> bool:
         if self._turns.is_blocked or not self._in_flight or (self._has_room and self._has_ended):
@@ -175,7 +245,7 @@ class GenerationScheduler:
         self._ranks.broadcast(decision)
         enough, more, count, *claimed = decision.tolist()
         self._is_enough, self._has_more = bool(enough), bool(more)
-        self._finished, self._steps_since_decision, self._has_ended = 0, 0, False
+        self._finished, self._steps_since_decision, self._has_ended = [], 0, False
         for group in claimed[:count]:
             self._begin(group)
         if self._turns and not self._is_enough:
@@ -184,26 +254,36 @@ class GenerationScheduler:
 
     def _groups_that_fit(self) -> int:
         """Return how many groups more can be kept running, by the engine's number of sequences and its free memory."""
-        by_sequences = math.ceil((self._capacity - len(self._in_flight)) / self._rows_per_group)
+        by_sequences = math.ceil((self._capacity - self._running) / self._rows_per_group)
         running = self._core.running()
         if self._in_flight and len(running) < len(self._in_flight):
             return 0  # the engine could not take all of them yet, or has preempted one
         by_memory = groups_that_fit(
             self._lengths.survival(self._sampling.max_tokens),
             self._core.free_tokens(),
-            [self._in_flight[number] + sampled for number, sampled in running.items()],
+            [self._in_flight[self._number_of[number]] + sampled for number, sampled in running.items()],
             self._prompt_tokens,
             self._rows_per_group,
             self._begun_tokens,
         )
-        return int(max(min(by_sequences, by_memory), not self._in_flight))
+        return int(max(min(by_sequences, by_memory), not self._running))
 
     # ---- rows
 
-    def _begin(self, group: int) -> None:
-        self._unfinished[group] = len(self._groups[group])
-        for number in self._groups[group]:
-            self._submit(number)
+    def _begin(self, group: int, paused: Mapping[int, PausedRequest] = NONE_PAUSED) -> None:
+        """Have the engine answer a group's rows, and go on with those that are `paused` in it."""
+        if self._check:
+            self._check(self._requests.of_group(group))
+        numbers = self._requests.numbers(group)
+        self._unfinished[group] = len(numbers)
+        self._group_of.update(dict.fromkeys(numbers, group))
+        for number in numbers:
+            request = paused.get(number)
+            if request:
+                self._number_of[request.number] = number
+                self._in_flight[number], self._known[number] = request.begun_with, request.tokens - request.begun_with
+            elif not self._turns.open(number, self._requests[number].row_id):
+                self._submit(number)
             self._begun += 1
             self._resumed += number in self._so_far
 
@@ -214,10 +294,11 @@ class GenerationScheduler:
         # A turn that drew what the one before drew would say much the same.
         spoken = begun.turns if begun and begun.sampled else 0
         seed = (request.seed + spoken * _SEED_STRIDE) & 0x7FFFFFFF
-        self._core.add_request(
-            EngineRequest(number, [*request.prompt_token_ids, *tokens], seed, self._limit(number) - len(tokens)),
-            self._sampling,
-        )
+        engine_number = self._first_number + number
+        self._number_of[engine_number], self._known[number] = number, 0
+        prompt = self._prompts.get(number, request.prompt_token_ids)
+        row, limit = [*prompt, *tokens], self._limit(number) - len(tokens)
+        self._core.add_request(EngineRequest(engine_number, row, seed, limit, len(tokens)), self._sampling)
         self._in_flight[number] = len(tokens)
 
     def _limit(self, number: int) -> int:
@@ -225,23 +306,37 @@ class GenerationScheduler:
         return min(self._requests[number].max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
 
     def _step(self) -> Ended:
+        self._steps += 1
+        self._steps_since_decision += 1
+        self._row_steps += min(len(self._in_flight), self._core.max_num_seqs)
+        return self._take(self._core.step())
+
+    def _take(self, outputs: Iterable[EngineOutput]) -> Ended:
+        """Return the completions of requests that have ended, but for those that an environment answers first."""
         ended = []
-        for output in self._core.step():
-            number, completion = output.number, self._completion(output)
+        for output in outputs:
+            number = self._number_of.pop(output.number)
+            completion = self._completion(number, output)
             del self._in_flight[number]
             if not self._turns.take(number, completion):
                 ended.append(self._end(number, completion))
-        self._steps += 1
-        self._steps_since_decision += 1
         return ended
 
     def _continue(self, answer: Answer) -> None:
         """Begin the model's next turn; or end the row, also where the answer leaves the model nothing to say."""
-        number, completion, tokens = answer
+        number, completion, (tokens, reward) = answer
+        if reward is not None:
+            completion = completion.rewarded(reward)
         if tokens is None:
             self._ended.append(self._end(number, completion))
+        elif not completion.token_ids:
+            if tokens:
+                self._prompts[number] = tokens
+            self._submit(number)
         elif len(completion.token_ids) + len(tokens) >= self._limit(number):
-            self._ended.append(self._end(number, dataclasses.replace(completion, finish_reason="length")))
+            cut = dataclasses.replace(completion, finish_reason="length")
+            if not self._turns.take(number, cut):
+                self._ended.append(self._end(number, cut))
         else:
             self._so_far[number] = completion.answered(tokens)
             self._submit(number)
@@ -249,19 +344,22 @@ class GenerationScheduler:
     def _end(self, number: int, completion: Completion) -> tuple[int, Completion]:
         group = self._group_of[number]
         self._unfinished[group] -= 1
-        self._finished += not self._unfinished[group]
+        if not self._unfinished[group]:
+            self._finished.append(group)
         self._has_ended = True
-        self._lengths.learn(len(completion.token_ids))
+        if completion.token_ids:  # else its environment did not begin
+            self._lengths.learn(len(completion.token_ids))
         return number, completion
 
-    def _completion(self, output: EngineOutput) -> Completion:
-        request, begun = self._requests[output.number], self._so_far.get(output.number)
-        tokens, logprobs = output.token_ids, output.logprobs
+    def _completion(self, number: int, output: EngineOutput) -> Completion:
+        request, begun, known = self._requests[number], self._so_far.get(number), self._known[number]
+        tokens, logprobs = output.token_ids[known:], output.logprobs[known:]
         if output.finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(
                 f"{self._core.name} ended row {request.row_id} with {output.finish_reason!r} after {len(tokens)} tokens"
             )
         versions, sampled, choices = [self._version] * len(tokens), None, output.expert_choices
+        rewards = begun.turn_rewards if begun else None
         self._sampled_tokens += len(tokens)
         if begun:
             if begun.sampled is not None:
@@ -270,4 +368,7 @@ class GenerationScheduler:
             logprobs = [*begun.logprobs, *logprobs]
             versions = [*begun.weight_versions, *versions]
             choices = merged(begun.expert_choices, choices)
-        return Completion(request.row_id, tokens, logprobs, output.finish_reason, versions, sampled, choices)
+        prompt = self._prompts.get(number)
+        return Completion(
+            request.row_id, tokens, logprobs, output.finish_reason, versions, sampled, rewards, prompt, choices
+        )

@@ -3,7 +3,7 @@
     queues = WorkQueues("queue", replica, replicas)         # once, alike on every rank
     queue = queues.open(groups=64, wanted=48)               # for each generation, alike on every rank
     numbers, more = queue.claim(4)                          # only on the rank that leads the replica
-    enough = queue.is_enough(finished=1)
+    enough = queue.is_enough(finished=[4])
 
 A shared queue is two counters in torch's store. To claim is to add to the first of them: what the counter passes over
 is the replica's, in one round trip, and numbers past the last group say that none is left. So no group is claimed twice
@@ -12,9 +12,25 @@ or lost, and a replica that dies blocks no other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
+
+
+class Deadlines(NamedTuple):
+    """Number of updates that groups may wait for, and what follows for when enough are done.
+
+    So many as `needed[s]` of those with at most s `updates_left` must be done, for each s.
+    """
+
+    updates_left: Sequence[int]
+    """By group number."""
+    needed: Sequence[int]
+
+
+NO_DEADLINES = Deadlines((), ())
 
 
 class WorkQueue:
@@ -23,42 +39,70 @@ class WorkQueue:
     replicas = 1
     """Number of replicas that claim from the same queue."""
 
-    def __init__(self, numbers: Sequence[int], wanted: int | None = None) -> None:
-        """Queue these group numbers; `wanted` finished groups are enough, None wants all of them."""
-        self.wanted = wanted
-        self._numbers, self._claimed, self._finished = numbers, 0, 0
+    def __init__(
+        self, numbers: Sequence[int], wanted: int | None = None, own: int = 0, deadlines: Deadlines = NO_DEADLINES
+    ) -> None:
+        """Queue these group numbers; `wanted` finished groups are enough, None wants all of them.
+
+        The first `own` groups are this replica's in any case.
+        """
+        self.wanted, self.own = wanted, own
+        self._deadlines, self._done = deadlines, Counter[str]()
+        self._numbers, self._claimed = numbers, 0
 
     def claim(self, count: int) -> tuple[list[int], bool]:
         """Return (at most `count` further groups, whether there may be more)."""
         first, self._claimed = self._claimed, min(self._claimed + count, len(self._numbers))
         return list(self._numbers[first : self._claimed]), self._claimed < len(self._numbers)
 
-    def is_enough(self, finished: int) -> bool:
-        """Count `finished` more groups as done; return whether as many are done as are wanted."""
-        self._finished += finished
-        return self.wanted is not None and self._finished >= self.wanted
+    def is_enough(self, finished: Sequence[int]) -> bool:
+        """Count these groups as done; return whether as many are done as are wanted, and those that may not wait."""
+        if self.wanted is None:
+            return False
+        enough = self._count("finished", len(finished)) >= self.wanted
+        left, needed = self._deadlines
+        for updates, count in enumerate(needed):
+            if count > 0:
+                done = self._count(f"finished/{updates}", sum(left[group] <= updates for group in finished))
+                enough = enough and done >= count
+        return enough
+
+    def _count(self, key: str, more: int) -> int:
+        """Add to a counter of all replicas; returns its value."""
+        self._done[key] += more
+        return self._done[key]
 
 
 class SharedWorkQueue(WorkQueue):
-    """Groups from 0 to `count` that all replicas claim from."""
+    """This replica's `own` groups, and after them `count` that all replicas claim from."""
 
-    def __init__(self, store: dist.Store, count: int, replicas: int, wanted: int | None = None) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        count: int,
+        replicas: int,
+        wanted: int | None = None,
+        own: int = 0,
+        deadlines: Deadlines = NO_DEADLINES,
+    ) -> None:
         """Queue in `store`, which is this generation's own, without keys at first, and the same for all replicas."""
-        super().__init__(range(count), wanted)
-        self._store, self.replicas = store, replicas
+        super().__init__(range(own + count), wanted, own, deadlines)
+        self._store, self.replicas, self._shared = store, replicas, range(own, own + count)
 
     def claim(self, count: int) -> tuple[list[int], bool]:
         """See WorkQueue."""
-        end = self._store.add("claimed", count)
-        return list(self._numbers[end - count : end]), end < len(self._numbers)
+        first, self._claimed = self._claimed, min(self._claimed + count, self.own)
+        own = list(self._numbers[first : self._claimed])
+        rest = count - len(own)
+        end = self._store.add("claimed", rest)
+        return [*own, *self._shared[max(end - rest, 0) : end]], self._claimed < self.own or end < len(self._shared)
 
-    def is_enough(self, finished: int) -> bool:
-        """See WorkQueue; over all replicas."""
-        return self.wanted is not None and self._store.add("finished", finished) >= self.wanted
+    def _count(self, key: str, more: int) -> int:
+        return self._store.add(key, more)
 
     def delete_keys(self) -> None:
         """Delete the counters, when every replica has left the generation."""
-        for key in ("claimed", "finished"):
+        for key in ("claimed", "finished", *(f"finished/{updates}" for updates in range(len(self._deadlines.needed)))):
             self._store.delete_key(key)
 
 
@@ -75,13 +119,19 @@ class WorkQueues:
         self._calls = 0
         self._previous: SharedWorkQueue | None = None
 
-    def open(self, groups: int, wanted: int | None = None) -> WorkQueue:
-        """Return the queue of so many `groups`; a collective call must lie between two generations."""
+    def open(
+        self, groups: int, wanted: int | None = None, own: int = 0, deadlines: Deadlines = NO_DEADLINES
+    ) -> WorkQueue:
+        """Return the queue of so many `groups`; a collective call must lie between two generations.
+
+        Before these, which all replicas know, come groups of this replica's `own`.
+        """
         if not self._shares:
-            return WorkQueue(range(self.replica, groups, self.replicas), wanted)
+            numbers = [*range(own), *range(own + self.replica, own + groups, self.replicas)]
+            return WorkQueue(numbers, wanted, own, deadlines)
         if self._previous and self.replica == 0:
             self._previous.delete_keys()
         self._calls += 1
         store = dist.PrefixStore(f"{self._name}/{self._calls}", dist.distributed_c10d._get_default_store())
-        self._previous = SharedWorkQueue(store, groups, self.replicas, wanted)
+        self._previous = SharedWorkQueue(store, groups, self.replicas, wanted, own, deadlines)
         return self._previous

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, ParamSpec
+from typing import Any, ClassVar, NoReturn, ParamSpec
 
 from rlhf_megatron.errors import UserError, is_transient
 from rlhf_megatron.untrusted import reason_of, shown
@@ -45,7 +45,30 @@ _OF_TORCHRUN_OR_SLURM = {
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, whose complaint is one line."""
+    """argparse's, whose complaint is one line, and which answers a shell that completes a command of it."""
+
+    program: ClassVar[str | None] = None
+    """Name by which a person calls the command, where it is not the script's name."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **({"prog": self.program} | named))
+
+    def parse_args(self, *arguments: Any, **named: Any) -> Any:
+        """As argparse's."""
+        self._complete()
+        return super().parse_args(*arguments, **named)
+
+    def parse_intermixed_args(self, *arguments: Any, **named: Any) -> Any:
+        """As argparse's."""
+        self._complete()
+        return super().parse_intermixed_args(*arguments, **named)
+
+    def _complete(self) -> None:
+        """Writes what a line can go on with and ends the process, where a shell asks for that (by argcomplete)."""
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete
+
+            argcomplete.autocomplete(self)
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError."""

@@ -1,17 +1,14 @@
-"""Health while a run goes on: rules over the metrics of each step, and the watch on memory.
+"""Health while a run goes on: what becomes of rules that speak, on all ranks, and the watch on memory.
 
-Rules stand in the recipe (recipe/health.py), alerts leave through monitor/alerts.py. What a stop costs, and what comes
-after a step that was skipped, is decided by the loops.
+Rules stand in the recipe (recipe/health.py) and are followed by monitor/rule_watch.py; alerts leave through
+monitor/alerts.py. What a stop costs, and what comes after a step that was skipped, is decided by the loops.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import socket
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -20,117 +17,16 @@ import torch.distributed as dist
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.monitor.alerts import AlertSender
-from rlhf_megatron.recipe.health import HealthRuleSection, HealthSection
+from rlhf_megatron.monitor.rule_watch import OWN_METRICS, Finding, RuleWatch
+from rlhf_megatron.recipe.health import HealthSection
 
 GB = 2**30
-# Each rank watches its own memory; all other metrics are the same on every rank, and rank 0 watches them.
-OWN_METRICS = ("memory/host_gb", "memory/gpu_gb")
 # A rule whose metric has not come by then is told: its name may be mistyped.
 STEPS_UNTIL_A_METRIC_IS_MISSED = 20
 
 
 class HealthStop(UserError):
     """The end of a run by a rule whose action is stop; raised on all ranks."""
-
-
-# ---- rules
-
-
-@dataclasses.dataclass(frozen=True)
-class WatchState:
-    """The memory of one rule for one metric: the last values, and for how many steps its condition has held."""
-
-    values: tuple[float, ...] = ()
-    streak: int = 0
-
-
-def holds(rule: HealthRuleSection, values: Sequence[float]) -> bool:
-    """Returns whether a rule's condition holds for the last of ``values``: finite, oldest first, at most ``window``.
-
-    The standard deviation is the population's. The slope is that of a least-squares line over the window; each half
-    must rise at half the rate at least, so that a single jump does not count as growth.
-    """
-    assert rule.value is not None, "not_finite is decided before a value is kept"
-    if rule.when == "above":
-        return values[-1] > rule.value
-    if rule.when == "below":
-        return values[-1] < rule.value
-    if len(values) < rule.window:
-        return False
-    if rule.when == "moving_std_above":
-        return statistics.pstdev(values) > rule.value
-    half = len(values) // 2
-    return slope(values) > rule.value and min(slope(values[:half]), slope(values[half:])) > rule.value / 2
-
-
-def slope(values: Sequence[float]) -> float:
-    """Growth per step of the least-squares line through equally spaced ``values``, at least two of them."""
-    return statistics.linear_regression(range(len(values)), values).slope
-
-
-def observe(rule: HealthRuleSection, state: WatchState, value: float) -> tuple[WatchState, bool]:
-    """The state after one more value, and whether the rule speaks now: once, when the condition has held long enough.
-
-    Values that are not finite concern not_finite alone; other rules pass over them.
-    """
-    finite = math.isfinite(value)
-    if rule.when == "not_finite":
-        streak = 0 if finite else state.streak + 1
-        return WatchState((), streak), streak == rule.steps
-    if not finite:
-        return state, False
-    values = (*state.values, value)[-rule.window :]
-    streak = state.streak + 1 if holds(rule, values) else 0
-    return WatchState(values, streak), streak == rule.steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A rule that speaks: where, when and about what."""
-
-    rule: HealthRuleSection
-    rank: int
-    step: int
-    metric: str
-    value: float
-
-    def text(self) -> str:
-        """One line for a person."""
-        rule, limit = self.rule, "" if self.rule.value is None else f"{self.rule.value:g}"
-        what = {
-            "above": f"above {limit}",
-            "below": f"below {limit}",
-            "moving_std_above": f"standard deviation over {rule.window} steps above {limit}",
-            "slope_above": f"grows by more than {limit} per step over {rule.window} steps",
-            "not_finite": "not finite",
-        }[rule.when]
-        where = f" on rank {self.rank}" if self.metric.startswith(OWN_METRICS) else ""
-        lasting = f", for {rule.steps} steps" if rule.steps > 1 else ""
-        return f"step {self.step}: {self.metric} = {self.value:.4g}{where}: {what}{lasting}"
-
-
-class RuleWatch:
-    """Follows the rules over the steps of a run, on one rank."""
-
-    def __init__(self, rules: Sequence[HealthRuleSection], rank: int = 0) -> None:
-        self._rules, self._rank = rules, rank
-        self._states: dict[tuple[int, str], WatchState] = {}
-
-    def findings(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """The rules that speak after a step; of equal metrics under several rules each speaks for itself."""
-        findings = []
-        for index, rule in enumerate(self._rules):
-            for metric in (name for name in metrics if fnmatchcase(name, rule.metric)):
-                key, value = (index, metric), float(metrics[metric])
-                self._states[key], speaks = observe(rule, self._states.get(key, WatchState()), value)
-                if speaks:
-                    findings.append(Finding(rule, self._rank, step, metric, value))
-        return findings
-
-    def unseen(self) -> list[str]:
-        """Metrics of rules that have not come in any step so far."""
-        seen = {index for index, _ in self._states}
-        return [rule.metric for index, rule in enumerate(self._rules) if index not in seen]
 
 
 class Health:

@@ -1,4 +1,4 @@
-"""Bringing together what ranks hold apart: the rows of one step, and counts.
+"""Bringing together what ranks hold apart: counts, texts and small objects. Rows are the matter of ``row_exchange``.
 
 Every call is collective over ``group``; None: over the world.
 """
@@ -6,54 +6,16 @@ Every call is collective over ``group``; None: over the world.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from rlhf_megatron.data.rollout_batch import TOKEN_FIELDS, RolloutBatch, boundaries, in_order
 from rlhf_megatron.errors import UserError, is_transient
 
 _T = TypeVar("_T")
 _Group = dist.ProcessGroup | None
-
-
-def gather_tensors(tensor: Tensor, group: _Group = None) -> list[Tensor]:
-    """Every rank's CPU tensor, of any length but otherwise one shape, on every rank, in rank order."""
-    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
-    lengths[dist.get_rank(group)] = len(tensor)
-    dist.all_reduce(lengths, group=group)
-    missing = int(lengths.max()) - len(tensor)
-    padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
-    received = [torch.empty_like(padded) for _ in range(len(lengths))]
-    dist.all_gather(received, padded, group)
-    return [part[:length] for part, length in zip(received, lengths.tolist(), strict=True)]
-
-
-def gather_batches(batch: RolloutBatch, group: _Group = None) -> RolloutBatch:
-    """All ranks' rows as one batch in the order of ``row_id``, equal on every rank.
-
-    A rank that has nothing to add (it repeats a row owner's work) passes a batch without rows.
-    """
-    of_ranks = gather_tensors(batch.lengths, group)
-    lengths = [of_rank.tolist() for of_rank in of_ranks]
-    row_ids = torch.cat(gather_tensors(batch.row_id, group))
-    order = row_ids.argsort()
-    rows = order.tolist()
-    merged: dict[str, Any] = {"cu_seqlens": boundaries(torch.cat(of_ranks)[order]), "row_id": row_ids[order]}
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if value is None or field.name in merged:
-            continue
-        # gloo moves neither booleans nor short integers
-        as_bytes = value.dtype in (torch.bool, torch.int16)
-        parts = gather_tensors(value.contiguous().view(torch.uint8) if as_bytes else value, group)
-        joined = in_order(parts, lengths, rows) if field.name in TOKEN_FIELDS else torch.cat(parts)[order]
-        merged[field.name] = joined.view(value.dtype) if as_bytes else joined
-    return RolloutBatch(**merged)
 
 
 def sum_over_ranks(values: Sequence[float], group: _Group = None) -> list[float]:
@@ -97,6 +59,23 @@ def from_rank(value: _T, rank: int = 0, group: _Group = None) -> _T:
     box = [value]
     dist.broadcast_object_list(box, src=rank, group=group)
     return box[0]
+
+
+def by_rank(rank: int, action: Callable[[], _T]) -> _T:
+    """Has one rank act while the others wait; returns to all what it returns.
+
+    Raises on all ranks the OSError that it has, with its number.
+    """
+    outcome: tuple[_T | None, str | None] = None, None
+    if dist.get_rank() == rank:
+        try:
+            outcome = action(), None
+        except OSError as error:
+            outcome = None, str(error)
+    value, problem = from_rank(outcome, rank)
+    if problem is not None:
+        raise OSError(f"rank {rank}: {problem}")
+    return cast(_T, value)
 
 
 def gather_objects(value: Any, group: _Group = None) -> list[Any]:

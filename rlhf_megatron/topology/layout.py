@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from rlhf_megatron.errors import RecipeError
 
@@ -36,13 +36,27 @@ class ExpertCoordinates:
 AXES = ("tensor", "context", "data", "pipeline")
 
 
-def _alike(coordinates: Sequence[Coordinates | ExpertCoordinates], axes: Collection[str]) -> Iterable[list[int]]:
-    """The positions of ``coordinates`` that differ only along ``axes``, together, in rising order."""
-    fixed = [field.name for field in dataclasses.fields(coordinates[0]) if field.name not in axes]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for position, each in enumerate(coordinates):
-        groups.setdefault(tuple(getattr(each, axis) for axis in fixed), []).append(position)
-    return groups.values()
+def _group_of(position: int, degrees: Mapping[str, int], axes: Collection[str]) -> list[int]:
+    """The positions that differ from ``position`` only along ``axes``, in rising order; the first of ``degrees`` is
+    counted first."""
+    members, stride = [position], 1
+    for axis, degree in degrees.items():
+        if axis in axes:
+            first = position // stride % degree * stride
+            members = [member - first + step * stride for step in range(degree) for member in members]
+        stride *= degree
+    return members
+
+
+def _groups_along(degrees: Mapping[str, int], axes: Collection[str]) -> Iterator[list[int]]:
+    """All groups of ``_group_of``, in the order of their first positions."""
+    across = {axis: degree for axis, degree in degrees.items() if axis not in axes}
+    firsts, stride = [0], 1
+    for axis, degree in degrees.items():
+        if axis in across:
+            firsts = [first + step * stride for step in range(degree) for first in firsts]
+        stride *= degree
+    yield from (_group_of(first, degrees, axes) for first in firsts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +106,11 @@ class Layout:
 
     def expert_groups_along(self, *axes: str) -> Iterator[list[int]]:
         """As ``groups_along``, in the experts' coordinates."""
-        yield from _alike([self.expert_coordinates(position) for position in range(self.size)], axes)
+        yield from _groups_along(self._expert_degrees, axes)
+
+    def expert_group_of(self, position: int, *axes: str) -> list[int]:
+        """As ``group_of``, in the experts' coordinates."""
+        return _group_of(position, self._expert_degrees, axes)
 
     def coordinates(self, position: int) -> Coordinates:
         """The coordinates of the rank at ``position`` (0 <= position < size) among the role's ranks."""
@@ -109,7 +127,22 @@ class Layout:
 
     def groups_along(self, *axes: str) -> Iterator[list[int]]:
         """The groups of positions that differ only in the coordinates named by ``axes``, each in rising order."""
-        yield from _alike([self.coordinates(position) for position in range(self.size)], axes)
+        yield from _groups_along(self._degrees, axes)
+
+    def group_of(self, position: int, *axes: str) -> list[int]:
+        """The one of ``groups_along`` that ``position`` is in."""
+        return _group_of(position, self._degrees, axes)
+
+    @property
+    def _degrees(self) -> dict[str, int]:
+        """By axis, in the order in which ranks are counted."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def _expert_degrees(self) -> dict[str, int]:
+        stage = self.size // self.pipeline
+        data = stage // (self.expert * self.expert_parts)
+        return {"tensor": self.expert_parts, "expert": self.expert, "data": data, "pipeline": self.pipeline}
 
     def stage_layers(self, layers: int) -> list[int]:
         """Return how many of ``layers`` decoder layers each pipeline stage holds, from the first to the last.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from rlhf_megatron.compat.torch import align_group_names, as_world
+from rlhf_megatron.topology.communicators import whole_role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,23 +45,19 @@ def make_team(ranks: Sequence[int], timeout_minutes: float) -> Team:
 
 @contextlib.contextmanager
 def world_of_their_own(ranks: Sequence[int]) -> Iterator[None]:
-    """Inside, ``ranks`` are the whole world to torch.distributed, and to torchrun's RANK; collective over the world.
+    """Inside, ``ranks``, to which this one belongs, are the whole world to torch.distributed, and to torchrun's RANK.
 
-    For libraries that take all processes for theirs, as vLLM does when it makes its groups; ranks that are not among
-    them have nothing to do inside.
+    For libraries that take all processes for theirs, as vLLM does when it makes its groups. Collective over the world
+    as it ends; a rank without ``ranks`` has nothing to do inside.
     """
-    if len(ranks) == dist.get_world_size():
+    if len(ranks) in (0, dist.get_world_size()):
         yield
-        return
-    group = dist.new_group(list(ranks))
-    if dist.get_rank() in ranks:
+    else:
         rank_of_torchrun = os.environ["RANK"]
-        with as_world(group):
+        with as_world(whole_role(ranks)):
             os.environ["RANK"] = str(dist.get_rank())
             try:
                 yield
             finally:
                 os.environ["RANK"] = rank_of_torchrun
-    else:
-        yield
     align_group_names()

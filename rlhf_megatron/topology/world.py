@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.topology.open_files import check_file_limit
 from rlhf_megatron.topology.store import serve_store
 
 _STORE_SECONDS = 5.0
@@ -28,10 +29,14 @@ def waiting_minutes(hang_seconds: float) -> float:
 def join_world(timeout_minutes: float = 30.0) -> None:
     """Initialises torch.distributed from torchrun's environment: NCCL for GPU tensors, gloo for CPU tensors.
 
-    Raises UserError if the process was not started by torchrun, or has no GPU of its own where others have.
+    Raises UserError if the process was not started by torchrun, has no GPU of its own where others have, or may not
+    have enough files and sockets open.
     """
     if "RANK" not in os.environ:
         raise UserError("this command runs under torchrun: torchrun --nproc-per-node N launch/train.py RECIPE")
+    check_file_limit(int(os.environ["WORLD_SIZE"]))
+    # A pair of ranks then gets its connection when one first sends to the other, not each pair of each group at once.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout, **_store_of_this_attempt(timeout))
@@ -65,6 +70,15 @@ def _store_of_this_attempt(timeout: datetime.timedelta) -> dict[str, Any]:
         return {}
     store.set_timeout(timeout)
     return {"store": store, "rank": rank, "world_size": world}
+
+
+def hosts_of_ranks() -> list[int]:
+    """The number of each rank's host, which is that of its torchrun; collective over the world."""
+    hosts = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    hosts[dist.get_rank()] = int(os.environ.get("GROUP_RANK", "0"))
+    dist.all_reduce(hosts)
+    found: list[int] = hosts.tolist()
+    return found
 
 
 def agents_keep_a_store() -> bool:

@@ -30,7 +30,9 @@ def test_steps_are_measured_beside_the_raw_engines(tmp_path: Path) -> None:
         "rollout": {"layout": {"tensor": 2}, "max_response_length": 16, "drawn_lengths": LENGTHS, "kv_cache_gb": None},
         "reward": {"length_high": 16},
     }
-    recipe = bench.prepare({"model": "toy", "gpus": 2, "recipe": toy}, tmp_path, steps=2)
+    shape = bench.speculating({"model": "toy", "gpus": 2, "recipe": toy}, 2.0, 4)
+    assert shape["label"] == "toy, 2 tokens a step up to 4 running"
+    recipe = bench.prepare(shape, tmp_path, steps=2)
     with torchrun(2, "tools/bench/step_measure.py", "recipe.yaml", "1", "raw.json", folder=tmp_path) as command:
         command.finish().check()
     run = tmp_path / "runs" / recipe.name
@@ -44,6 +46,7 @@ def test_steps_are_measured_beside_the_raw_engines(tmp_path: Path) -> None:
     assert len(set(expected)) > 2
     for of_step in metrics:
         assert of_step["rollout/response_length_mean"] == sum(expected) / 8, "stop tokens do not count"
+        assert of_step[bench.ACCEPTANCE] == pytest.approx(2.0)
         tokens = of_step["perf/tokens_per_gpu_per_sec"] * 2 * of_step["train/step_time_ms"] / 1000
         assert tokens == pytest.approx(8 * 20 + sum(expected)), "every prompt has the longest length"
     assert 0 < row["overhead"] < 1 and row["efficiency"] > 0
@@ -113,3 +116,15 @@ def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path, monkeypatch:
             needed = estimate(recipe, architectures, shape["gpus"])
             assert max(needed.phases.values()) < 0.95 * GPU_GB, shape
             assert needed.rollout.full_length_sequences > 0
+
+
+def test_generation_with_drafts_is_held_against_that_of_its_shape_without() -> None:
+    def row(model: str, seconds: float, **more: Any) -> dict[str, Any]:
+        return {"model": model, "gpus": 1, "phase_seconds": {"generate": {"median": seconds}}, **more}
+
+    plain = row("7B", 20.0)
+    for length, wanted in ((1.0, 20.4), (2.0, 15.0), (3.0, None)):
+        drafted = row(f"7B, {length:g} tokens a step", 16.0, speculative=length)
+        assert bench.wanted_generation(drafted, [row("0.5B", 1.0), plain, drafted]) == wanted
+        assert bench.wanted_generation(drafted, [drafted]) is None
+    assert bench.wanted_generation(plain, [plain]) is None

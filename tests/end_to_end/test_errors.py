@@ -125,6 +125,33 @@ def test_a_recipe_that_cannot_be_is_told_in_one_line(folder: Path, arguments: li
     assert (finished.status, finished.err, finished.out) == (2, line + "\n", "")
 
 
+def test_a_dry_run_tells_all_mistakes_at_once_and_what_its_checks_saw(folder: Path) -> None:
+    fine = python(TRAIN, "rl.yaml", "reward.rule=gsm8k", "--dry-run", "--world=1", folder=folder).check()
+    files = fine.out.partition("\nFiles\n")[2].splitlines()
+    assert [line.split(":")[0].strip() for line in files] == [
+        *("trackers", "models", "rows", "rewards", "tokenizer", "disk")
+    ]
+    assert f"rows: {ROWS} training rows" in fine.out and "right answers: 1; empty ones: 0" in fine.out
+    mistakes = ["actor.layout.tensor=4", "rollout.layout.tensor=3", "data.train_files=[good.parquet, none.parquet]"]
+    mistakes += ["reward.function=rewards.py:raises", "monitor.profile.steps=[1]", "monitor.profile.ranks=[9]"]
+    refused = python(TRAIN, "rl.yaml", *mistakes, "--dry-run", "--world=4", folder=folder)
+    assert (refused.status, refused.out) == (2, "")
+    lines = refused.err.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    for part in (
+        "rollout.layout: tensor 3 does not divide 4 GPUs",
+        "monitor.profile.ranks: there is no rank 9 of 4",
+        "actor.layout.tensor=4 does not divide the model's 2 attention heads",
+        "none.parquet: there is no such file",
+    ):
+        assert sum(part in line for line in lines) == 1, refused.err
+    several = python(TRAIN, "rl.yaml", "stepz=3", "batch.prompts_per_step=0", "seed=true", "--dry-run", folder=folder)
+    line = several.only_error()
+    assert "unknown key stepz; did you mean steps?" in line
+    assert "seed: must be a number; it is true" in line
+    assert "batch.prompts_per_step: Input should be greater than 0; it is 0" in line
+
+
 def test_a_run_without_torchrun_is_told_how_to_start_it(folder: Path) -> None:
     finished = python(TRAIN, "sft.yaml", folder=folder)
     assert finished.status == 2

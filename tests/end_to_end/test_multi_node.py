@@ -1,23 +1,21 @@
-"""torchrun on two nodes: network namespaces of this machine, with a cable between them that a test can pull."""
+"""torchrun on hosts that are network namespaces: bytes between them against the plan, a pulled cable."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from end_to_end.commands import ROOT, Command, torchrun
+from end_to_end.commands import torchrun
+from end_to_end.hosts import CABLE, Hosts, hosts_of
 from end_to_end.runs import SUPERVISED, TRAIN, decisions, logged, make_model, make_sums, metrics_of, wait_for
 
 STEPS = 100
+RUN = (TRAIN, "sft.yaml", "name=pulled")
 CHANGES = {
     "steps": STEPS,
     "checkpoint": {"save_interval": 5, "export_at_end": False},
@@ -25,53 +23,11 @@ CHANGES = {
 }
 
 
-def ip(*arguments: str) -> None:
-    """Runs ip, from iproute2."""
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Two namespaces and the addresses of their ends of the cable, which both call link0."""
-
-    names: tuple[str, str]
-    addresses: tuple[str, str]
-
-    def plug(self, state: str) -> None:
-        """Sets the cable's end at the second node up or down."""
-        ip("-n", self.names[1], "link", "set", "link0", state)
-
-    def start(self, node: int, folder: Path, *arguments: str) -> Command:
-        """torchrun with one rank on a node, as docs/slurm.md shows it; the first node has the rendezvous."""
-        launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
-        launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:29500", "--rdzv-id=cable"]
-        # A namespace has no host name of its own by which torchrun could tell whether the rendezvous is its.
-        launcher += [f"--rdzv-conf=is_host={node == 0}", f"--local-addr={self.addresses[node]}"]
-        launcher += [str(ROOT / TRAIN), "sft.yaml", *arguments]
-        script = str(ROOT / "tests" / "end_to_end" / "on_node.py")
-        return Command([sys.executable, "-P", script, self.names[node], *launcher], folder)
-
-
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    """Two nodes; skips where namespaces cannot be made."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and ip (package iproute2)")
-    names = (f"node0-{os.getpid()}", f"node1-{os.getpid()}")
-    addresses = ("10.213.0.1", "10.213.0.2")
-    with ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            ip("link", "add", "link0", "netns", names[0], "type", "veth", "peer", "name", "link0", "netns", names[1])
-            for name, address in zip(names, addresses, strict=True):
-                ip("-n", name, "address", "add", f"{address}/24", "dev", "link0")
-                for device in ("lo", "link0"):
-                    ip("-n", name, "link", "set", device, "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-        yield Nodes(names, addresses)
+def hosts() -> Iterator[Hosts]:
+    """Two hosts; skips where namespaces cannot be made."""
+    with hosts_of(2) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +40,63 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def over_the_cable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets what ranks of several hosts need in their environment."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", CABLE)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+@pytest.mark.parametrize(
+    ("count", "case"),
+    [
+        (2, "one host trains"),
+        pytest.param(2, "stages on hosts", marks=pytest.mark.grid),
+        pytest.param(2, "tensors over hosts", marks=pytest.mark.grid),
+        pytest.param(4, "one host trains", marks=pytest.mark.grid),
+    ],
+)
+def test_a_host_gets_each_byte_of_the_weights_once(
+    count: int, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_the_cable(monkeypatch)
+    with hosts_of(count) as hosts, ExitStack() as stack:
+        script = "tests/end_to_end/regather_on_hosts.py"
+        ranks = 4 if count == 2 else 8
+        commands = [
+            stack.enter_context(hosts.start(host, tmp_path, ranks // count, script, str(tmp_path), case))
+            for host in range(count)
+        ]
+        wait_for(commands[0], lambda: len(list(tmp_path.glob("ready-*"))) == ranks)
+        before = hosts.sent()
+        (tmp_path / "go").touch()
+        wait_for(commands[0], lambda: len(list(tmp_path.glob("rank-*.json"))) == ranks)
+        crossed = sum(hosts.sent()) - sum(before)
+        for command in commands:
+            command.finish().check()
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
+    assert all(each["equal"] for each in found)
+    planned = sum(each["crossing"] for each in found)
+    assert planned == pytest.approx(found[0]["planned"], rel=1e-6)
+    assert crossed == pytest.approx(planned, rel=0.05)
+    if case == "one host trains":  # each other host gets the model once, and not once for each of its ranks
+        assert planned == (count - 1) * found[0]["whole"]
+
+
 def test_a_cable_that_is_pulled_and_put_back_costs_a_restart_and_changes_no_number(
-    nodes: Nodes, folder: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: Hosts, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torchrun(2, TRAIN, "sft.yaml", folder=folder) as command:
         command.finish().check()
     whole = metrics_of(folder / "runs" / "whole")
     assert sorted(whole) == list(range(1, STEPS + 1))
 
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "link0")
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    over_the_cable(monkeypatch)
     run = folder / "runs" / "pulled"
-    with nodes.start(0, folder, "name=pulled") as first, nodes.start(1, folder, "name=pulled") as second:
+    with hosts.start(0, folder, 1, *RUN, restarts=1) as first, hosts.start(1, folder, 1, *RUN, restarts=1) as second:
         wait_for(first, lambda: logged(run) > 11)
-        nodes.plug("down")
+        hosts.plug(1, "down")
         wait_for(first, lambda: decisions(run)[-1]["what"] == "hang")
-        nodes.plug("up")
+        hosts.plug(1, "up")
         assert [command.finish().status for command in (first, second)] == [0, 0]
     lines = decisions(run)
     assert [line["what"] for line in lines] == ["start", "hang", "restart", "resume", "done"]

@@ -1,4 +1,4 @@
-"""Whole runs whose responses have several turns: a function of a file speaks between the model's."""
+"""Whole runs whose responses have several turns: a function or an environment of a file speaks between the model's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECIPE: dict[str, Any] = {
     "reward": {"function": "reward.py"},
     "evaluation": {"at_start": False, "at_end": False},
     "checkpoint": {"save_interval": 1, "export_at_end": False},
-    "monitor": {"plots": False},
+    "monitor": {"plots": False, "rollouts": {"every": 1}},
 }
 # What is said depends on what was said; one in eight conversations ends here.
 TALK = """
@@ -51,8 +51,31 @@ async def respond(messages, ground_truth, extra_info):
         return None
     return {"role": "user", "content": f"{len(messages)}: {len(said)}"}
 """
-BADLY = TALK.replace("    if len", "    if len(said) % 4 == 2: raise KeyError(said[:1])\n    if len(said) % 4 == 3: "
-                     "time.sleep(60)\n    if len")  # fmt: skip
+# A state: the turns and characters so far. All responses to a prompt begin with the same number.
+GAME = """
+import json, os, random, time
+class Environment:
+    def reset(self, row):
+        self.turns = self.total = 0
+        self.log, self.answer = os.path.join(os.path.dirname(__file__), "games.jsonl"), row["ground_truth"]
+        self.secret = random.randrange(1000)
+        return {"role": "user", "content": f"{self.secret}"} if self.secret % 2 else None
+    async def step(self, action):
+        self.turns, self.total = self.turns + 1, self.total + len(action)
+        # A FAILURE
+        reward = len(action) % 5 / 4
+        if len(action) % 8 == 1:
+            return None, reward, True
+        return {"role": "user", "content": f"{self.turns}: {self.total}"}, reward, False
+    def score(self, ending):
+        return {"done": 8.0, "turns": 16.0, "length": 32.0}[ending]
+    def close(self):
+        with open(self.log, "a") as log:
+            log.write(json.dumps([self.secret, self.turns, self.total]) + "\\n")
+"""
+FAILURES = {2: "raise KeyError(action)", 3: "time.sleep(60)", 4: "os._exit(1)"}
+WHERE = "\n        ".join(f"if len(action) % 8 == {size}: {failure}" for size, failure in FAILURES.items())
+BADLY = GAME.replace("# A FAILURE", WHERE)
 REWARD = """
 import json
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -80,7 +103,7 @@ def talkative(model: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("turns")
-    for name, text in (("talk.py", TALK), ("badly.py", BADLY), ("reward.py", REWARD)):
+    for name, text in (("talk.py", TALK), ("game.py", GAME), ("badly.py", BADLY), ("reward.py", REWARD)):
         (path / name).write_text(text)
     (path / "slow.py").write_text(TALK.replace("    said =", "    time.sleep(0.8)\n    said ="))
     (path / "always.py").write_text("def respond(messages, ground_truth, extra_info):\n    return 7\n")
@@ -107,6 +130,18 @@ def whole(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, f
     return metrics_of(folder / "runs" / "whole")
 
 
+PLAYED = (
+    "rollout.multi_turn={environment: game.py, max_assistant_turns: 3, timeout_seconds: 20}",
+    "reward={rule: none}",
+)
+
+
+@pytest.fixture(scope="module")
+def played(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, float]]:
+    train("name=played", *PLAYED).check()
+    return metrics_of(folder / "runs" / "played")
+
+
 @pytest.fixture(scope="module")
 def seen(folder: Path, whole: dict[int, dict[str, float]]) -> list[tuple[str, list[dict[str, str]]]]:
     """What the reward function was given of each response of the first run: its text, and its turns."""
@@ -119,6 +154,15 @@ def test_what_others_say_is_read_and_not_learnt(whole: dict[int, dict[str, float
         # Where a logprob came from another place of the row, or of a token that was not sampled, these differ.
         assert metrics["train/mismatch_kl"] < 1e-9
         assert metrics["train/rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_kept_rows_say_who_wrote_what(folder: Path, whole: dict[int, dict[str, float]]) -> None:
+    for step in whole:
+        rows = pq.read_table(folder / "runs" / "whole" / "rollouts" / f"step-{step}.parquet").to_pylist()
+        assert {len(row["turns"]) for row in rows} >= {1, 3, 5}
+        for row in rows:
+            assert [turn["sampled"] for turn in row["turns"]] == ([True, False] * MOST_TURNS)[: len(row["turns"])]
+            assert all(re.search(r"\d+: \d+", turn["text"]) for turn in row["turns"][1::2])
 
 
 def test_turns_alternate_and_answer_each_other(seen: Sequence[tuple[str, list[dict[str, str]]]]) -> None:
@@ -137,36 +181,83 @@ def test_turns_alternate_and_answer_each_other(seen: Sequence[tuple[str, list[di
             assert before == PROMPT_MESSAGES + 2 * place + 1
 
 
-def test_a_killed_run_goes_on_to_the_last_bit(
-    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
+def kept(folder: Path, step: int) -> list[dict[str, Any]]:
+    return pq.read_table(folder / "runs" / "played" / "rollouts" / f"step-{step}.parquet").to_pylist()
+
+
+def test_an_environment_keeps_a_state_and_gives_rewards(folder: Path, played: dict[int, dict[str, float]]) -> None:
+    closed = [json.loads(line) for line in (folder / "games.jsonl").read_text().splitlines()[:48]]
+    for step, metrics in played.items():
+        assert metrics["train/mismatch_kl"] < 1e-9 and metrics["rollout/turn_failures"] == 0
+        rewards = []
+        for row in kept(folder, step):
+            texts = [turn["text"] for turn in row["turns"]]
+            actions = [re.sub(r"<\|(im_start|im_end|endoftext)\|>", "", text) for text in texts[::2]]
+            cut = not texts[-1].endswith(("<|im_end|>", "<|endoftext|>"))
+            sizes = [len(action) for action in (actions[:-1] if cut else actions)]
+            for place, observed in enumerate(texts[1::2], start=1):
+                assert f"user\n{place}: {sum(sizes[:place])}<" in observed
+            last = 32 if row["truncated"] else 8 if sizes[-1] % 8 == 1 else 16
+            given = [size % 5 / 4 for size in sizes]
+            given = [*given, last] if cut else [*given[:-1], given[-1] + last]
+            assert [turn["reward"] for turn in row["turns"][::2]] == pytest.approx(given)
+            assert row["reward"] == pytest.approx(sum(given))
+            assert row["reward_environment"] == row["reward"]
+            rewards.append(row["reward"])
+        assert len(rewards) == 16
+        assert metrics["reward/environment"] == pytest.approx(sum(rewards) / 16, rel=1e-6)
+        assert metrics["reward/mean"] == pytest.approx(sum(rewards) / 16, rel=1e-6)
+    assert len(closed) == 48 and all(turns <= 3 for _, turns, _ in closed), "every game was closed"
+
+
+def test_what_an_environment_observes_first_belongs_to_the_prompt(
+    folder: Path, played: dict[int, dict[str, float]]
 ) -> None:
-    with torchrun(2, TRAIN, "turns.yaml", "name=killed", folder=folder) as command:
+    prompts = {(step, row["group_id"]): set[str]() for step in played for row in kept(folder, step)}
+    for step in played:
+        for row in kept(folder, step):
+            prompts[step, row["group_id"]].add(row["prompt"])
+    assert all(len(of_group) == 1 for of_group in prompts.values()), "a group begins alike"
+    observed = re.compile(r"<\|im_start\|>user\n\d+<\|im_end\|>\n<\|im_start\|>assistant\n$")
+    two = [observed.search(min(of_group)) for of_group in prompts.values()]
+    assert any(two) and not all(two)
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(
+    folder: Path, played: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    with torchrun(2, TRAIN, "turns.yaml", "name=killed", *PLAYED, folder=folder) as command:
         wait_for(command, lambda: logged(folder / "runs" / "killed") >= 1)
         command.rank(1).kill()
         command.finish()
-    train("name=killed").check()
-    assert metrics_of(folder / "runs" / "killed") == whole
+    train("name=killed", *PLAYED).check()
+    assert metrics_of(folder / "runs" / "killed") == played
 
 
 def test_a_replica_of_two_ranks_hears_the_same(
-    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
+    folder: Path, played: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:
-    train("name=pair", "rollout.layout.tensor=2", "actor.layout.tensor=2").check()
+    train("name=pair", *PLAYED, "rollout.layout.tensor=2", "actor.layout.tensor=2").check()
     pair = metrics_of(folder / "runs" / "pair")
-    for step, metrics in whole.items():
+    for step, metrics in played.items():
         for name in ("rollout/turn_answers", "rollout/turn_ends", "rollout/response_length_mean", "reward/mean"):
             assert pair[step][name] == pytest.approx(metrics[name], rel=1e-6), (step, name)
         assert pair[step]["train/mismatch_kl"] < 1e-9
 
 
-def test_answers_that_fail_or_take_too_long_end_their_response_alone(
+def test_an_environment_that_fails_or_takes_too_long_costs_its_response_alone(
     folder: Path, train: Callable[..., Finished]
 ) -> None:
-    slow = ("rollout.multi_turn.function=badly.py", "rollout.multi_turn.timeout_seconds=0.5", "steps=2")
-    train("name=badly", *slow, "rollout.scheduling=queue", "deterministic=false", "rollout.oversample=1.5").check()
-    for metrics in metrics_of(folder / "runs" / "badly").values():
+    slow = (*PLAYED, "rollout.multi_turn.environment=badly.py", "rollout.multi_turn.timeout_seconds=2", "steps=2")
+    queue = ("rollout.scheduling=queue", "deterministic=false", "rollout.oversample=1.5")
+    finished = train("name=badly", *slow, *queue).check()
+    assert "rollout.multi_turn.environment: a trajectory failed and is left out: " in finished.err
+    for step, metrics in metrics_of(folder / "runs" / "badly").items():
         assert metrics["rollout/turn_failures"] > 0 and metrics["rollout/turn_answers"] > 0
-        assert metrics["train/mismatch_kl"] < 1e-9
+        assert metrics["reward/masked"] > 0 and metrics["train/mismatch_kl"] < 1e-9
+        file = folder / "runs" / "badly" / "rollouts" / f"step-{step}.parquet"
+        rewards = pq.read_table(file).column("reward").to_pylist()
+        assert len(rewards) == 16 - metrics["reward/masked"] and all(reward >= 8 for reward in rewards)
 
 
 def test_a_replica_that_waits_for_answers_does_not_hang(folder: Path, train: Callable[..., Finished]) -> None:
@@ -191,6 +282,7 @@ def test_evaluations_have_turns_too(folder: Path, whole: dict[int, dict[str, flo
         (["rollout.multi_turn.function=nowhere.py"], "rollout.multi_turn.function: there is no file nowhere.py"),
         (["rollout.multi_turn.function=reward.py"], "reward.py has no function respond"),
         (["rollout.multi_turn.function=reward.py:compute_score"], "must take (messages, ground_truth, extra_info)"),
+        (["rollout.multi_turn={environment: reward.py}"], "reward.py has no class Environment; it defines none"),
         (["rollout.multi_turn.function=always.py"], "never answered: respond returned 7"),
         (["rollout.partial=resume", "rollout.oversample=1.5", "rollout.scheduling=queue", "deterministic=false"],
          "partial=resume: with multi_turn what was given up begins anew"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -42,7 +43,8 @@ RECIPE: dict[str, Any] = {
     "batch": {"prompts_per_step": 3, "responses_per_prompt": 4},
     "actor": {"layout": {"tensor": 2}, "tokens_per_gpu": 256, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3}},
     "reference": {"tokens_per_gpu": 256},
-    "rollout": {"max_response_length": 10, "scheduling": "static"},  # the queue's batches differ from run to run
+    # The queue's batches differ from run to run. Drafts change rounding, and what a resumed run drafts from is less.
+    "rollout": {"max_response_length": 10, "scheduling": "static", "speculative": {"match": 1}},
     # Dynamic sampling with surplus, so that a checkpoint has to remember groups that wait.
     "algorithm": {
         "kl_coef": 0.01,
@@ -58,7 +60,9 @@ RECIPE: dict[str, Any] = {
 PPO: dict[str, Any] = {
     "name": "ppo",
     "steps": STEPS_OF_KILLED,
+    "model": {**RECIPE["model"], "read_once": True},
     "batch": {"prompts_per_step": 4, "responses_per_prompt": 2, "minibatch_prompts": 2},
+    "rollout": {"max_response_length": 10, "scheduling": "static"},
     "critic": {
         "layout": {"data": 2},
         "tokens_per_gpu": 256,
@@ -149,6 +153,20 @@ def test_a_killed_run_goes_on_to_the_last_bit(
     assert f"{newest}/rank-00001.safetensors: has ".removeprefix(f"{folder}/") in finished.out
     assert f"going on from runs/killed/checkpoints/{before}, after step {before[-1]}" in finished.out
     assert metrics_of(run) == whole
+    assert "\n  actor.offload.streamed_optimizer: 0.0 -> 0.5\n" in finished.out
+    resumed = next(line for line in decisions(run) if line["what"] == "resume")
+    assert resumed["changed"] == {
+        **{f"actor.offload.{name}": [False, True] for name in ("parameters", "gradients", "optimizer")},
+        "actor.offload.streamed_optimizer": [0.0, 0.5],
+        "reference.offload.parameters": [False, True],
+    }
+    earlier = yaml.safe_load((run / f"recipe.until-{before}.yaml").read_text())
+    assert earlier["actor"]["offload"]["streamed_optimizer"] == 0.0
+    rows = [line.split()[0] for line in finished.out.splitlines() if re.match(" +[0-9]+  ", line)]
+    assert list(dict.fromkeys(rows)) == [str(step) for step in range(1, STEPS + 1)], (
+        "those of before stand above the new ones"
+    )
+    assert "Where the recipe has changed" in (run / "report.html").read_text()
     exported = load_file(run / "export" / f"step-{STEPS}" / "model.safetensors")
     expected = load_file(folder / "runs" / "whole" / "export" / f"step-{STEPS}" / "model.safetensors")
     assert all((exported[name] == expected[name]).all() for name in expected)
@@ -200,6 +218,7 @@ def test_another_layout_goes_on_to_rounding(
             layout.append("algorithm.old_logprobs=recompute")
         train(f"name={name}", f"--resume=runs/{checkpoint}", *layout)
         metrics = metrics_of(folder / "runs" / name)
+        assert (folder / "runs" / name / f"recipe.until-{checkpoint[-6:]}.yaml").exists(), "of the run before"
         assert sorted(metrics) == list(range(int(checkpoint[-1]) + 1, STEPS + 1))
         for step, found in metrics.items():
             assert of_any_layout(found) == pytest.approx(of_any_layout(whole[step]), rel=1e-3, abs=1e-6)

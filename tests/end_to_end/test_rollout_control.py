@@ -25,9 +25,10 @@ RECIPE: dict[str, Any] = {
     "batch": {"prompts_per_step": PROMPTS, "responses_per_prompt": 3},
     "actor": {"tokens_per_gpu": 512, "optimizer": {"learning_rate": 1e-3}},
     "rollout": {"max_response_length": 60, "max_num_seqs": 8, "oversample": 1.75, "partial": "resume"},
+    "algorithm": {"rollout_correction": {"type": "tis"}},
     "reward": {"function": "reward.py"},
     "evaluation": {"at_start": False, "at_end": False},
-    "checkpoint": {"save_interval": 1},
+    "checkpoint": {"save_interval": 2},
     "monitor": {"plots": False},
 }
 
@@ -50,27 +51,29 @@ def check_prompts(metrics: dict[int, dict[str, float]]) -> None:
         assert found["rollout/groups_waiting"] == 3
 
 
-def test_a_killed_run_goes_on_with_the_groups_that_wait(folder: Path) -> None:
-    """One replica of two ranks, whose draws are the same in every run; its cache says how many groups it runs."""
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.grid)])
+def test_a_killed_run_goes_on_with_the_groups_that_wait(folder: Path, replicas: int) -> None:
+    """One replica of two ranks, whose cache says how many groups it runs; or two with fixed shares."""
     cache = ("rollout.kv_cache_gb=0.0003", "rollout.max_num_seqs=24")
-    recipe = ("grpo.yaml", "rollout.layout.tensor=2", "actor.layout.tensor=2", *cache)
-    with torchrun(2, TRAIN, *recipe, folder=folder) as command:
+    layouts = {1: ("rollout.layout.tensor=2", "actor.layout.tensor=2", *cache), 2: ("rollout.scheduling=static",)}
+    recipe = ("grpo.yaml", *layouts[replicas])
+    whole, killed = (folder / "runs" / f"{name}{replicas}" for name in ("whole", "killed"))
+    with torchrun(2, TRAIN, *recipe, f"name={whole.name}", folder=folder) as command:
         command.finish().check()
-    whole, run = metrics_of(folder / "runs" / "whole"), folder / "runs" / "killed"
-    check_prompts(whole)
-    assert all(found["rollout/aborted"] for found in whole.values())
-    assert sum(found["rollout/resumed"] for found in whole.values()) > 0
-    assert (
-        whole[1]["rollout/staleness_max"] == 0 and max(found["rollout/staleness_max"] for found in whole.values()) > 0
-    )
-    with torchrun(2, TRAIN, *recipe, "name=killed", folder=folder) as command:
-        wait_for(command, lambda: (run / "checkpoints" / "step-2" / "manifest.json").exists() or logged(run) > 2)
+    metrics = metrics_of(whole)
+    check_prompts(metrics)
+    assert all(found["rollout/paused"] and not found["rollout/aborted"] for found in metrics.values())
+    assert sum(found["rollout/resumed"] for found in metrics.values()) > 0
+    assert metrics[1]["rollout/staleness_max"] == 0
+    assert max(found["rollout/staleness_max"] for found in metrics.values()) == 1
+    with torchrun(2, TRAIN, *recipe, f"name={killed.name}", folder=folder) as command:
+        wait_for(command, lambda: (killed / "checkpoints" / "step-2" / "manifest.json").exists() or logged(killed) > 3)
         command.rank(1).kill()
         assert command.finish().status != 0
-    with torchrun(2, TRAIN, *recipe, "name=killed", folder=folder) as command:
-        assert "going on from runs/killed/checkpoints/step-" in command.finish().check().out
-    assert metrics_of(run) == whole
-    one, other = (load_file(folder / "runs" / name / "export/step-4/model.safetensors") for name in ("whole", "killed"))
+    with torchrun(2, TRAIN, *recipe, f"name={killed.name}", folder=folder) as command:
+        assert f"going on from runs/{killed.name}/checkpoints/step-" in command.finish().check().out
+    assert metrics_of(killed) == metrics
+    one, other = (load_file(run / "export/step-4/model.safetensors") for run in (whole, killed))
     assert all((one[name] == other[name]).all() for name in one)
 
 
@@ -82,7 +85,8 @@ def test_replicas_stop_together_when_enough_is_done(folder: Path, partial: str) 
     metrics = metrics_of(folder / "runs" / partial)
     assert sorted(metrics) == [1, 2, 3]
     check_prompts(metrics)
-    assert sum(found["rollout/aborted"] for found in metrics.values()) > 0
+    given_up = "rollout/aborted" if partial == "discard" else "rollout/paused"
+    assert sum(found[given_up] for found in metrics.values()) > 0
     if partial == "discard":
         assert all(found["rollout/resumed"] == found["rollout/staleness_max"] == 0 for found in metrics.values())
     else:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -43,7 +44,7 @@ RECIPE: dict[str, Any] = {
     "reward": {"function": "reward.py"},
     "evaluation": {"interval": 2, "at_start": False},
     "checkpoint": {"save_interval": 1, "keep_last_k": STEPS, "export_at_end": False},
-    "monitor": {"plots": False, "timeline": {"every": 1}},
+    "monitor": {"plots": False, "timeline": {"every": 1}, "rollouts": {"every": 1}},
 }
 APART = ("actor.ranks=0", "reference.ranks=0", "critic.ranks=0")
 AHEAD = (*APART, "rollout.ranks=1", "reward_model.ranks=1", "rollout.steps_ahead=1")
@@ -113,6 +114,14 @@ def test_each_batch_is_of_the_policy_before(
     last = WARMUP + 2
     assert together[last]["train/mismatch_kl"] < 1e-9 < 1e-6 < ahead[last]["train/mismatch_kl"]
     assert ahead[last]["train/correction_weight_mean"] != pytest.approx(1.0, abs=1e-4)
+
+
+def test_kept_rows_have_what_either_team_knows(folder: Path, ahead: dict[int, dict[str, float]]) -> None:
+    for step in ahead:
+        rows = pyarrow.parquet.read_table(folder / "runs" / "ahead" / "rollouts" / f"step-{step}.parquet").to_pylist()
+        assert rows and all(row["data_source"] and row["advantages"] is not None for row in rows)
+        differences = [abs(value) for row in rows for value in row["logprob_differences"] or ()]
+        assert (differences and max(differences) < 1e-4) or step > WARMUP + 1, "one policy until the actor has learned"
 
 
 def test_generating_and_learning_overlap(folder: Path, ahead: dict[int, dict[str, float]]) -> None:

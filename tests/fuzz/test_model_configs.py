@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
-from rlhf_megatron.models.config_fields import _ONLY, _READ, _TYPES
+from rlhf_megatron.models.config_fields import _ONLY, _TYPES, DECODER_FIELDS
 from rlhf_megatron.models.families import delta_nets, grouped_experts
 from rlhf_megatron.models.families.mixture import EXPERT_FIELDS
 
@@ -31,27 +31,46 @@ LATENT = {
     "kv_lora_rank": 16, "num_key_value_heads": 4, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "head_dim": 8,
 }  # fmt: skip
+MINISTRAL = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 V3 = {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 WHOLE = {
+    "arcee": SIZES,
     "cohere": SIZES,
     "cohere2": SIZES | {"sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 0.5},
     "deepseek_v2": SIZES | GROUPED | LATENT | {"n_group": 1, "topk_group": 1},
     "deepseek_v3": SIZES | GROUPED | LATENT | V3,
+    "dots1": SIZES | GROUPED,
     "ernie4_5": SIZES,
+    "ernie4_5_moe": SIZES | {"moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2},
     "exaone4": SIZES | {"sliding_window_pattern": 4},
     "gemma": SIZES,
     "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
     "gemma3_text": SIZES | GEMMA3,
+    "glm": SIZES,
     "glm4": SIZES,
     "glm4_moe_lite": SIZES | GROUPED | LATENT,
     "glm4_moe": SIZES | GROUPED,
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 7.0},
     "granite": SIZES | GRANITE,
+    "granitemoe": SIZES | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": SIZES
+    | GRANITE
+    | {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 96, "mamba_n_heads": 4},
+    "hunyuan_v1_dense": SIZES,
+    "hunyuan_v1_moe": SIZES | {"num_experts": 4, "moe_topk": 2},
     "llama": SIZES,
+    "minimax_m2": SIZES
+    | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
+    | {"scoring_func": "sigmoid", "use_routing_bias": True},
+    "ministral3": SIZES | {"rope_parameters": MINISTRAL},
     "mistral": SIZES | {"sliding_window": None},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": SIZES,
     "olmo3": SIZES,
+    "olmoe": SIZES | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "phi3": SIZES,
     "qwen2": SIZES,
     "qwen3": SIZES,
@@ -64,7 +83,12 @@ WHOLE = {
     "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
 }
 OF_LAYERS = ["decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"]
-FIELDS = [*sorted(_READ | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)), "sliding_window", "use_qk_norm", "qkv_bias"]
+FIELDS = [
+    *sorted(DECODER_FIELDS | EXPERT_FIELDS | set(_ONLY) | set(_TYPES)),
+    "sliding_window",
+    "use_qk_norm",
+    "qkv_bias",
+]
 FIELDS += [
     "layer_norm_eps",
     "logit_scale",
@@ -77,6 +101,7 @@ FIELDS += [
     "hidden_activation",
 ]
 FIELDS += [*sorted(delta_nets.FIELDS), "partial_rotary_factor"]
+FIELDS += ["num_local_experts", "position_embedding_type", "rotary_dim", "shared_intermediate_size", "mamba_n_heads"]
 FIELDS += [*LATENT, *V3, *sorted(grouped_experts.FIELDS), *OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
 VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
@@ -110,12 +135,15 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     assert read.layers == theirs.num_hidden_layers
     assert read.hidden == theirs.hidden_size
-    assert read.feed_forward == theirs.intermediate_size
+    assert read.feed_forward == getattr(theirs, "shared_intermediate_size", theirs.intermediate_size)
     assert read.heads == theirs.num_attention_heads
     assert read.key_value_heads == theirs.num_key_value_heads
     assert read.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert read.vocabulary == theirs.vocab_size
-    assert read.max_positions == theirs.max_position_embeddings
+    longest: int = theirs.max_position_embeddings
+    if read.family == "ministral3":  # beyond these positions its queries grow
+        longest = min(longest, theirs.rope_parameters["original_max_position_embeddings"])
+    assert read.max_positions == longest
     epsilon = theirs.layer_norm_eps if read.family.startswith("cohere") else theirs.rms_norm_eps
     assert read.norm_epsilon == epsilon
     assert read.tied_embeddings == theirs.tie_word_embeddings
@@ -129,19 +157,21 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     if read.rope.scaling is None and read.latent is None:
         assert read.rope.rotated_fraction == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
     turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
+    if read.family == "granitemoehybrid":
+        turning = [theirs.position_embedding_type == "rope"] * read.layers
     if read.family == "cohere2":
         turning = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning[: read.layers]]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     of_gemma = read.zero_centred_norms and not read.gated_attention
-    assert activation == ("gelu_pytorch_tanh" if of_gemma else "silu")
+    assert activation == ("gelu_pytorch_tanh" if of_gemma else "relu2" if read.plain_mlp else "silu")
     if read.gated_attention:
         deltas = [kind == "linear_attention" for kind in theirs.layer_types]
         assert [kind.attention == "delta" for kind in read.layer_kinds] == deltas
         assert read.delta_net is None or read.delta_net.taps == theirs.linear_conv_kernel_dim
         assert read.rope.rotated_fraction == theirs.rope_parameters["partial_rotary_factor"]
     assert getattr(theirs, "is_causal", True)
-    if read.family == "granite":
+    if read.family.startswith("granite"):
         assert read.scales.residual == theirs.residual_multiplier and read.scales.logits == 1 / theirs.logits_scaling
     if read.family in ("gemma2", "gemma3_text"):
         caps = theirs.attn_logit_softcapping, theirs.final_logit_softcapping
@@ -157,21 +187,25 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
         assert not any(within) and read.window is None
     if read.experts:
         count = getattr(theirs, "n_routed_experts", None) or theirs.num_experts
-        assert (read.experts.count, read.experts.chosen) == (count, theirs.num_experts_per_tok)
+        per_token = theirs.num_experts_per_tok  # a list, of Hunyuan's layers
+        assert read.experts.count == count
+        assert read.experts.chosen == (per_token[0] if isinstance(per_token, list) else per_token)
         assert read.experts.normalized == getattr(theirs, "norm_topk_prob", True)
         assert read.experts.feed_forward == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         # A mixture in a layer is what transformers builds there; see Qwen2MoeDecoderLayer and Qwen3MoeDecoderLayer.
         sparse = [
             layer not in getattr(theirs, "mlp_only_layers", [])
-            and layer >= getattr(theirs, "first_k_dense_replace", 0)
-            and (layer + 1) % getattr(theirs, "decoder_sparse_step", 1) == 0
+            and layer >= getattr(theirs, "first_k_dense_replace", getattr(theirs, "moe_layer_start_index", 0))
+            and layer <= getattr(theirs, "moe_layer_end_index", layer)
+            and (layer + 1) % getattr(theirs, "decoder_sparse_step", getattr(theirs, "moe_layer_interval", 1)) == 0
             for layer in range(read.layers)
         ]
         assert [kind.feed_forward == "experts" for kind in read.layer_kinds] == sparse
         shared = read.experts.shared.feed_forward if read.experts.shared else 0
-        count_shared = getattr(theirs, "n_shared_experts", 0) * read.experts.feed_forward
+        always = 1 if read.family == "hunyuan_v1_moe" else getattr(theirs, "moe_num_shared_experts", 0)
+        count_shared = getattr(theirs, "n_shared_experts", always) * read.experts.feed_forward
         assert shared == getattr(theirs, "shared_expert_intermediate_size", count_shared)
-        if read.experts.routing:
+        if read.experts.routing and read.family not in ("ernie4_5_moe", "minimax_m2"):  # which have no groups
             groups = (theirs.n_group, theirs.topk_group, theirs.routed_scaling_factor)
             routing = read.experts.routing
             assert (routing.groups, routing.chosen_groups, routing.scale) == groups

@@ -15,16 +15,17 @@ from rlhf_megatron.rewards.answers import BadAnswer, Batch, Outcome
 ODD = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just(10**400)
 VALUES = st.recursive(ODD, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 STATES = st.sampled_from(["started", "done", "failed", "unusable", "timed_out", "died", ""]) | VALUES
-KEYS = st.sampled_from(["score", "awaited", "message", "messages", "state", "job", "x"])
+KEYS = st.sampled_from(["score", "awaited", "message", "messages", "reward", "done", "state", "job", "x"])
 KINDS = st.sampled_from(
     [
         {"kind": worker.USER_FUNCTION},
         {"kind": worker.USER_FUNCTION, "load_only": True},
         {"kind": worker.TURN, "most": 9},
+        {"kind": worker.ENVIRONMENT, "most": 9},
     ]
 )
 # Place of the job whose nonce is given, or what stands there instead; state; and the rest.
-LINES = st.lists(st.tuples(st.integers(0, 2) | VALUES, STATES, st.dictionaries(KEYS, VALUES, max_size=2)), max_size=8)
+LINES = st.lists(st.tuples(st.integers(0, 2) | VALUES, STATES, st.dictionaries(KEYS, VALUES, max_size=3)), max_size=8)
 
 
 def is_sound(outcome: Outcome, job: dict[str, Any]) -> bool:
@@ -33,7 +34,7 @@ def is_sound(outcome: Outcome, job: dict[str, Any]) -> bool:
         type(outcome.score) is float
         and math.isfinite(outcome.score)
         and outcome.message.isprintable()
-        and (outcome.state != worker.DONE or job["kind"] == worker.TURN or not texts)
+        and (outcome.state != worker.DONE or job["kind"] in (worker.TURN, worker.ENVIRONMENT) or not texts)
         and all(isinstance(text, str) and text.encode() is not None for text in texts)
     )
 
@@ -66,6 +67,20 @@ def test_any_bytes_are_no_answer(kind: dict[str, Any], line: bytes) -> None:
     else:
         raise AssertionError(f"{line!r} holds no nonce that could be known")
     assert not batch.outcomes
+
+
+@given(st.lists(st.text(max_size=9), max_size=3), st.floats(width=32), st.booleans())
+def test_replies_of_an_environment_arrive_as_they_are(texts: list[str], reward: float, done: bool) -> None:
+    batch = Batch([{"kind": worker.ENVIRONMENT, "most": 9}])
+    nonce, messages = batch.jobs[0]["nonce"], [{"role": "user", "content": text} for text in texts]
+    batch.take(json.dumps({"nonce": nonce, "state": "started", "awaited": False}).encode())
+    answer = {"nonce": nonce, "state": "done", "messages": messages, "reward": reward, "done": done}
+    try:
+        batch.take(json.dumps(answer).encode())
+    except BadAnswer:
+        assert not math.isfinite(reward) or any("\ud800" <= letter <= "\udfff" for text in texts for letter in text)
+    else:
+        assert batch.outcomes == {0: Outcome(worker.DONE, reward, messages=tuple(messages), ends=done)}
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False, width=32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("name", named({name: CASES[of] for name, of in NAMES.items()}))
 def test_vllm_follows_the_trainer(name: str, results: Launches) -> None:
+    if name == "windows and two rotary tables" and importlib.metadata.version("vllm").startswith("0.25."):
+        pytest.skip("vLLM 0.25 reads no rotary parameters by type of layer (OLMo 3)")
     (updates,) = results[name]
     sampled = []
     for number in range(UPDATES):

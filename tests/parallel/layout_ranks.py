@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.whole_batches import logprobs, scores, update
 from rlhf_megatron.compat import megatron
 
 megatron.install()
@@ -50,11 +51,11 @@ def _compare(
     for _ in range(3):
         leaves.offload()
         after.append(_bytes_on_device(leaves))
-        same = torch.equal(stays.logprobs(batch).logprobs, leaves.logprobs(batch).logprobs)
+        same = torch.equal(logprobs(stays, batch).logprobs, logprobs(leaves, batch).logprobs)
         leaves.offload()
         if optimizer:
             weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
-            steps = [role.update(batch, {"weights": weights}, negative_log_likelihood) for role in (stays, leaves)]
+            steps = [update(role, batch, {"weights": weights}, negative_log_likelihood) for role in (stays, leaves)]
             same = same and steps[0] == steps[1]
     leaves.offload()
     expected, found = (_everything(role) for role in (stays, leaves))
@@ -79,9 +80,9 @@ def memory_over_cycles(
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     found: dict[str, list[int]] = {"host": [], "device": []}
     for _ in range(cycles):
-        role.logprobs(batch)
+        logprobs(role, batch)
         role.offload()
-        role.update(batch, {"weights": weights}, negative_log_likelihood)
+        update(role, batch, {"weights": weights}, negative_log_likelihood)
         role.offload()
         found["host"].append(psutil.Process().memory_full_info().uss)
         found["device"].append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
@@ -132,7 +133,7 @@ def learn_placed(
     for _ in range(3):
         # Between here and the exchange no rank waits for one of another role.
         metrics = {
-            name: role.update(batch, fields, _OBJECTIVES[roles[name]["head"]])
+            name: update(role, batch, fields, _OBJECTIVES[roles[name]["head"]])
             for name, role in made.items()
             if roles[name]["learns"]
         }
@@ -140,7 +141,7 @@ def learn_placed(
             found[name]["steps"].append(made[name].broadcast(metrics[name]))
     for name, role in made.items():
         is_language = roles[name]["head"] == "language"
-        output = role.logprobs(batch).logprobs if is_language else role.scores(batch)
+        output = logprobs(role, batch).logprobs if is_language else scores(role, batch)
         found[name]["output"] = output.tolist()
         found[name]["here"] = role.local is not None
     return found

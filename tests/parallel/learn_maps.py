@@ -39,7 +39,7 @@ def learned_blocks(
 
 
 def main(output: Path, folders: list[Path]) -> None:
-    from rlhf_megatron.models.architecture import ModelError, read_architecture
+    from rlhf_megatron.models.architecture import ModelError, read_architecture, wrapped_language
     from rlhf_megatron.models.learned_map import write_map
     from rlhf_megatron.models.stacked import stored_tensors
     from rlhf_megatron.models.weight_map import stacked_tensors, tensor_shapes
@@ -54,7 +54,16 @@ def main(output: Path, folders: list[Path]) -> None:
             if expert_parallel and architecture.experts is None:
                 continue
             traces = [
-                trace_rank(folder, shapes, tensor, rank, expert_parallel, "float32", stored=stored)
+                trace_rank(
+                    folder,
+                    shapes,
+                    tensor,
+                    rank,
+                    expert_parallel,
+                    "float32",
+                    stored=stored,
+                    language=wrapped_language(folder),
+                )
                 for rank in range(tensor)
             ]
             target = map_file(output, folder.name, tensor, expert_parallel)
@@ -85,8 +94,9 @@ def differences(
     from vllm.model_executor.model_loader.utils import initialize_model
 
     from rlhf_megatron.compat.vllm.load_tracing import as_rank
+    from rlhf_megatron.models.architecture import wrapped_language
     from rlhf_megatron.models.weight_source import window
-    from rlhf_megatron.rollout.vllm.model_config import unquantised
+    from rlhf_megatron.rollout.vllm.model_config import config_arguments
 
     config = EngineArgs(
         model=str(folder),
@@ -94,7 +104,7 @@ def differences(
         skip_tokenizer_init=True,
         enforce_eager=True,
         load_format="dummy",
-        **unquantised(folder),
+        **config_arguments(folder, wrapped_language(folder)),
     ).create_engine_config()
     generator = torch.Generator().manual_seed(1)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

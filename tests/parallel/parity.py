@@ -141,10 +141,16 @@ def one_result(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_against_transformers(
-    folder: Path, exported: Path, result: dict[str, Any], norms_within: float = 1e-5, weights_within: float = 1e-5
+    folder: Path,
+    exported: Path,
+    result: dict[str, Any],
+    norms_within: float = 1e-5,
+    weights_within: float = 1e-5,
+    rows: Any = None,
 ) -> None:
-    """Compare outputs, steps and the exported model of a ``prepared`` case with those of transformers and torch."""
-    prompts, responses = random_rows(7, VOCABULARY)
+    """Compare outputs, steps and the exported model of a case with those of transformers and torch; ``rows``: default,
+    those of one that is ``prepared``."""
+    prompts, responses = rows or random_rows(7, VOCABULARY)
     model = load_model(folder)
     with torch.no_grad():
         expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.whole_batches import logprobs, update
 from rlhf_megatron.compat import megatron
 from rlhf_megatron.errors import CheckpointError
 
@@ -24,7 +25,7 @@ from rlhf_megatron.checkpoint.role_state import restore_role, role_state, role_t
 from rlhf_megatron.checkpoint.saved_role import files_of_role  # noqa: E402
 from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
-from rlhf_megatron.loops.rl import update_actor, with_advantages  # noqa: E402
+from rlhf_megatron.data.row_numbers import SpreadRows, numbers_of  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.choice_shape import choice_shape  # noqa: E402
@@ -35,6 +36,7 @@ from rlhf_megatron.models.peft_files import PeftAdapter  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RLRecipe, RoleSection, make_recipe  # noqa: E402
 from rlhf_megatron.regather.shard_specs import adapter_shards  # noqa: E402
 from rlhf_megatron.roles import streaming  # noqa: E402
+from rlhf_megatron.roles.learning import Learners, share_rows, update_actor, with_advantages  # noqa: E402
 from rlhf_megatron.roles.placed import PlacedRole  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
@@ -43,7 +45,7 @@ from rlhf_megatron.topology.layout import Layout  # noqa: E402
 def learn(
     model: str, layout: dict[str, int], rows: list[Any], steps: int, section: dict[str, Any], optimizer: dict[str, Any],
     dtype: str = "float32", exported: str | None = None, then: dict[str, int] | None = None,
-    loss_scale: float | None = None, choices: list[Any] | None = None,
+    loss_scale: float | None = None, choices: list[Any] | None = None, shares_prompts: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result.
 
@@ -66,6 +68,7 @@ def learn(
             optimizer=learning,
             training_steps=steps,
             replays_experts=choices is not None,
+            shares_prompts=shares_prompts,
         )
 
     def load(role: Role) -> None:
@@ -85,18 +88,20 @@ def learn(
         assert shape is not None
         given = [torch.tensor(of_row, dtype=shape.dtype) for of_row in choices]
         batch = batch_from_rows(*rows, expert_choices=given, choices=shape)
-    outputs = role.logprobs(batch)
+    outputs = logprobs(role, batch)
     batch = batch.with_fields(expert_choices=None)
-    base = role.base_logprobs(batch).logprobs[batch.response_mask].tolist() if role.shard.adapters else None
+    base = (
+        logprobs(role, batch, "base_logprobs").logprobs[batch.response_mask].tolist() if role.shard.adapters else None
+    )
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
-    updates = [role.update(batch, {"weights": weights}, negative_log_likelihood)]
+    updates = [update(role, batch, {"weights": weights}, negative_log_likelihood)]
     refused = ""
     if then is not None:
         before, role = role, make_role(then)
         if role.shard.adapters:
             load(role)  # a checkpoint has no weights without adapters
-        refused = _hand_over(before, role, Path(f"{model}, checkpoint"))
-    updates += [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(1, steps)]
+        refused = hand_over(before, role, Path(f"{model}, checkpoint"))
+    updates += [update(role, batch, {"weights": weights}, negative_log_likelihood) for _ in range(1, steps)]
     if exported:
         export_weights(
             Path(exported),
@@ -121,10 +126,11 @@ def learn(
         "loss_scales": [metrics.get("loss_scale") for metrics in updates],
         "parallel_state_untouched": not _megatron_globals_exist(),
         "refused": refused,
+        "shared_prompt_fractions": [metrics.get("shared_prompt_fraction") for metrics in updates],
     }
 
 
-def _hand_over(before: Role, after: Role, folder: Path) -> str:
+def hand_over(before: Role, after: Role, folder: Path) -> str:
     """The state of one role to another by files, as a checkpoint does; what was there is nothing but zeros.
 
     Returns what is said of a checkpoint that does not tell the order of attention's rows.
@@ -174,7 +180,12 @@ def run_cases(cases: dict[str, dict[str, Any]], go_on: bool = False) -> dict[str
 
 
 def learn_from_groups(
-    model: str, rows: list[Any], rewards: list[list[float]], optimizer: dict[str, Any], **algorithm: Any
+    model: str,
+    rows: list[Any],
+    rewards: list[list[float]],
+    optimizer: dict[str, Any],
+    shares_prompts: bool = False,
+    **algorithm: Any,
 ) -> dict[str, Any]:
     """Steps of GRPO's update on given responses in groups of three, with ``rewards`` [rows] for each step."""
     world = dist.get_world_size()
@@ -186,7 +197,7 @@ def learn_from_groups(
             "model": {"path": model, "dtype": "float32"},
             "data": {"train_files": ["a"], "max_prompt_length": 9},
             "batch": {"prompts_per_step": len(rows[0]) // 3, "responses_per_prompt": 3, "minibatch_prompts": 2},
-            "actor": {"tokens_per_gpu": 60, "optimizer": optimizer},
+            "actor": {"tokens_per_gpu": 60, "optimizer": optimizer, "shared_prompts": shares_prompts},
             "rollout": {"max_response_length": 14},
             "algorithm": algorithm,
         },
@@ -203,6 +214,7 @@ def learn_from_groups(
         seed=1,
         optimizer=recipe.actor.optimizer,
         training_steps=99,
+        shares_prompts=shares_prompts,
     )
     with CheckpointFiles(model, actor.architecture) as files:
         actor.load(files)
@@ -210,11 +222,15 @@ def learn_from_groups(
     controller, metrics = KLController(recipe.algorithm), []
     for of_step in rewards:
         batch = batch_from_rows(*rows, group_id=[row // 3 for row in range(len(rows[0]))], rewards=of_step)
-        batch = batch.with_fields(rollout_logprobs=actor.logprobs(batch).logprobs)
+        batch = batch.with_fields(rollout_logprobs=logprobs(actor, batch).logprobs)
+        holder = torch.arange(batch.rows) % world
+        own = (holder == dist.get_rank()).nonzero().flatten().tolist()
+        spread = SpreadRows(numbers_of(batch, holder), batch.select(own), dist.get_rank())
+        lesson = share_rows(spread, recipe, Learners(actor, None, None))
         if recipe.old_logprobs == "recompute":
-            batch = batch.with_fields(old_logprobs=batch.rollout_logprobs)
-        batch = with_advantages(batch, recipe.algorithm, controller)
-        metrics.append(update_actor(context, actor, batch, controller))
+            lesson = lesson.with_batch(old_logprobs=lesson.batch.rollout_logprobs)
+        lesson = with_advantages(lesson, recipe.algorithm, controller, actor)
+        metrics.append(update_actor(context, actor, lesson, controller)[0])
     values = torch.cat([parameter.flatten() for parameter in actor.weights.parameters().values()])
     return {"parameters": values.tolist(), "metrics": metrics}
 
@@ -246,7 +262,7 @@ def learn_past_a_nan(model: str, rows: list[Any], dtype: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, objective in (("poisoned", poisoned), ("ordinary", negative_log_likelihood)):
         before = {key: value.clone() for key, value in role.parameters().items()}
-        results[name] = role.update(batch, {"weights": weights}, objective)
+        results[name] = update(role, batch, {"weights": weights}, objective)
         results[f"{name}_moved"] = any(not torch.equal(before[key], value) for key, value in role.parameters().items())
         results[f"{name}_finite"] = all(bool(torch.isfinite(value).all()) for value in role.parameters().values())
     return results

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from parallel.whole_batches import logprobs, update
 from rlhf_megatron.compat import megatron
 
 megatron.install()
@@ -19,7 +20,8 @@ from rlhf_megatron.checkpoint.hugging_face import export_weights  # noqa: E402
 from rlhf_megatron.compat.vllm import internals  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
-from rlhf_megatron.models.architecture import check_generates, read_architecture  # noqa: E402
+from rlhf_megatron.models.architecture import check_generates, read_architecture, read_config, wrapped_language  # noqa: E402
+from rlhf_megatron.models.file_form import prefixed_form  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection, RolloutSection  # noqa: E402
@@ -73,7 +75,7 @@ def learn_and_answer(
     section = RolloutSection(max_response_length=16, layout=rollout_layout, **(rollout or {}))
     tensor, whole = section.layout.tensor, section.layout.expert_parallel
     learned = learned_rollout_blocks(architecture, model, range(world), tensor, whole, dtype, exported)
-    engine = VllmEngine(model, section, dtype, 32, seed=1)
+    engine = VllmEngine(model, section, dtype, 32, seed=1, language=wrapped_language(model))
     _ENGINES.append(engine)
     if learned is not None:
         check_engine(architecture, learned[rank % tensor], list(engine.parameters()), model)
@@ -91,7 +93,7 @@ def learn_and_answer(
     results = []
     for number in range(updates):
         engine.sleep()
-        role.update(batch, {"weights": weights}, negative_log_likelihood)
+        update(role, batch, {"weights": weights}, negative_log_likelihood)
         engine.wake_weights()
         regather.run(role.parameters(), engine.parameters())
         engine.wake_kv_cache()
@@ -99,7 +101,10 @@ def learn_and_answer(
         requests = [Request(row, prompt, seed=row + 1) for row, prompt in enumerate(prompts)]
         greedy = engine.generate(requests, Sampling(0.0, 1.0, -1, 12, [1]))
         sampled = engine.generate(requests, Sampling(1.0, 1.0, -1, 12, [1]))
-        own = role.logprobs(batch_from_rows(prompts, [completion.token_ids for completion in sampled]))
+        own = logprobs(role, batch_from_rows(prompts, [completion.token_ids for completion in sampled]))
+        if results:  # what the engine would be off by if it had missed this update
+            later = logprobs(role, batch_from_rows(prompts, results[-1]["sampled"]))
+            results[-1]["later_logprobs"] = later.logprobs[later.logprobs != 0].tolist()
         export_weights(
             Path(exported) / f"update-{number}", Companions(Path(model)), architecture, role.shard_spec(),
             role.parameters(), getattr(torch, dtype), role.device,
@@ -143,8 +148,10 @@ def differ_from_loading(engine: VllmEngine, folder: Path) -> list[str]:
     regathered = {name: parameter.clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.fill_(torch.nan)
+    stored = [pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items()]
+    form = prefixed_form(read_config(folder), [name for name, _ in stored])
     internals.model(engine._engine).load_weights(
-        pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items()
+        (form.model_name(name), tensor) for name, tensor in stored if not form.is_other_tower(name)
     )
     return [name for name, parameter in parameters.items() if not torch.equal(parameter, regathered[name])]
 

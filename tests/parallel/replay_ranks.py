@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.whole_batches import logprobs, update
 from rlhf_megatron.compat import megatron
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
@@ -70,9 +71,9 @@ def learn_by_choices(
     given = [torch.tensor(of_row, dtype=shape.dtype) for of_row in choices]
     batch = batch_from_rows(*rows, expert_choices=given, choices=shape)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
-    own = role.logprobs(batch.with_fields(expert_choices=None)).logprobs
-    before = role.logprobs(batch).logprobs
-    updates = [role.update(batch, {"weights": weights}, negative_log_likelihood) for _ in range(steps)]
+    own = logprobs(role, batch.with_fields(expert_choices=None)).logprobs
+    before = logprobs(role, batch).logprobs
+    updates = [update(role, batch, {"weights": weights}, negative_log_likelihood) for _ in range(steps)]
     return {
         "own": own[batch.response_mask].tolist(),
         "logprobs": before[batch.response_mask].tolist(),
@@ -93,19 +94,27 @@ def serve(model: str, dtype: str, **settings: Any) -> Any:
 
 
 def record(model: str, **settings: Any) -> list[Any]:
-    """Prompts of two blocks with a few responses, some of them in two parts: (tokens, which experts each reached)."""
+    """Prompts of two blocks with a few responses, some of them in two parts, of which some were paused in between:
+    (tokens, which experts each reached)."""
     engine = serve(model, "float32", **settings)
     from rlhf_megatron.rollout.engine import Request, Sampling
+    from rlhf_megatron.rollout.work_queue import WorkQueue
 
     sampling = Sampling(1.0, 1.0, -1, MAX_RESPONSE, ())
     prompts = [[(7 * group + token) % 240 + 2 for token in range(MAX_PROMPT - 9 * group)] for group in range(3)]
     requests = [Request(row, prompts[row // 3], 10 + row, row // 3) for row in range(9)]
     begun = engine.generate([dataclasses.replace(request, max_tokens=7) for request in requests[:4]], sampling)
     resumed = [dataclasses.replace(request, begun=part) for request, part in zip(requests[:4], begun, strict=True)]
-    completions = engine.generate([*resumed, *requests[4:]], sampling)
+    short = [dataclasses.replace(request, key=request.row_id, max_tokens=5) for request in requests[4:6]]
+    long = [dataclasses.replace(request, key=request.row_id) for request in requests[6:]]
+    first = engine.generate([*short, *long], sampling, queue=WorkQueue(range(2), 1), pauses=True)
+    assert engine.record.paused == len(long)
+    engine.weights_updated(2)  # the same
+    going_on = [dataclasses.replace(request, begun=part) for request, part in zip(long, first[2:], strict=True)]
+    rows = {each.row_id: each for each in (*first, *engine.generate([*going_on, *resumed], sampling, pauses=True))}
     return [
-        ([*request.prompt_token_ids, *completion.token_ids], completion.expert_choices.tolist())
-        for request, completion in zip(requests, completions, strict=True)
+        ([*request.prompt_token_ids, *rows[request.row_id].token_ids], rows[request.row_id].expert_choices.tolist())
+        for request in requests
     ]
 
 
@@ -126,6 +135,6 @@ def mismatch(model: str, dtype: str, layout: dict[str, int], rollout: dict[str, 
         choices=choice_shape(role.architecture),
     )
     return {
-        name: mismatch_metrics(role.logprobs(each).logprobs, batch.rollout_logprobs, batch.response_mask)
+        name: mismatch_metrics(logprobs(role, each).logprobs, batch.rollout_logprobs, batch.response_mask)
         for name, each in {"off": batch.with_fields(expert_choices=None), "rollout": batch}.items()
     }

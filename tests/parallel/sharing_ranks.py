@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.whole_batches import logprobs, update
 from rlhf_megatron.compat import megatron
 
 megatron.install()
@@ -84,13 +85,13 @@ def compare(
             engine.wake_kv_cache()
             engine.weights_updated(len(answered) + 1)
         answered.append([answers(engine, prompts) for engine in engines])
-        own = role.logprobs(batch_from_rows(prompts, [tokens for tokens, _ in answered[-1][0]]))
+        own = logprobs(role, batch_from_rows(prompts, [tokens for tokens, _ in answered[-1][0]]))
         of_trainer.append(own.logprobs[own.logprobs != 0].tolist())
         for engine in engines:
             engine.sleep()
 
     for _ in range(2):
-        role.update(batch, {"weights": weights}, negative_log_likelihood)
+        update(role, batch, {"weights": weights}, negative_log_likelihood)
         answer()
     role.parameters()["decoder.layers.0.self_attention.linear_proj.weight"].mul_(-1.0)
     answer()

@@ -83,10 +83,15 @@ CASES = {
     "Gemma, TP2": Case("gemma", False, {"tensor": 2}, grid=True),
     **dense("soft caps, norms around sublayers", "gemma2"),
     **dense("two rotary tables", "gemma3_text"),
+    "of images and text, TP2, then PP2 VP2": dense("", "gemma3")[", TP2, then PP2 VP2"],
+    **{name: case._replace(grid=True) for name, case in dense("of images and text, Gemma", "gemma3").items()},
+    **{name: case._replace(grid=True) for name, case in dense("of images and text, Mistral", "mistral3").items()},
+    **dense("yarn of both mscales", "ministral3", grid=True),
     **dense("factors", "granite"),
     "Command R, one rank": Case("cohere", True, {}, grid=True),
     "Command R, TP2": Case("cohere", False, {"tensor": 2}, grid=True),
     **dense("parallel sublayers", "cohere2"),
+    **dense("norms of each head", "cohere_norms", grid=True),
     **dense("norms after sublayers and of all heads", "olmo2", grid=True),
     **dense("windows and two rotary tables", "olmo3"),
     **dense("partial rotary embeddings of neighbours", "glm4"),
@@ -95,10 +100,17 @@ CASES = {
     **dense("norms after sublayers, full layers without positions", "exaone4"),
     "norms after sublayers, one rank": Case("exaone4_full", True, {}, grid=True),
     "norms after sublayers, TP2": Case("exaone4_full", False, {"tensor": 2}, grid=True),
+    **dense("feed-forward layers without a gate", "arcee", grid=True),
+    "GLM-4 of 2024, one rank": Case("glm", True, {}, grid=True),
+    "GLM-4 of 2024, TP2, then PP2": Case("glm", False, {"tensor": 2}, then={"pipeline": 2}, grid=True),
+    **dense("factors, renamed tensors", "granitemoehybrid", grid=True),
+    "factors, renamed tensors, without positions, TP2": Case("granitemoehybrid_plain", False, {"tensor": 2}),
     "pairs of neighbours, one rank": Case("ernie4_5", True, {}, grid=True),
     "pairs of neighbours, TP2, then PP2": Case("ernie4_5", False, {"tensor": 2}, then={"pipeline": 2}),
     "Seed-OSS, one rank": Case("seed_oss", True, {}, grid=True),
     "Seed-OSS, TP2, then PP2": Case("seed_oss", False, {"tensor": 2}, then={"pipeline": 2}),
+    **dense("norms of turned heads", "hunyuan_v1_dense"),
+    "norms of turned heads, keys shared by ranks, TP4": Case("hunyuan_v1_dense", False, {"tensor": 4}, grid=True),
     **gpt_oss(),
     **mixture("shared expert and a dense layer", "qwen2_moe"),
     **mixture("Mixtral", "mixtral"),
@@ -108,6 +120,12 @@ CASES = {
     **mixture("latent attention, yarn, softmax", "deepseek_v2_lite"),
     "latent attention, GLM, TP2 EP2": Case("glm4_moe_lite", False, {"tensor": 2, "data": 2, "expert": 2}, grid=True),
     **mixture("sigmoid scores and correction biases", "glm4_moe"),
+    **mixture("norms of turned heads, experts", "hunyuan_v1_moe"),
+    **mixture("norms of all heads, experts", "olmoe"),
+    **mixture("softmax scores and correction biases", "ernie4_5_moe"),
+    **mixture("norms of all heads, sigmoid scores", "minimax_m2"),
+    **mixture("norms of each head, sigmoid scores, windows", "dots1"),
+    **mixture("factors, experts in one tensor", "granitemoe"),
 }
 
 
@@ -135,6 +153,12 @@ CASES |= {
     if name.endswith(("one rank", "PP2, then TP2"))
 }
 CASES |= delta_nets("delta nets", "qwen3_5_text", experts=False)
+CASES |= {
+    name: case._replace(grid=True)
+    for family in ("qwen3_5", "qwen3_5_moe")
+    for name, case in delta_nets(f"of images and text, {family}", family, experts=family.endswith("moe")).items()
+    if name.endswith(("one rank", "TP2"))
+}
 
 
 @pytest.fixture(scope="module")

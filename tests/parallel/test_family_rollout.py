@@ -29,7 +29,8 @@ class Case(NamedTuple):
     """A family in a layout, over how many ranks a replica of vLLM is sharded, and how near their logprobs are.
 
     ``fields`` of the config: vLLM's attention on CPUs has heads of 32 numbers and more. ``experts``: vLLM makes the
-    groups of a process for its first model, so mixtures have launches of their own.
+    groups of a process for its first model, so mixtures have launches of their own. ``beyond``: the share of tokens
+    whose logprobs may be further apart than ``within``.
     """
 
     family: str
@@ -41,6 +42,7 @@ class Case(NamedTuple):
     tied: bool = False
     dtype: str = "float32"
     within: float = 1e-4
+    beyond: float = 0.0
     rollout: Mapping[str, Any] = MappingProxyType({})
     lora: Mapping[str, Any] | None = None
 
@@ -68,7 +70,10 @@ GPT_OSS = {"swiglu_limit": 7.0, "intermediate_size": 128}
 DELTA: dict[str, Any] = {
     "fields": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "dtype": "bfloat16",
-    "within": 0.5,  # near ties of routers
+    # Where a router's near tie falls the other way a logprob is off by up to 1: by more than this in at most a sixth of
+    # the tokens, and in six tenths and more where an engine has missed an update.
+    "within": 0.05,
+    "beyond": 0.25,
     "rollout": {"enable_prefix_caching": False},
 }
 CASES = {
@@ -83,6 +88,9 @@ CASES = {
     "soft caps, norms around sublayers, TP2": Case("gemma2", {"pipeline": 2}, 2),
     "two rotary tables": Case("gemma3_text"),
     "two rotary tables, TP2": Case("gemma3_text", {"pipeline": 2}, 2),
+    "of images and text": Case("gemma3", tied=True),
+    "of images and text, TP2": Case("gemma3", {"pipeline": 2}, 2),
+    "of images and text, Mistral": Case("mistral3", fields={"head_dim": 32}),
     "Gemma, TP2": Case("gemma", {"pipeline": 2}, 2),
     **both("factors", "granite"),
     "parallel sublayers": Case("cohere", tied=True),
@@ -101,11 +109,30 @@ CASES = {
     "norms after sublayers": Case("exaone4_full"),
     **both("pairs of neighbours", "ernie4_5"),
     **both("Seed-OSS", "seed_oss"),
+    **both("GLM-4 of 2024", "glm"),
+    **both("feed-forward layers without a gate", "arcee"),
+    **both("factors, renamed tensors", "granitemoehybrid", **DIVIDED, logits_scaling=16.0),  # else all are certain
+    "without positions": Case("granitemoehybrid_plain", fields=DIVIDED),
     "latent attention, GLM": Case("glm4_moe_lite", fields=LATENT, experts=True),
     "sigmoid scores and correction biases": Case("glm4_moe", experts=True, grid=False),
     "sigmoid scores and correction biases, EP2": Case("glm4_moe", {"data": 2, "expert": 2}, 2, experts=True),
     "sinks, experts in one tensor": Case("gpt_oss", fields=GPT_OSS, experts=True),
     "sinks, experts in one tensor, EP2": Case("gpt_oss", {"data": 2, "expert": 2}, fields=GPT_OSS, experts=True),
+    "norms of each head": Case("cohere_norms", tied=True),
+    "norms of each head, TP2": Case("cohere_norms", {"pipeline": 2}, 2),
+    "norms of all heads, experts": Case("olmoe", fields=DIVIDED, experts=True),
+    "norms of all heads, experts, TP2": Case("olmoe", {"data": 2, "expert": 2}, 2, DIVIDED, experts=True),
+    **both("norms of turned heads", "hunyuan_v1_dense"),
+    "norms of turned heads, experts": Case("hunyuan_v1_moe", experts=True),
+    "norms of turned heads, experts, TP2": Case("hunyuan_v1_moe", {"data": 2, "expert": 2}, 2, experts=True),
+    "softmax scores and correction biases": Case("ernie4_5_moe", experts=True, tied=True),
+    "softmax scores and correction biases, TP2": Case(
+        "ernie4_5_moe", {"data": 2, "expert": 2}, 2, experts=True, tied=True
+    ),
+    "norms of all heads, sigmoid scores": Case("minimax_m2", experts=True),
+    "norms of all heads, sigmoid scores, TP2": Case("minimax_m2", {"data": 2, "expert": 2}, 2, experts=True),
+    "factors, experts in one tensor": Case("granitemoe", fields=DIVIDED, experts=True),
+    "factors, experts in one tensor, TP2": Case("granitemoe", {"data": 2, "expert": 2}, 2, DIVIDED, experts=True),
     "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),
     "adapters of experts, EP2": Case("qwen3_moe", {"data": 2, "expert": 2}, 2, experts=True, lora={"rank": 4}),
     "adapters of experts in one tensor, EP2": Case(
@@ -147,14 +174,22 @@ def arguments(
 
 @pytest.mark.parametrize("name", named(CASES))
 def test_vllm_follows_the_trainer(name: str, results: Launches) -> None:
-    by_rank = results[name]
+    case, by_rank = CASES[name], results[name]
     sampled = []
     for number in range(UPDATES):
         for rank in by_rank:
             result = rank[number]
-            difference = torch.tensor(result["rollout_logprobs"]) - torch.tensor(result["trainer_logprobs"])
-            assert difference.abs().max() < CASES[name].within
+            assert share_beyond(case.within, result["rollout_logprobs"], result["trainer_logprobs"]) <= case.beyond
             assert result["versions"] == [number + 1]
             assert result["differing"] == []  # bit for bit what vLLM's own loader makes of the exported files
+            if number + 1 < UPDATES:  # an engine with the weights before the last update would be seen
+                stale = share_beyond(case.within, result["rollout_logprobs"], result["later_logprobs"])
+                assert stale > 0.4
         sampled.append(by_rank[0][number]["rollout_logprobs"])
     assert sampled[0] != sampled[1] != sampled[2]  # the weights did change
+
+
+def share_beyond(level: float, these: list[float], those: list[float]) -> float:
+    """The share of tokens whose two logprobs differ by more than ``level``, or are no numbers."""
+    is_near = (torch.tensor(these) - torch.tensor(those)).abs() <= level
+    return 1.0 - float(is_near.float().mean())

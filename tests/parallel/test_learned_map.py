@@ -26,14 +26,20 @@ from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
 # vLLM's module of Qwen3.5 has its images too, and imports torchvision, which a CPU's environment has not.
 NOT_HERE = set() if importlib.util.find_spec("torchvision") else {"qwen3_5_moe_text", "qwen3_5_text"}
-ALL = sorted(CONFIGS.keys() - VARIANTS - NOT_HERE)
+NOT_IN_VLLM = {"dots1"}
+ALL = sorted(CONFIGS.keys() - VARIANTS - NOT_HERE - NOT_IN_VLLM)
 TIED = ("cohere", "cohere2", "gemma", "gemma2", "qwen3")  # in vLLM Gemmas and Cohere's always
 MIXTURES = (
     "deepseek_v2",
     "deepseek_v3",
+    "ernie4_5_moe",
     "glm4_moe",
     "glm4_moe_lite",
+    "granitemoe",
+    "hunyuan_v1_moe",
+    "minimax_m2",
     "mixtral",
+    "olmoe",
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
@@ -41,6 +47,9 @@ MIXTURES = (
 # vLLM takes hidden_size / num_attention_heads for some, and latent attention has no such size.
 WIDTH: dict[str, int] = {"head_dim": 32}
 OTHERWISE = {
+    "granitemoe": {"head_dim": 16},
+    "granitemoehybrid": {"head_dim": 16},
+    "olmoe": {"head_dim": 16},
     "qwen2": {"head_dim": 16},
     "qwen2_moe": {"head_dim": 16},
     "deepseek_v2": {},

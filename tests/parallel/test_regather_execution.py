@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.ranks import run_ranks, write_result
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import PeerMemory
 from rlhf_megatron.regather.plan import RankPlan, ShardSpec, plan_regather
@@ -133,6 +134,49 @@ def test_weights_that_change_two_hundred_times() -> None:
         assert made == {"aten._foreach_copy_.default"}
         told = "model.embed_tokens.weight differs after the transfer (tensors: 1, first seen on rank 1)"
         assert told in result["damage"]
+
+
+def over_two_hosts() -> dict[str, Any]:
+    """Ranks 2 and 3 are to be another host: what they lack comes once, and they forward it to each other."""
+    a, rank = architecture(tied=False), dist.get_rank()
+    sources, wanted = trainer_shards(a, Layout(2), range(2)), rollout_shards(a, 1, range(4))
+    plan = plan_regather(sources, wanted, rank, hosts=2)
+    held = shards(sources.blocks(rank), checkpoint(a))
+    expected = shards(wanted.blocks(rank), checkpoint(a), torch.bfloat16)
+    wrong = 0
+    for direct_bytes in (1024, None):
+        for dtype, source_dtype in ((torch.float32, None), (torch.bfloat16, torch.float32)):
+            regather = Regather(
+                plan, dtype, "cpu", staging_bytes=STAGING, direct_bytes=direct_bytes, source_dtype=source_dtype
+            )
+            for seed in range(5):
+                tensors = checkpoint(a, seed)
+                for name, value in shards(sources.blocks(rank), tensors).items():
+                    held[name].copy_(value)
+                targets = {name: torch.full_like(value, torch.nan, dtype=dtype) for name, value in expected.items()}
+                regather.run(held, targets)
+                wanted_now = shards(wanted.blocks(rank), tensors, dtype)
+                wrong += sum(not torch.equal(targets[name], value) for name, value in wanted_now.items())
+            regather.verify(held, targets)
+    damage = "no error"
+    if rank == 3:
+        forwarded = plan.forwarded[0]
+        window(targets[forwarded.destination_parameter], forwarded.destination_offset, forwarded.region).add_(1)
+    try:
+        regather.verify(held, targets)
+    except RegatherError as error:
+        damage = str(error)
+    crossing = sum(copy.elements for copy in plan.receives if copy.source // 2 != rank // 2)
+    return {"wrong": wrong, "crossing": crossing, "damage": damage, "kept": plan.bytes_kept(1)}
+
+
+def test_a_host_receives_once_and_forwards() -> None:
+    ranks = run_ranks(over_two_hosts, 4)
+    assert [result["wrong"] for result in ranks] == [0] * 4
+    crossing = [result["crossing"] for result in ranks]
+    assert crossing[:2] == [0, 0] and sum(crossing) == ranks[2]["kept"]
+    assert max(crossing[2:]) <= 1.1 * min(crossing[2:])
+    assert all("differs after the transfer (tensors: 1, first seen on rank 3)" in each["damage"] for each in ranks)
 
 
 def read_from(folder: str) -> dict[str, Any]:

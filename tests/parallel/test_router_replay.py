@@ -116,13 +116,15 @@ def test_given_experts_are_followed(tmp_path: Path) -> None:
 
 
 @without_gpu
-def test_choices_of_vllm_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("speculative", [None, {"match": 1}])
+def test_choices_of_vllm_are_those_of_transformers(tmp_path: Path, speculative: dict[str, int] | None) -> None:
     make_model(tmp_path / "model", "qwen2_moe", tied=False, hidden_size=128, head_dim=32)
     model = load_model(tmp_path / "model")
     chosen: list[Tensor] = []
     for router in routers_of(model):
         router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
-    rows = run_ranks(record, 1, {"model": str(tmp_path / "model"), "max_num_seqs": 4})[0]
+    settings = {"max_num_seqs": 4, "speculative": speculative}
+    rows = run_ranks(record, 1, {"model": str(tmp_path / "model"), **settings})[0]
     for tokens, choices in rows:
         chosen.clear()
         model(torch.tensor([tokens]))

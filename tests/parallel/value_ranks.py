@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.whole_batches import logprobs, scores, update, values
 from rlhf_megatron.compat import megatron
 
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.checkpoint.hugging_face import export_weights  # noqa: E402
+from rlhf_megatron.data.packing import assign_rows  # noqa: E402
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows  # noqa: E402
+from rlhf_megatron.data.row_numbers import SpreadRows, numbers_of  # noqa: E402
 from rlhf_megatron.data.tokenizer import load_tokenizer  # noqa: E402
 from rlhf_megatron.loops.reward_modeling import bradley_terry  # noqa: E402
 from rlhf_megatron.models.architecture import Head, read_architecture  # noqa: E402
@@ -27,6 +30,7 @@ from rlhf_megatron.recipe import OptimizerSection, RoleSection  # noqa: E402
 from rlhf_megatron.roles.outputs import SCORES  # noqa: E402
 from rlhf_megatron.roles.reward_model import RewardModel  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
+from rlhf_megatron.roles.shares import Home  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 
@@ -37,7 +41,7 @@ def squared_error(values: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, di
 
 def make_role(
     model: str, layout: dict[str, int], head: Head, section: dict[str, Any], optimizer: dict[str, Any] | None,
-    steps: int, dtype: str,
+    steps: int, dtype: str, shares_prompts: bool = False,
 ) -> Role:  # fmt: skip
     """A role on all ranks with the weights of ``model``; it learns if there is an ``optimizer``."""
     architecture = read_architecture(model).with_head(head)
@@ -51,10 +55,25 @@ def make_role(
         seed=1,
         optimizer=OptimizerSection(**optimizer) if optimizer else None,
         training_steps=steps,
+        shares_prompts=shares_prompts,
     )
     with CheckpointFiles(model, architecture) as files:
         role.load(files)
     return role
+
+
+def learn_from_values(
+    model: str, layout: dict[str, int], rows: list[Any], optimizer: dict[str, Any], shares_prompts: bool
+) -> dict[str, Any]:
+    """A critic's values before and after two updates, and the norms of their gradients."""
+    role = make_role(model, layout, "scalar", {"tokens_per_gpu": 70}, optimizer, 2, "float32", shares_prompts)
+    batch = batch_from_rows(*rows)
+    weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
+    fields = {"weights": weights, "returns": torch.arange(len(batch.tokens)) / len(batch.tokens)}
+    before = values(role, batch)
+    updates = [update(role, batch, fields, squared_error) for _ in range(2)]
+    norms = [metrics["grad_norm"] for metrics in updates]
+    return {"before": before.tolist(), "after": values(role, batch).tolist(), "grad_norms": norms}
 
 
 def learn_scalars(
@@ -80,21 +99,21 @@ def learn_scalars(
     for name in layouts:
         critic, judge = critics[name], judges[name]
         export(critic, Path(folder) / f"{name}_imported", models[name])
-        values, scores = critic.values(batch), critic.scores(paired)
+        of_tokens, of_rows = values(critic, batch), scores(critic, paired)
         of_rollouts = score_rollouts(judge, **rollouts)
         of_values = [learn_values(critic, batch, returns) for _ in range(steps)]
         of_scores = [learn_scores(judge, paired, margins) for _ in range(steps)]
         export(critic, Path(folder) / f"{name}_critic", models[name])
         export(judge, Path(folder) / f"{name}_judge", models[name])
         results[name] = {
-            "values": values[batch.response_mask].tolist(),
-            "elsewhere": float(values[~batch.response_mask].abs().sum()),
-            "scores": scores.tolist(),
+            "values": of_tokens[batch.response_mask].tolist(),
+            "elsewhere": float(of_tokens[~batch.response_mask].abs().sum()),
+            "scores": of_rows.tolist(),
             "of_rollouts": of_rollouts.tolist(),
             "value_updates": of_values,
             "score_updates": of_scores,
         }
-    results["logprobs"] = policy.logprobs(batch).logprobs[batch.response_mask].tolist()
+    results["logprobs"] = logprobs(policy, batch).logprobs[batch.response_mask].tolist()
     return results
 
 
@@ -103,11 +122,25 @@ def score_rollouts(
     judge_tokenizer: str,
 ) -> Tensor:  # fmt: skip
     """Scores of rollouts that are in the policy's tokens, each ended by its end token."""
+    ranks = tuple(judge.ranks)
+    data = judge.layout.coordinates(judge.shard.position).data
+    leaders = tuple(ranks[judge.layout.position(0, each, 0)] for each in range(judge.layout.data))
+    placed: Any = SimpleNamespace(
+        local=judge,
+        home=Home((), leaders, data, judge.groups.model),
+        assign=lambda numbers: assign_rows(numbers.lengths, judge.layout.data),
+    )
     policy = load_tokenizer(policy_tokenizer, chat_template=chat_template)
     prompts = [policy.encode_chat(messages) for messages in conversations]
     responses = [[*tokens, policy.eos_token_id] for tokens in policy.encode_many(answers)]
-    reward_model = RewardModel(judge, load_tokenizer(judge_tokenizer), policy)
-    return reward_model.scores(batch_from_rows(prompts, responses), conversations)
+    reward_model = RewardModel(placed, load_tokenizer(judge_tokenizer), policy)
+    batch = batch_from_rows(prompts, responses)
+    # One rank holds every other row, the last one the rest.
+    rank, world = dist.get_rank(), dist.get_world_size()
+    holder = torch.arange(batch.rows) % 2 * (world - 1)
+    own = (holder == rank).nonzero().flatten().tolist()
+    rows = SpreadRows(numbers_of(batch, holder), batch.select(own), rank)
+    return reward_model.scores(rows, [conversations[row] for row in own])
 
 
 def head_over_a_cut_sequence(hidden: list[Any], weight: list[float], push: list[float]) -> dict[str, list[float]]:
@@ -130,7 +163,7 @@ def learn_values(critic: Role, batch: RolloutBatch, returns: list[float]) -> dic
     """One step towards ``returns``, one for each sampled token."""
     targets = torch.zeros(len(batch.tokens)).masked_scatter(batch.response_mask, torch.tensor(returns))
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
-    return critic.update(batch, {"returns": targets, "weights": weights}, squared_error)
+    return update(critic, batch, {"returns": targets, "weights": weights}, squared_error)
 
 
 def learn_scores(judge: Role, batch: RolloutBatch, margins: list[float]) -> dict[str, float]:
@@ -139,7 +172,7 @@ def learn_scores(judge: Role, batch: RolloutBatch, margins: list[float]) -> dict
         "margins": torch.tensor(margins).repeat_interleave(2),
         "weights": torch.full([batch.rows], 2 / batch.rows),
     }
-    return judge.update(batch, fields, bradley_terry, output=SCORES, rows_together=2)
+    return update(judge, batch, fields, bradley_terry, output=SCORES, rows_together=2)
 
 
 def export(role: Role, folder: Path, companions: str) -> None:

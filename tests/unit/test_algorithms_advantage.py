@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lessons import with_estimates
 from rlhf_megatron.algorithms.advantage import (
-    ADVANTAGES,
-    estimate_advantages,
+    OF_ROWS,
+    OF_TOKENS,
     gpg_advantages,
     grpo_advantages,
     opo_advantages,
@@ -23,7 +24,7 @@ from rlhf_megatron.algorithms.advantage import (
     rloo_advantages,
 )
 from rlhf_megatron.algorithms.group_statistics import whitened
-from rlhf_megatron.algorithms.returns import discounted_sums, gae, rewards_of_tokens
+from rlhf_megatron.algorithms.returns import discounted_sums, gae, on_last_turns, rewards_of_tokens
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.recipe import AlgorithmSection
 
@@ -289,15 +290,15 @@ def make_batch(seed: int = 0) -> RolloutBatch:
     )
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", sorted({*OF_ROWS, *OF_TOKENS}))
 def test_every_estimator_gives_finite_advantages_that_follow_their_rows(name: str) -> None:
     settings, batch = AlgorithmSection(advantage=name), make_batch()
-    found = estimate_advantages(batch, settings)
+    found = with_estimates(batch, settings)
     assert found.advantages is not None and found.advantages.dtype == torch.float32
     assert torch.isfinite(found.advantages).all() and found.advantages[batch.response_mask].any()
     assert not found.advantages[~batch.response_mask].any()
     order = [4, 2, 0, 5, 1, 3]
-    again = estimate_advantages(batch.select(order), settings)
+    again = with_estimates(batch.select(order), settings)
     assert torch.allclose(again.advantages, found.select(order).advantages, atol=1e-6)
     if name == "gae":
         assert torch.allclose(again.returns, found.select(order).returns, atol=1e-6)
@@ -313,11 +314,62 @@ def test_rewards_of_tokens_lie_on_the_last_sampled_one() -> None:
     assert torch.equal(rewards_of_tokens(batch.with_fields(penalties=None)), expected)
 
 
+def turns_batch() -> RolloutBatch:
+    """Rows of three, one and two turns, whose rewards are partly theirs."""
+    marks = [[True, True, False, True, False, False, True], [True], [True, False, True, True]]
+    return batch_from_rows(
+        [[1], [1, 2], [3]],
+        [[9] * len(row) for row in marks],
+        sampled=marks,
+        turn_rewards=[[1.0, 2.0, 4.0], [math.nan], [-1.0]],
+        rewards=[7.5, 3.0, 0.0],
+    ).with_fields(values=torch.arange(16.0) / 7)
+
+
+def test_rewards_of_turns_lie_on_their_last_tokens_and_the_rest_on_the_last() -> None:
+    found = rewards_of_tokens(turns_batch())
+    expected = [0, 0, 1, 0, 2, 0, 0, 4.5, 0, 0, 3, 0, -1, 0, 0, 1]
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_a_discount_per_turn_counts_the_turns_that_follow(name: str) -> None:
+    settings = AlgorithmSection(advantage=name, gamma=0.5, discount_per="turn")
+    batch, gamma = turns_batch(), 0.5
+    # What is left of each turn's reward at the turns before it, whatever their lengths.
+    sums = [1 + gamma * 2 + gamma**2 * 4.5, 2 + gamma * 4.5, 4.5, 3, -1 + gamma, 1]
+    tokens = torch.tensor([sums[turn] for turn in (0, 0, 1, 2, 3, 4, 5, 5)], dtype=DOUBLE)
+    found = with_estimates(batch, settings)
+    if name == "gae":
+        assert torch.allclose(found.returns[batch.response_mask].double(), tokens)
+    whitened = (tokens - tokens.mean()) / tokens.std()
+    if name == "reinforce_plus_plus":
+        assert torch.allclose(found.advantages[batch.response_mask].double(), whitened, atol=1e-5)
+
+
+def test_gae_per_turn_is_that_of_tokens_where_turns_are_tokens() -> None:
+    batch = turns_batch()
+    alone = batch_from_rows(
+        [[1], [2]], [[9] * 5] * 2, sampled=[[True, False, True, False, True]] * 2, turn_rewards=[[1.0, 2.0], [3.0]]
+    ).with_fields(values=torch.arange(12.0) / 5)
+    for rows, equal in ((alone, True), (batch, False)):
+        per_turn, per_token = (
+            with_estimates(rows, AlgorithmSection(advantage="gae", gamma=0.9, gae_lambda=0.7, discount_per=per))
+            for per in ("turn", "token")
+        )
+        assert torch.allclose(per_turn.advantages, per_token.advantages) is equal
+
+
+def test_last_turns_alone_are_credited() -> None:
+    found = on_last_turns(torch.arange(1.0, 17.0), turns_batch())
+    assert found[turns_batch().response_mask].tolist() == [0, 0, 0, 8, 11, 0, 15, 16]
+
+
 def test_penalties_are_summed_where_the_advantage_is_per_response() -> None:
     batch = make_batch()
     less = [float(batch.penalties[start:end].double().sum()) for start, end in itertools.pairwise(batch.cu_seqlens)]
     expected = rloo_advantages(batch.rewards.double() - vector(*less), batch.group_id)
-    found = estimate_advantages(batch, AlgorithmSection(advantage="rloo")).advantages
+    found = with_estimates(batch, AlgorithmSection(advantage="rloo")).advantages
     assert torch.allclose(found, batch.spread(expected).float())
 
 
@@ -330,14 +382,14 @@ def test_reinforce_plus_plus_counts_the_penalties_that_follow() -> None:
             following.append(float(batch.rewards[row]) - float(batch.penalties[token:end].double().sum()))
     values = vector(*following)
     expected = (values - values.mean()) / values.std()
-    found = estimate_advantages(batch, AlgorithmSection(advantage="reinforce_plus_plus")).advantages
+    found = with_estimates(batch, AlgorithmSection(advantage="reinforce_plus_plus")).advantages
     assert torch.allclose(found[batch.response_mask].double(), expected, atol=1e-5)
 
 
 def test_gae_is_whitened_if_asked_and_its_returns_never_are() -> None:
     batch = make_batch()
-    plain = estimate_advantages(batch, AlgorithmSection(advantage="gae", whiten_advantages=False))
-    white = estimate_advantages(batch, AlgorithmSection(advantage="gae"))
+    plain = with_estimates(batch, AlgorithmSection(advantage="gae", whiten_advantages=False))
+    white = with_estimates(batch, AlgorithmSection(advantage="gae"))
     sampled = plain.advantages[batch.response_mask]
     assert torch.allclose(white.advantages[batch.response_mask], (sampled - sampled.mean()) / sampled.std(), atol=1e-5)
     assert torch.equal(white.returns, plain.returns)

@@ -16,16 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_megatron.algorithms.aggregation import token_weights
+from lessons import lesson_of, placed, with_estimates
+from rlhf_megatron.algorithms.aggregation import row_weights, token_weights
 from rlhf_megatron.algorithms.correction import with_correction
 from rlhf_megatron.algorithms.kl import KLController
 from rlhf_megatron.algorithms.objective import objective_fields, of_rows, policy_objective, rows_to_learn
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES
-from rlhf_megatron.data.packing import make_micro_batch, plan_micro_batches
+from rlhf_megatron.data.packing import assign_rows, make_micro_batch, plan_micro_batches
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
-from rlhf_megatron.loops.rl import update_actor, with_advantages
+from rlhf_megatron.data.row_numbers import numbers_of
 from rlhf_megatron.recipe import AlgorithmSection, make_recipe
 from rlhf_megatron.recipe.algorithm import SELECTING_LOSSES
+from rlhf_megatron.roles.learning import observe_kl, update_actor, with_advantages
 
 DOUBLE = torch.float64
 
@@ -187,11 +189,13 @@ def loss_and_gradient(
 ) -> tuple[float, Tensor, dict[str, float]]:
     """As Role.update adds it up: in micro-batches of ``budget`` tokens on ``data`` ranks; logprobs by token id."""
     leaf = logprobs.clone().requires_grad_()
-    fields = objective_fields(batch, section, constant=20)
+    fields = objective_fields(batch, section, row_weights(batch.response_lengths, section.loss_aggregation, 20))
     loss, totals = torch.zeros((), dtype=DOUBLE), {}
-    for of_rank in plan_micro_batches(batch.lengths.tolist(), budget, data):
-        for rows in of_rank:
-            micro = make_micro_batch(batch, rows, fields)
+    owner = assign_rows(batch.lengths, data)
+    for rank in range(data):
+        own = (owner == rank).nonzero().squeeze(1)
+        for rows in plan_micro_batches(batch.lengths[own].tolist(), budget):
+            micro = make_micro_batch(batch, own[rows].tolist(), fields)
             part, metrics = policy_objective(leaf[micro.targets], entropy[micro.targets], micro.fields, section)
             loss = loss + part
             for name, (total, _) in metrics.items():
@@ -262,7 +266,8 @@ def test_neither_micro_batches_nor_ranks_nor_row_order_change_anything(name: str
 def test_correction_multiplies_the_weights() -> None:
     batch, logprobs, entropy = minibatch()
     section = AlgorithmSection()
-    fields, plain = (objective_fields(part, section) for part in (batch, batch.with_fields(correction=None)))
+    weights = row_weights(batch.response_lengths, section.loss_aggregation)
+    fields, plain = (objective_fields(part, section, weights) for part in (batch, batch.with_fields(correction=None)))
     assert torch.equal(fields["weights"], plain["weights"] * batch.correction)
     rejected = batch.with_fields(correction=torch.zeros_like(batch.correction))
     loss, gradient, _ = loss_and_gradient(rejected, logprobs, entropy, section, 10**6, 1)
@@ -290,9 +295,6 @@ class Learner:
             outputs[0] = leaf.detach()
         self.logprobs[batch.tokens] -= torch.autograd.grad(loss, leaf)[0]
         return {name: float(total / count) for name, (total, count) in metrics.items()} | {"loss": float(loss)}
-
-    def broadcast_in_team(self, value: Any) -> Any:
-        return value
 
 
 def run_step(minibatch_prompts: int = 1, **algorithm: object) -> tuple[Learner, KLController, dict[str, float]]:
@@ -324,9 +326,11 @@ def run_step(minibatch_prompts: int = 1, **algorithm: object) -> tuple[Learner, 
         reference_logprobs=(old - 0.25 * mask) if recipe.algorithm.kl_coef else None,
     )
     context = cast(Any, SimpleNamespace(recipe=recipe, span=lambda _: nullcontext()))
-    actor, controller = Learner(old.clone()), KLController(recipe.algorithm)
-    batch = with_advantages(batch, recipe.algorithm, controller)
-    return actor, controller, update_actor(context, cast(Any, actor), batch, controller)
+    learner, controller = Learner(old.clone()), KLController(recipe.algorithm)
+    actor, lesson = placed(learner), lesson_of(batch, minibatch_prompts, recipe.algorithm)
+    lesson = with_advantages(lesson, recipe.algorithm, controller, actor)
+    metrics, _ = update_actor(context, actor, lesson, controller)
+    return learner, controller, observe_kl(metrics, controller, lesson)
 
 
 def test_a_step_takes_its_minibatches_and_reports_their_means() -> None:
@@ -403,11 +407,17 @@ def test_rows_without_a_gradient_are_left_out_where_no_term_needs_them(
         group_id=[0, 0, 0, 1, 1, 1],
         rewards=[1.0] * 3 + [1.0, 0.0, 0.0],
     )
-    batch = with_advantages(batch, settings, KLController(settings))
-    assert rows_to_learn(batch, settings) == rows
+    batch = with_estimates(batch, settings)
+    numbers, has_advantage = numbers_of(batch, 0), torch.tensor([False] * 3 + [True] * 3)
+
+    def learned(**changes: Any) -> list[int]:
+        section = settings.model_copy(update=changes)
+        return rows_to_learn(numbers, has_advantage, section).nonzero().flatten().tolist()
+
+    assert learned() == rows
     chosen = of_rows({"tokens": batch.tokens, "row": batch.row_of_token}, batch, rows)
     assert chosen["row"].unique().tolist() == rows and torch.equal(chosen["tokens"], batch.select(rows).tokens)
-    compared = batch.with_fields(reference_logprobs=torch.zeros(len(batch.tokens)))
-    assert rows_to_learn(compared, settings) == list(range(6))
-    agreeing = batch.select([0, 1, 2])
-    assert rows_to_learn(agreeing, settings) == ([1] if rows == [3, 4, 5] else [0, 1, 2])
+    assert learned(kl_coef=0.1) == list(range(6))
+    agreeing = rows_to_learn(numbers.select(torch.arange(3)), has_advantage[:3], settings)
+    assert agreeing.tolist() == [rows != [3, 4, 5], True, rows != [3, 4, 5]]
+    assert rows_to_learn(numbers, None, settings).all(), "nothing is known of them yet"

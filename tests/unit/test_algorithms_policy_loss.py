@@ -186,6 +186,18 @@ def test_dppo_masks_by_the_binary_kl() -> None:
         assert found.per_token.tolist() == pytest.approx([0.0 if masked else -1.6, -1.2], abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_bounds_the_weight_of_a_token_and_keeps_its_gradient(name: str) -> None:
+    # verl's compute_policy_loss_dppo_tv and _kl: -A sg(min(r, c)) M logprob, here with c = 3 and nothing masked.
+    old, new = vector(1e-4, 0.1, 0.5), vector(1e-2, 0.2, 0.4)
+    advantages, logprobs = vector(1, 2, -1), new.log().requires_grad_()
+    settings = AlgorithmSection(policy_loss=name, clip_ratio_low=5, clip_ratio_high=5, clip_ratio_dual=3.0)
+    found = POLICY_LOSSES[name](Tokens(logprobs, old.log(), advantages, torch.arange(3)), settings)
+    weights = vector(3, 2, 0.8)
+    assert torch.allclose(found.per_token, -advantages * weights * new.log())
+    assert torch.allclose(torch.autograd.grad(found.per_token.sum(), logprobs)[0], -advantages * weights)
+
+
 def test_covariance_losses_treat_the_selected_tokens_otherwise() -> None:
     # arXiv 2505.22617, eq. 12 and 14 with its listing: clip_cov detaches them, kl_cov adds beta |log ratio|.
     ratios, advantages, selected = [0.1, 0.1, -0.2, 0.5], [1.0, 1.0, -1.0, 1.0], [True, False, True, False]

@@ -11,7 +11,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from rlhf_megatron.algorithms.advantage import ADVANTAGES
+from rlhf_megatron.algorithms.advantage import OF_ROWS, OF_TOKENS
 from rlhf_megatron.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss, Tokens
 from rlhf_megatron.algorithms.selection import SELECTIONS
 from rlhf_megatron.recipe import (
@@ -37,9 +37,9 @@ def laid_over(overlay: str, folder: Path, *overrides: str) -> Recipe:
 
 
 def test_the_recipe_knows_the_names_that_exist() -> None:
-    assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
+    assert set(ADVANTAGE_NAMES) == {*OF_ROWS, *OF_TOKENS}
     assert set(POLICY_LOSS_NAMES) == set(POLICY_LOSSES)
-    assert set(COMPARING_ADVANTAGES) < set(ADVANTAGES) and set(SELECTIONS) < set(POLICY_LOSSES)
+    assert set(COMPARING_ADVANTAGES) < {*OF_ROWS, *OF_TOKENS} and set(SELECTIONS) < set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -59,7 +59,7 @@ def test_every_policy_loss_and_advantage_has_an_overlay_or_a_reason(tmp_path: Pa
     losses = {recipe.algorithm.policy_loss for recipe in recipes}
     assert set(POLICY_LOSSES) - losses == {"dppo_kl"}  # named beside dppo_tv on the page of algorithms
     advantages = {recipe.algorithm.advantage for recipe in recipes}
-    assert set(ADVANTAGES) == advantages
+    assert {*OF_ROWS, *OF_TOKENS} == advantages
 
 
 @pytest.mark.parametrize(

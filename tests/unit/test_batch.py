@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.ranks import run_ranks
+from numbered_rows import as_lists, numbered_rows
 from rlhf_megatron.data.expert_choices import ChoiceShape, is_known, merged
 from rlhf_megatron.data.rollout_batch import (
     RolloutBatch,
@@ -20,26 +20,10 @@ from rlhf_megatron.data.rollout_batch import (
     marked_in_rows,
     on_tokens,
 )
-from rlhf_megatron.topology.exchange import gather_batches
-
-SHARES = [[4, 0, 7], [], [6, 1, 9, 3], [8], [5, 2]]  # rows of each rank
 
 
 def rows_of(ids: list[int]) -> RolloutBatch:
-    """Rows that their numbers say all about: row n has a prompt of n % 3 + 1 tokens, and n tokens sampled."""
-    return batch_from_rows(
-        [[100 + n] * (n % 3 + 1) for n in ids],
-        [[n] * n for n in ids],
-        [[-n - place / 16 for place in range(n)] for n in ids],
-        group_id=[n // 2 for n in ids],
-        row_id=ids,
-        truncated=[n > 5 for n in ids],
-        rewards=[n / 4 for n in ids],
-    ).with_fields(scores=torch.tensor([n / 8 for n in ids]))
-
-
-def as_lists(batch: RolloutBatch) -> dict[str, Any]:
-    return {name: value.tolist() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    return numbered_rows(ids).with_fields(scores=torch.tensor([n / 8 for n in ids]))
 
 
 @pytest.mark.parametrize("chosen", [[], [3], [9, 0, 4], [0, 1], list(range(9, -1, -1)), [2, 2]])
@@ -61,18 +45,6 @@ def test_what_is_counted_and_spread_over_rows_without_tokens_too() -> None:
 def test_a_rows_value_is_on_its_sampled_tokens_alone() -> None:
     found = rows_of([2, 0, 1]).spread(torch.tensor([0.5, torch.inf, -2.0]))
     assert found.tolist() == [0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, -2.0]
-
-
-def gathered() -> list[dict[str, Any]]:
-    import torch.distributed as dist
-
-    every = (SHARES, [[]] * 5, [[0]] + [[]] * 4)
-    return [as_lists(gather_batches(rows_of(shares[dist.get_rank()]))) for shares in every]
-
-
-def test_rows_of_all_ranks_come_together_in_the_order_of_their_numbers() -> None:
-    expected = [as_lists(rows_of(ids)) for ids in (list(range(10)), [], [0])]
-    assert run_ranks(gathered, len(SHARES)) == [expected] * len(SHARES)
 
 
 def fields_of(batch: RolloutBatch) -> dict[str, Any]:

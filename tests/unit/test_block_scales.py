@@ -43,8 +43,12 @@ def published(numbers: Tensor, scales: Tensor) -> Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return quantized_model(tmp_path / "model")
+
+
+def quantized_model(folder: Path) -> Path:
     """A model whose linear layers are quantised; the rows of some are no multiple of a block's."""
-    made = make_model(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
+    made = make_model(folder, "deepseek_v3", num_hidden_layers=2)
     tensors: dict[str, Tensor] = {}
     for name, value in load_file(made / "model.safetensors").items():
         tensors[name] = value
@@ -83,6 +87,22 @@ def test_transformers_reads_the_same_numbers(folder: Path) -> None:
             if scales is not None and not stored[name].size(0) % ROWS and not stored[name].size(1) % COLUMNS:
                 theirs = Fp8Dequantize(None)._dequantize_one(stored[name], scales, torch.float32)
                 assert torch.equal(files.read(name, ()), theirs)
+
+
+def test_a_matrix_with_one_scale_is_its_numbers_times_that(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        stored[name] = torch.rand(())
+        stored[name.replace("weight_scale_inv", "activation_scale")] = torch.rand(())
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    quantization = CONFIG | {"weight_block_size": None, "activation_scheme": "static", "dequantize": False}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with CheckpointFiles(folder, read_architecture(folder)) as files:
+        for name in [name for name in stored if name + "_scale_inv" in stored]:
+            whole = stored[name].float() * stored[name + "_scale_inv"]
+            assert torch.equal(files.read(name, ()), whole)
+            assert torch.equal(files.read(name, ((3, 7), (5, 9))), whole[3:7, 5:9])
 
 
 def test_an_export_is_not_quantised(folder: Path, tmp_path: Path) -> None:

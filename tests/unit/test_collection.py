@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from lessons import spread_alone
 from rlhf_megatron.algorithms.filters import informative_rows, overlong_penalty
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, concatenate
+from rlhf_megatron.data.rollout_batch import batch_from_rows, concatenate
+from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.batch_source import BatchSource, Collector
-from rlhf_megatron.generation.prompt_groups import Group
+from rlhf_megatron.generation.prompt_groups import Group, begun_tensors, groups_from_state, with_begun
+from rlhf_megatron.generation.waiting_rows import OwnTensors
 from rlhf_megatron.recipe import RLRecipe, RolloutSection
 from rlhf_megatron.rollout.engine import Sampling
 from rlhf_megatron.topology.team import Team
@@ -68,6 +71,7 @@ class Answers:
     def __init__(self, rewards: list[tuple[float, float]]) -> None:
         self.rewards, self.first_rows, self.version = rewards, list[int](), 1
         self.sampling, self.choices = Sampling(1.0, 1.0, -1, 10, ()), None
+        self.has_turn_rewards = False
 
     def generate(
         self, groups: list[Group], responses: int, sampling: Any, step: int, first_row: int, wanted: int | None
@@ -84,8 +88,21 @@ class Answers:
         )
         return SimpleNamespace(batch=batch, tokens=len(batch.tokens), asked=groups, left=left)
 
-    def gather(self, generated: Any) -> RolloutBatch:
-        return generated.batch
+    replicas = 1
+
+    holders = (0,)
+
+    def drop_paused(self) -> None:
+        pass
+
+    def begun_tensors(self, groups: list[Group]) -> dict[str, torch.Tensor]:
+        return begun_tensors(groups)
+
+    def restored_groups(self, state: dict[str, Any], own: OwnTensors, read: Any, vocabulary: int) -> list[Group]:
+        return groups_from_state(with_begun(state, [own(0, "waiting")]) if state else {}, 2, read, vocabulary)
+
+    def gather(self, generated: Any) -> SpreadRows:
+        return spread_alone(generated.batch)
 
     def scoring_metrics(self, calls: Any) -> dict[str, float]:
         right = torch.cat([generated.batch.rewards for generated in calls]).mean().item()
@@ -99,10 +116,11 @@ class Run:
     """As much of a run's context and data as collecting needs."""
 
     def __init__(self, **algorithm: Any) -> None:
-        self.recipe = RLRecipe(**{**RECIPE, "algorithm": algorithm or RECIPE["algorithm"]})
+        settings = {"algorithm": algorithm or RECIPE["algorithm"], "monitor": {"rollouts": {"every": 0}}}
+        self.recipe = RLRecipe(**RECIPE | settings)
         self._next = 0
         self.said: list[str] = []
-        self.generators = Team((0,))
+        self.generators, self.rank = Team((0,)), 0
 
     def metrics(self) -> dict[str, float]:
         return {"data/epoch": float(self._next)}
@@ -113,7 +131,7 @@ class Run:
     def read(self, places: list[tuple[int, int]]) -> list[Prompt]:
         return [Prompt(row, "source", (row,), "", {}) for _, row in places]
 
-    def next(self, count: int) -> list[Prompt]:
+    def draw(self, count: int) -> list[Prompt]:
         self._next += count
         return [Prompt(row, "source", (row,), "", {}) for row in range(self._next - count, self._next)]
 
@@ -125,8 +143,8 @@ class Run:
         return 1.0
 
 
-def prompts_of(batch: RolloutBatch) -> list[int]:
-    return batch.tokens[batch.cu_seqlens[:-1]].tolist()
+def prompts_of(rows: SpreadRows) -> list[int]:
+    return rows.held.tokens[rows.held.cu_seqlens[:-1]].tolist()
 
 
 EQUAL, MIXED = (1.0, 1.0), (0.0, 1.0)
@@ -146,15 +164,15 @@ def test_without_filtering_every_group_is_taken() -> None:
     assert prompts_of(batch) == [0, 0, 1, 1]
     assert metrics["reward/informative_group_fraction"] == 0.0
     assert "rollout/rounds" not in metrics
-    assert tokens == len(batch.tokens)
+    assert tokens == batch.numbers.tokens
 
 
 def test_rounds_go_on_until_the_batch_is_full() -> None:
     made = collector([EQUAL, MIXED, EQUAL, EQUAL, MIXED, MIXED], **filters())
     batch, metrics, tokens = made.collect(1)
     assert prompts_of(batch) == [1, 1, 4, 4]
-    assert batch.group_id.tolist() == [0, 0, 1, 1]
-    assert batch.row_id.tolist() == [0, 1, 2, 3]
+    assert batch.numbers.group_id.tolist() == [0, 0, 1, 1]
+    assert batch.numbers.row_id.tolist() == [0, 1, 2, 3]
     assert made._worker.first_rows == [0, 4, 8], "no sampling seed comes twice"
     assert metrics["rollout/rounds"] == 3
     assert metrics["rollout/groups"] == 2
@@ -182,10 +200,10 @@ def test_groups_that_were_given_up_come_first_in_the_next_step() -> None:
     first, metrics, _ = made.collect(1)
     assert (prompts_of(first), metrics["rollout/groups_waiting"]) == ([0, 0, 1, 1], 2)
     assert made._context._next == 4, "1.6 times 2, whole groups"
-    saved = made.state()
+    saved, made_own = made.state(), own_of(made)
     again = collector([MIXED] * 20, kl_coef=0.0)
     again._context = again._train = made._context
-    again.load(saved)
+    again.load(saved, made_own)
     for which in (made, again):
         made._context._next = 4
         second, metrics, _ = which.collect(2)
@@ -200,7 +218,7 @@ def test_baselines_are_of_the_prompts_that_are_trained_on() -> None:
     made._context.recipe = made._context.recipe.model_copy(update=update)
     for expected in ([0.0, 0.0, 0.1, 0.1], [0.2, 0.2, 0.3, 0.3]):
         batch, metrics, tokens = made.collect(1)
-        assert batch.baseline_rewards.tolist() == pytest.approx(expected), "of each prompt's first response"
+        assert batch.numbers.baseline_rewards.tolist() == pytest.approx(expected), "of each prompt's first response"
         assert metrics["reward/right"] == pytest.approx(metrics["reward/mean"]), "of what was sampled alone"
         assert tokens == 2 * (9 + 10 + 9), "what it is compared with was generated too"
 
@@ -212,7 +230,7 @@ def test_groups_that_wait_are_dropped_where_rewards_are_made_in_another_way_now(
     penalized = settings | {"overlong_buffer": {"enable": True, "len": 2, "penalty_factor": 1.0}}
     for algorithm, kept in ((settings, 1), (penalized, 0), (settings | {"advantage": "remax"}, 0)):
         again = collector([MIXED] * 9, **algorithm)
-        again.load(made.state())
+        again.load(made.state(), own_of(made))
         assert again.collect(2)[1]["rollout/groups_carried_over"] == kept
         assert bool(again._context.said) != bool(kept)
 
@@ -232,6 +250,18 @@ def test_staleness_is_that_of_the_rows_that_are_trained_on() -> None:
     assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.0, 3.0)
 
 
+def own_of(saved: Any) -> OwnTensors:
+    """What a checkpoint gives back of the tensors of one rank."""
+    tensors = saved.own_tensors()
+
+    def own(rank: int, prefix: str) -> dict[str, torch.Tensor]:
+        assert rank == 0
+        begin = f"{prefix}/"
+        return {name.removeprefix(begin): value for name, value in tensors.items() if name.startswith(begin)}
+
+    return own
+
+
 def supply_of(made: Any) -> BatchSource:
     return BatchSource(made._context, made, made._worker)
 
@@ -246,13 +276,13 @@ def ahead_of(rewards: list[tuple[float, float]], **changes: Any) -> BatchSource:
 
 def test_what_was_collected_ahead_is_what_the_next_step_gets() -> None:
     supply = ahead_of([MIXED] * 8)
-    assert prompts_of(supply.take(1).batch) == [0, 0, 1, 1]
+    assert prompts_of(supply.take(1).rows) == [0, 0, 1, 1]
     supply.prepare(2)
     supply._weight_sync.version = 2  # the actor has learnt meanwhile
     batch, metrics, tokens = supply.take(2)
-    assert prompts_of(batch) == [2, 2, 3, 3] and tokens == len(batch.tokens)
+    assert prompts_of(batch) == [2, 2, 3, 3] and tokens == batch.numbers.tokens
     assert (metrics["rollout/staleness_mean"], metrics["data/epoch"]) == (2.0, 4.0)
-    assert prompts_of(supply.take(3).batch) == [4, 4, 5, 5], "nothing was collected ahead of this one"
+    assert prompts_of(supply.take(3).rows) == [4, 4, 5, 5], "nothing was collected ahead of this one"
     supply.prepare(10)
     assert supply.state()["ahead"] == {}, "the run has no such step"
 
@@ -261,27 +291,26 @@ def test_what_was_collected_ahead_outlives_a_run() -> None:
     supply = ahead_of([MIXED] * 8)
     supply.take(1)
     supply.prepare(2)
-    state = supply.state()
     goes_on = ahead_of([MIXED] * 8)
-    goes_on.load(state)
+    goes_on.load(supply.state(), own_of(supply))
     expected, found = supply.take(2), goes_on.take(2)
     assert found.metrics == expected.metrics and found.tokens == expected.tokens
     for field in ("tokens", "cu_seqlens", "rewards", "group_id", "weight_version"):
-        assert torch.equal(getattr(found.batch, field), getattr(expected.batch, field))
+        assert torch.equal(getattr(found.rows.here(), field), getattr(expected.rows.here(), field))
 
 
 def test_what_was_collected_ahead_is_dropped_where_it_is_not_to_be_learnt_from() -> None:
     supply = ahead_of([MIXED] * 8)
     supply.take(1)
     supply.prepare(2)
-    state = supply.state()
-    assert prompts_of(supply.take(2, skips_data=True).batch) == [4, 4, 5, 5]
+    state, own = supply.state(), own_of(supply)
+    assert prompts_of(supply.take(2, skips_data=True).rows) == [4, 4, 5, 5]
     in_step = supply_of(collector([MIXED] * 8, kl_coef=0.0))
-    in_step.load(state)
+    in_step.load(state, own)
     assert "rollout.steps_ahead is 0 now" in in_step._context.said[0]  # type: ignore[attr-defined]
-    assert prompts_of(in_step.take(2).batch) == [0, 0, 1, 1]
+    assert prompts_of(in_step.take(2).rows) == [0, 0, 1, 1]
     without = {name: value for name, value in state.items() if name != "ahead"}
-    in_step.load(without)  # of a version that collected nothing ahead
+    in_step.load(without, own)  # of a version that collected nothing ahead
 
 
 def test_after_the_last_round_it_trains_on_what_there_is_or_stops() -> None:
@@ -304,4 +333,4 @@ def test_penalties_count_as_differences_only_if_asked(metric: str, kept: list[in
     assert metrics["reward/overlong_penalty_mean"] == -0.25
     assert metrics["reward/score_mean"] == 1.0
     if kept:
-        assert batch.rewards.tolist() == [1.0, 0.5, 1.0, 0.5]
+        assert batch.numbers.rewards.tolist() == [1.0, 0.5, 1.0, 0.5]

@@ -246,6 +246,9 @@ PUBLISHED = {
         "rms_norm_eps",
     ),
     "Command R": COHERE,
+    "Command R+": COHERE
+    | {"hidden_size": 12288, "intermediate_size": 33792, "num_attention_heads": 96, "num_hidden_layers": 64}
+    | {"num_key_value_heads": 8, "rope_theta": 75000000.0, "use_qk_norm": True},
     "Command R, all defaults": without(COHERE, "layer_norm_eps", "logit_scale", "rope_theta"),
     "Command R7B": COHERE2,
     "Command R7B, all defaults": without(COHERE2, "sliding_window", "sliding_window_pattern", "head_dim"),
@@ -722,7 +725,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GRANITE, {"layer_types": ["sliding_attention"] * 40}, "layer_types"),
     (GRANITE, {"sliding_window": 4096}, "sliding_window is 4096"),
     (GRANITE, {"mlp_bias": True}, "mlp_bias is True"),
-    (COHERE, {"use_qk_norm": True}, "use_qk_norm is True"),
+    (COHERE2, {"use_qk_norm": True}, "use_qk_norm is True"),
     (COHERE, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, .*; supported: layer_norm_eps, of LayerNorm"),
     (COHERE, {"logit_scale": None}, "logit_scale is null, which transformers refuses"),
     (COHERE, {"layer_norm_eps": 0}, "layer_norm_eps is 0"),

@@ -170,11 +170,11 @@ def many_messages(count: int) -> Callable[[Path], Path]:
 BAD_COLUMNS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "none of the columns": (
         lambda folder: written(folder / "bad.parquet", pyarrow.table({"a": [1]})),
-        "column prompt: missing; the file has a; the columns are verl's",
+        "columns prompt, data_source, reward_model: missing; the file has a; the columns are verl's",
     ),
     "names without end": (
         lambda folder: written(folder / "bad.parquet", pyarrow.table({"\n" + "x" * 9000: [1]})),
-        r"column prompt: missing; the file has \\nx+\.\.\. \(9,001 characters\)",
+        r"columns prompt, data_source, reward_model: missing; the file has \\nx+\.\.\. \(9,001 characters\)",
     ),
     "a column twice": (twice, "column prompt: is there twice; leave one out"),
     "no rows": (lambda folder: written(folder / "bad.parquet", table().slice(0, 0)), "no rows"),
@@ -275,7 +275,7 @@ GOOD = {
     "truth of lists": table(row(reward_model={"ground_truth": ["1", "2"]})),
     "truth of bytes": table(row(reward_model={"ground_truth": b"\xff"})),
     "no info": table(row()).drop(["extra_info"]),
-    "columns beside": table(row(image=b"\xff" * 1000)),
+    "columns beside": table(row(pixels=b"\xff" * 1000)),
 }
 
 

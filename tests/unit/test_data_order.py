@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_megatron.data import rows
+from rlhf_megatron.data.drawn_prompts import Readers
 from rlhf_megatron.data.order import CurriculumOrder, Shares, WindowOrder
 from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.rows import Block
@@ -151,8 +154,11 @@ def write(path: Path, count: int, first: int = 0, long: tuple[int, ...] = ()) ->
     return str(path)
 
 
-def open_stream(tokenizer: Tokenizer, section: DataSection, seed: int = 5) -> PromptStream:
-    return PromptStream([PromptDataset(part.files, tokenizer, section) for part in section.parts], section, seed)
+def open_stream(
+    tokenizer: Tokenizer, section: DataSection, seed: int = 5, readers: Readers | None = None
+) -> PromptStream:
+    datasets = [PromptDataset(part.files, tokenizer, section) for part in section.parts]
+    return PromptStream(datasets, section, seed, readers)
 
 
 def numbers(prompts: list[Prompt]) -> list[int]:
@@ -162,7 +168,7 @@ def numbers(prompts: list[Prompt]) -> list[int]:
 @pytest.fixture(params=["plain", "windows", "file order", "curriculum", "mixture", "held out"])
 def reopen(
     request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], PromptStream]:
+) -> Callable[..., PromptStream]:
     """Opens the same stream of two files, of which 3 of 40 rows are too long, again and again."""
     monkeypatch.setattr("rlhf_megatron.data.stream.READ_ROWS", 8)
     monkeypatch.setattr("rlhf_megatron.data.stream._PROMPTS_AHEAD", 16)
@@ -186,7 +192,7 @@ def reopen(
         "held out": {"validation_fraction": 0.3},
     }[request.param]
     section = DataSection.model_validate(values)
-    return lambda: open_stream(tokenizer, section)
+    return lambda readers=None: open_stream(tokenizer, section, readers=readers)
 
 
 def test_resuming_anywhere_is_the_same_as_never_stopping(reopen: Callable[[], PromptStream]) -> None:
@@ -209,6 +215,60 @@ def test_resuming_anywhere_is_the_same_as_never_stopping(reopen: Callable[[], Pr
     some = [whole[place] for place in (40, 3, 3, 77, 0)]
     assert resumed.read([(prompt.part, prompt.row) for prompt in some]) == some, "and drawn ones can be read again"
     assert resumed.state() == stream.state()
+
+
+class Together:
+    """Threads in the place of ranks that draw together."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._barrier, self._given = count, threading.Barrier(count, timeout=60), [list[float]()] * count
+
+    def readers(self, place: int) -> Readers:
+        def total(values: Sequence[float]) -> list[float]:
+            self._given[place] = list(values)
+            self._barrier.wait()
+            sums = [sum(column) for column in zip(*self._given, strict=True)]
+            self._barrier.wait()
+            return sums
+
+        return Readers(place, self.count, total)
+
+    def of_each(self, function: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(self.count) as threads:
+            return list(threads.map(function, range(self.count)))
+
+
+def test_ranks_that_read_shares_draw_what_one_rank_draws(reopen: Callable[..., PromptStream]) -> None:
+    together, alone = Together(3), reopen()
+    streams = [reopen(together.readers(place)) for place in range(3)]
+    for count in (5, 1, 30):
+        expected = alone.next(count)
+        drawn = together.of_each(lambda place, count=count: streams[place].draw(count))  # type: ignore[misc]
+        for of_rank in drawn:
+            places = [(prompt.part, prompt.row, prompt.length) for prompt in of_rank]
+            assert places == [(prompt.part, prompt.row, prompt.length) for prompt in expected]
+        assert [prompt.whole() for prompt in drawn[1]] == expected
+        assert [stream.state() for stream in streams] == [alone.state()] * 3
+    resumed = [reopen(together.readers(place)) for place in range(3)]
+    for stream in resumed:
+        stream.load(json.loads(json.dumps(alone.state())))
+    assert together.of_each(lambda place: resumed[place].next(7)) == [alone.next(7)] * 3
+
+
+def test_a_bad_row_is_told_by_every_rank_that_reads_a_share(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", 12)
+    table = pyarrow.parquet.read_table(path).to_pylist()
+    table[7]["prompt"] = []
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
+    together, section = Together(2), DataSection(train_files=[path], max_prompt_length=40)
+
+    def told(place: int) -> str:
+        with pytest.raises(DataError) as raised:
+            open_stream(tokenizer, section, readers=together.readers(place)).draw(12)
+        return str(raised.value)
+
+    first, second = together.of_each(told)
+    assert first == second and "row 7, column prompt: empty" in first
 
 
 def test_an_epoch_has_every_usable_row_once(tokenizer: Tokenizer, tmp_path: Path) -> None:

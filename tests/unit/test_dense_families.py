@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from published_dense import ERNIE, EXAONE4, GLM4, OLMO2, OLMO3, PHI3, PHI35
+from published_dense import AFM, ERNIE, EXAONE4, GLM4, GRANITE4, OLMO2, OLMO3, PHI3, PHI35
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
 from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.models.weight_map import megatron_blocks, tensor_shapes
@@ -19,9 +19,14 @@ SIZES = {
     "intermediate_size": 96,
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
+    "arcee": SIZES | {"mlp_bias": True},
+    "cohere": SIZES | {"use_qk_norm": True, "tie_word_embeddings": False},
     "ernie4_5": SIZES | {"head_dim": 16, "tie_word_embeddings": False},
     "exaone4": SIZES,
     "glm4": SIZES | {"head_dim": 16},
+    "granitemoehybrid": SIZES
+    | {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 96, "mamba_n_heads": 4},
+    "hunyuan_v1_dense": SIZES | {"head_dim": 16},
     "llama": SIZES | {"attention_bias": True, "mlp_bias": True},
     "olmo2": SIZES,
     "olmo3": SIZES | {"attention_bias": True},
@@ -44,7 +49,7 @@ def test_every_element_is_held_once(layout: Layout, implementation: Implementati
         for block in blocks:
             seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
     for name, count in seen.items():
-        of_heads = a.wide_query_key_norm and ("q_norm" in name or "k_norm" in name)
+        of_heads = (a.wide_query_key_norm or a.head_norms) and ("q_norm" in name or "k_norm" in name)
         is_whole = ("norm" in name and not of_heads) or name.endswith(("o_proj.bias", "down_proj.bias"))
         assert (count == (layout.tensor if is_whole else 1)).all(), name
 
@@ -68,6 +73,11 @@ def test_keys_that_are_normed_together_are_not_shared_by_ranks() -> None:
         (EXAONE4, {"layer_types": ["full_attention"] * 64}, "sliding_window is 4096, .* null where no layer"),
         (EXAONE4, {"layer_types": None}, "layer_types is None"),
         (EXAONE4, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        (AFM, {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        (GRANITE4, {"layer_types": ["mamba"] * 36 + ["attention"] * 4}, "layer_types is .* without Mamba"),
+        (GRANITE4, {"num_local_experts": 72}, "num_local_experts is 72"),
+        (GRANITE4, {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        (GRANITE4, {"mamba_d_head": 32}, "mamba_n_heads is 80"),
         (GLM4, {"partial_rotary_factor": 0.26}, "partial_rotary_factor is 0.26"),
         (PHI35, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type is 'yarn'.* default, longrope"),
         (PHI35, {"rope_scaling": {"type": "su"}}, "rope_scaling.type is 'su'"),
@@ -85,6 +95,13 @@ def test_what_would_be_another_model_is_refused(config: dict[str, Any], fields: 
 def test_yarn_is_for_layers_without_a_window() -> None:
     ropes = parse_architecture(OLMO3, "here").layer_ropes
     assert [rope is not None and rope.scaling is not None for rope in ropes] == [False, False, False, True] * 8
+
+
+def test_granite_has_positions_where_its_config_says_so() -> None:
+    assert not parse_architecture(GRANITE4, "here").mixed_ropes
+    for said in (None, "nope"):
+        read = parse_architecture(GRANITE4 | {"position_embedding_type": said}, "here")
+        assert read.layer_ropes == (None,) * 40 and read.feed_forward == 8192
 
 
 def test_biases_that_vllm_lacks_are_for_training_alone() -> None:

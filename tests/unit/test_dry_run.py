@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhf_megatron.models.architecture import (
     Architecture,
@@ -23,10 +25,10 @@ from rlhf_megatron.models.architecture import (
     read_architecture,
     read_config,
 )
-from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, rollout_blocks
+from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, rollout_blocks, tensor_shapes
 from rlhf_megatron.planning.dry_run import dry_run
 from rlhf_megatron.planning.memory import Estimate, estimate
-from rlhf_megatron.planning.model_folders import role_architectures
+from rlhf_megatron.planning.model_folders import planned_architectures, role_architectures
 from rlhf_megatron.planning.parameters import (
     active_parameters,
     model_parameters,
@@ -35,11 +37,14 @@ from rlhf_megatron.planning.parameters import (
 )
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.planning.stage_memory import GB
+from rlhf_megatron.planning.start_time import communicators_of_a_rank, expected_start, parameters_of_a_node
 from rlhf_megatron.recipe import Recipe, RecipeError, check_world, load_recipe, make_recipe, resolved_yaml
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.shard_specs import parameter_shapes, rollout_shards, trainer_shards
 from rlhf_megatron.regather.views import shareable
+from rlhf_megatron.topology.communicators import made_groups
 from rlhf_megatron.topology.layout import Layout
+from rlhf_megatron.topology.process_groups import make_groups
 from rlhf_megatron.topology.role_layout import make_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +52,7 @@ RECIPES = {
     "tiny_sft": 2,
     "tiny_grpo": 2,
     "tiny_tools": 2,
+    "tiny_guess": 2,
     "tiny_ppo": 2,
     "tiny_reward_model": 2,
     "smollm_grpo": 1,
@@ -477,9 +483,9 @@ def test_pairs_are_planned_as_two_rows_each() -> None:
     assert "64 pairs" in text and "1 optimizer step of 128 rows" in text and "logits 0.0" in text
 
 
-def test_the_regathering_line_is_the_callers() -> None:
+def test_the_regathering_lines_are_the_callers() -> None:
     assert "Regathering" not in dry_run(recipe_of("smollm_grpo"), 1)
-    assert "Regathering\n  12 GB per rank\n" in dry_run(recipe_of("smollm_grpo"), 1, "12 GB per rank")
+    assert "Regathering\n  12 GB per rank\n" in dry_run(recipe_of("smollm_grpo"), 1, ["12 GB per rank"])
 
 
 def test_a_plan_without_a_config_says_what_to_do() -> None:
@@ -542,3 +548,57 @@ def test_choices_of_experts_are_counted_beside_the_cache() -> None:
     assert choices * GB == replayed.rollout.cache_tokens * 48 * 8 and plain.rollout.choices == 0
     for phase, needed in plain.phases.items():
         assert replayed.phases[phase] == pytest.approx(needed + choices), phase
+
+
+def test_the_start_of_7b_on_1024_gpus_takes_less_than_three_minutes() -> None:
+    recipe = recipe_of("qwen7b_grpo", "batch.prompts_per_step=2048")
+    seconds = expected_start(recipe, planned_architectures(recipe), 1024)
+    assert sum(seconds.values()) < 180, seconds
+    text = plan_text(recipe, 1024)
+    assert "Time from start to first step (estimate)\n  processes 8 + joining 6.12 + data 2.7 + communicators " in text
+    assert "files and sockets: up to 2,558 open" in text
+    more = expected_start(recipe, planned_architectures(recipe), 8192)
+    assert {name for name in seconds if more[name] != seconds[name]} == {"joining"}, "all else is a rank's own"
+
+
+def test_a_node_reads_what_its_ranks_hold() -> None:
+    """Of 7B in 4 stages on 4 nodes the first node reads its 7 layers and the embeddings."""
+    recipe = recipe_of("qwen7b_grpo", "actor.layout={tensor: 8, pipeline: 4}", "cluster.gpus_per_node=8")
+    architectures = {"actor": planned_architectures(recipe)["actor"]}
+    shapes = tensor_shapes(architectures["actor"])
+    of_stages = [
+        sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(begins))
+        for begins in (
+            ("model.embed_tokens.", *(f"model.layers.{layer}." for layer in range(7))),
+            ("lm_head.", "model.norm.", *(f"model.layers.{layer}." for layer in range(21, 28))),
+        )
+    ]
+    assert parameters_of_a_node(recipe, architectures, 32) == pytest.approx(max(of_stages), rel=0.02)
+    whole = recipe_of("qwen7b_grpo")
+    assert parameters_of_a_node(whole, architectures, 32) == pytest.approx(
+        sum(map(math.prod, shapes.values())), rel=1e-9
+    )
+
+
+def test_a_plan_counts_the_groups_that_a_rank_makes() -> None:
+    """As `topology.process_groups` does, which needs a world."""
+    recipe = recipe_of("qwen7b_grpo", "actor.layout.pipeline=4", "batch.prompts_per_step=2048")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
+    try:
+        layout = make_layout(recipe.actor.layout, 1024)
+        for _ in range(2):
+            make_groups(layout, range(1024))
+        made = {members for members, _ in made_groups() if len(members) > 1}
+    finally:
+        dist.destroy_process_group()
+    assert made == communicators_of_a_rank(recipe, 1024)
+
+
+def test_a_plan_says_while_how_many_run_there_are_drafts() -> None:
+    plan = dry_run(recipe_of("qwen7b_grpo", "rollout.speculative={max_running: 16}"), 8)
+    drafts = (
+        "rollout: drafts of 3 tokens (suffix) while at most 16 sequences run per replica: logits 0.0, text of earlier"
+    )
+    assert f"  {drafts} epochs at most 0.25 in host memory per rank\n" in plan
+    with pytest.raises(RecipeError, match=r"^rollout\.speculative: the states of the model's delta nets go back to no"):
+        dry_run(recipe_of("qwen3_next_grpo", "rollout.speculative={}"), 64)

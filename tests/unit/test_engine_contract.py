@@ -1,4 +1,4 @@
-"""The contract of rollout/engine.py, kept by two engines: vLLM, and a small one on transformers.
+"""The contract of rollout/engine.py, kept by two engines: vLLM, also as it speculates, and one on transformers.
 
 One engine of each kind serves all tests of the file. Weights are fused here by hand, without the library's weight map.
 """
@@ -15,7 +15,7 @@ import torch
 
 from hugging_face import row_logprobs
 from rlhf_megatron.rollout import engines
-from rlhf_megatron.rollout.engine import Completion, Request, RolloutError, Sampling
+from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, Request, RolloutError, Sampling
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from rlhf_megatron.rollout.work_queue import WorkQueue
 from served_model import (
@@ -35,12 +35,17 @@ from transformers_engine import TransformersEngine
 pytestmark = pytest.mark.skipif(has_gpu(), reason="float32 on vLLM's CPU kernels; here vLLM would take the GPU")
 
 
-@pytest.fixture(scope="module", params=["vllm", "transformers"])
+SPECULATIVE = {"speculative": {"match": 1, "max_running": 4}}
+
+
+@pytest.fixture(scope="module", params=["vllm", "speculative", "transformers"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     prepare_environment()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(engines.ENGINES, "transformers", TransformersEngine)
-        serving = Served(tmp_path_factory.mktemp("models"), request.param)
+        speculates = request.param == "speculative"
+        name, settings = ("vllm", SPECULATIVE) if speculates else (request.param, {})
+        serving = Served(tmp_path_factory.mktemp("models"), name, **settings)
         with pytest.raises(RuntimeError, match="call weights_updated first"):
             serving.engine.generate(requests_for(prompts(1)), GREEDY)
         serving.serve(0, version=1)
@@ -197,7 +202,9 @@ def test_the_record_counts_what_was_done(served: Served) -> None:
     completions = served.engine.generate(asked, SAMPLED)
     record = served.engine.record
     assert record.sampled_tokens == sum(len(completion.token_ids) for completion in completions)
-    assert record.steps >= max(len(completion.token_ids) for completion in completions)
+    assert record.accepted_tokens <= record.drafted_tokens <= 3 * record.verifications
+    longest = max(len(completion.token_ids) for completion in completions)
+    assert record.steps >= longest / (4 if record.drafted_tokens else 1)
     assert (record.resumed, record.aborted) == (0, 0) and record.seconds > 0
 
 
@@ -302,6 +309,110 @@ def test_greedy_rows_resume_as_if_they_had_not_been_aborted(served: Served) -> N
     torch.testing.assert_close(torch.tensor(resumed.logprobs), torch.tensor(whole.logprobs), atol=1e-4, rtol=0)
 
 
+# ---- pausing
+
+
+def keyed(requests: list[Request], begun: list[Completion] | None = None) -> list[Request]:
+    """Requests that can be paused, with what there is of them, groups that go on before others."""
+    known = {completion.row_id: completion for completion in begun or ()}
+    asked = [
+        dataclasses.replace(each, key=each.row_id, begun=known.get(each.row_id))
+        for each in requests
+        if each.row_id not in known or not known[each.row_id].is_whole
+    ]
+    going_on = {each.group_id for each in asked if each.begun}
+    return sorted(asked, key=lambda each: (each.group_id not in going_on, each.group_id))
+
+
+def paused_after(served: Served, asked: list[Request], wanted: int = 2) -> list[Completion]:
+    queue = WorkQueue(range(len({each.group_id for each in asked})), wanted)
+    return served.engine.generate(keyed(asked), SAMPLED, queue=queue, pauses=True)
+
+
+def joined(first: list[Completion], second: list[Completion]) -> list[Completion]:
+    rows = {completion.row_id: completion for completion in (*first, *second)}
+    return [rows[row] for row in sorted(rows)]
+
+
+def test_paused_rows_go_on_as_if_nothing_had_been(served: Served) -> None:
+    asked = groups_of(6, 2)
+    reference = served.engine.generate(asked, SAMPLED)
+    first = paused_after(served, asked)
+    record = served.engine.record
+    assert record.aborted == 0 < record.paused and 1 <= record.in_flight <= 4
+    assert {each.finish_reason for each in first} == {"abort", "length"}
+    while any(not each.is_whole for each in first) or len(first) < len(asked):
+        left = keyed(asked, first)
+        groups = len({each.group_id for each in left})
+        rest = served.engine.generate(left, SAMPLED, queue=WorkQueue(range(groups), 1), pauses=True)
+        first = joined(first, rest)
+    assert tokens_of(first) == tokens_of(reference)
+    torch.testing.assert_close([each.logprobs for each in first], [each.logprobs for each in reference])
+    served.engine.reset_prefix_cache()  # refuses while requests run
+
+
+def test_weights_change_under_paused_rows_and_no_new_row_shares_their_cache(served: Served) -> None:
+    asked = [
+        Request(10 * group, prompt, 500 + group, group, max_tokens=12 if group else 3)
+        for group, prompt in enumerate(prompts(4, length=70))
+    ]
+    first = paused_after(served, asked, wanted=1)
+    paused = [each for each in first if not each.is_whole]
+    assert paused
+    served.serve(1, version=2)
+    new = [Request(900 + i, each.prompt_token_ids, 7, 100 + i, key=900 + i) for i, each in enumerate(asked)]
+    greedy = dataclasses.replace(SAMPLED, temperature=0.0)
+    rest = served.engine.generate([*keyed(asked, first), *new], greedy)
+    for request, completion in zip(new, rest[-4:], strict=True):
+        prompt = list(request.prompt_token_ids)
+        assert completion.token_ids == greedy_tokens(served.models[1], prompt, SAMPLED.max_tokens)
+        assert set(completion.weight_versions) == {2}
+    gone_on = {each.row_id: each for each in rest}
+    differences = []
+    for before in paused:
+        after, count = gone_on[before.row_id], len(before.token_ids)
+        assert after.token_ids[:count] == before.token_ids and after.logprobs[:count] == before.logprobs
+        assert after.weight_versions == [1] * count + [2] * (len(after.token_ids) - count)
+        prompt = list(asked[before.row_id // 10].prompt_token_ids)
+        with torch.no_grad():
+            anew = row_logprobs(served.models[1], prompt, after.token_ids, 1.0)[count:]
+        differences.append((torch.tensor(after.logprobs)[count:] - anew).abs().max().item())
+    assert max(differences) > 1e-3, "what the weights of before have computed is kept"
+    served.serve(0, version=1)
+
+
+@pytest.mark.parametrize("drop", ["by itself", "by another generation"])
+def test_rows_that_are_no_longer_paused_are_computed_anew(served: Served, drop: str) -> None:
+    asked = groups_of(5, 2)
+    first = paused_after(served, asked)
+    if drop == "by itself":
+        served.engine.drop_paused()
+    else:
+        served.engine.generate(requests_for(prompts(3)), GREEDY)
+    served.engine.reset_prefix_cache()  # refuses while requests run
+    served.serve(1, version=2)
+    left = keyed(asked, first)
+    for request, completion in zip(left, served.engine.generate(left, SAMPLED), strict=True):
+        count = len(request.begun.token_ids) if request.begun else 0
+        assert completion.weight_versions == [1] * count + [2] * (len(completion.token_ids) - count)
+        with torch.no_grad():
+            prompt = list(request.prompt_token_ids)
+            expected = row_logprobs(served.models[1], prompt, completion.token_ids, SAMPLED.temperature)
+        torch.testing.assert_close(torch.tensor(completion.logprobs)[count:], expected[count:], atol=1e-4, rtol=0)
+    served.serve(0, version=1)
+
+
+def test_an_error_leaves_nothing_paused(served: Served) -> None:
+    def give_up(completion: Completion) -> None:
+        raise KeyboardInterrupt
+
+    asked = groups_of(5, 2)
+    first = paused_after(served, asked)
+    with pytest.raises(KeyboardInterrupt):
+        served.engine.generate(keyed(asked, first), SAMPLED, on_completion=give_up, pauses=True)
+    served.engine.reset_prefix_cache()
+
+
 # ---- an environment
 
 
@@ -311,11 +422,12 @@ class Echo:
     ANSWER = (7, 8)
 
     def __init__(self, max_turns: int, repeatable: bool = False, answers: int | None = None) -> None:
+        self.opens = False
         self.repeatable, self._max_turns, self._answers = repeatable, max_turns, answers
         self.asked: list[Completion] = []
 
     def goes_on(self, completion: Completion) -> bool:
-        return completion.turns < self._max_turns
+        return completion.finish_reason == "stop" and completion.turns < self._max_turns
 
     def ask(self, completion: Completion) -> Future[Any]:
         self.asked.append(completion)
@@ -323,8 +435,8 @@ class Echo:
         future.set_result(self._answers is None or len(self.asked) <= self._answers)
         return future
 
-    def read(self, completion: Completion, answer: Any, /) -> list[int] | None:
-        return list(self.ANSWER) if answer else None
+    def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply:
+        return EnvironmentReply(list(self.ANSWER) if answer else None)
 
 
 EVERY_EVEN_TOKEN = Sampling(1.0, 1.0, -1, 12, tuple(range(0, VOCABULARY, 2)))
@@ -388,7 +500,7 @@ def test_a_row_ends_where_the_environment_has_no_answer_or_no_room(served: Serve
 
 def test_an_environment_that_fails_leaves_no_requests_behind(served: Served) -> None:
     class Broken(Echo):
-        def read(self, completion: Completion, answer: Any, /) -> list[int] | None:
+        def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply:
             raise RolloutError("it is broken")
 
     with pytest.raises(RolloutError, match="it is broken"):

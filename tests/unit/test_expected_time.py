@@ -13,8 +13,8 @@ import yaml
 from end_to_end.commands import ROOT
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.planning.model_folders import role_architectures
-from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, lengths
-from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.planning.step_time import ExpectedTime, _in_flight, expected_time, lengths
+from rlhf_megatron.recipe import Recipe, RLRecipe, load_recipe
 
 MEASURED = [
     row
@@ -25,6 +25,7 @@ MEASURED = [
 MEASURED.append(json.loads((ROOT / "docs/results/step_experts.json").read_text())["rows"][-1])
 
 KEPT = "actor.kept_logits_gb=100"  # then an update is three forward passes
+PARAMETERS = 7_615_616_512  # of 7B
 
 
 def architecture_of(model: str) -> Architecture:
@@ -65,6 +66,11 @@ def test_as_much_work_for_each_gpu_takes_as_long_on_more(tmp_path: Path) -> None
     assert many.seconds == pytest.approx(few.seconds, rel=0.02)
 
 
+def computing(time: ExpectedTime) -> float:
+    """The seconds of the actor's updates without those between data-parallel ranks."""
+    return time.phases["update"] - time.exchange
+
+
 def test_a_reference_takes_a_forward_pass_and_full_recomputation_another_one(tmp_path: Path) -> None:
     plain = time_of(recipe_of(tmp_path, KEPT))
     recipe = recipe_of(
@@ -76,8 +82,8 @@ def test_a_reference_takes_a_forward_pass_and_full_recomputation_another_one(tmp
     )
     both = time_of(recipe)
     assert "logprobs" not in plain.phases
-    assert both.phases["logprobs"] == pytest.approx(plain.phases["update"] / 3)
-    assert both.phases["update"] == pytest.approx(plain.phases["update"] * 4 / 3)
+    assert both.phases["logprobs"] == pytest.approx(computing(plain) / 3)
+    assert computing(both) == pytest.approx(computing(plain) * 4 / 3)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +100,7 @@ def test_recomputed_layers_are_counted_on_each_chunk_of_each_stage(
     tmp_path: Path, layout: str, layers: int, share: float
 ) -> None:
     plain, some = (
-        time_of(recipe_of(tmp_path, KEPT, f"actor.layout={layout}", *more)).phases["update"]
+        computing(time_of(recipe_of(tmp_path, KEPT, f"actor.layout={layout}", *more)))
         for more in ([], [f"actor.recompute={{granularity: full, layers: {layers}}}"])
     )
     assert some / plain == pytest.approx(1 + share / 3)
@@ -173,13 +179,32 @@ def test_responses_are_half_as_long_as_they_may_be_where_nothing_is_known(tmp_pa
 
 def test_tokens_travel_to_experts_of_other_ranks_and_farther_to_other_nodes(tmp_path: Path) -> None:
     own, node, nodes = (
-        time_of(recipe_of(tmp_path, KEPT, f"actor.layout={layout}"), "30B-A3B-8-layers", 16).phases["update"]
+        computing(time_of(recipe_of(tmp_path, KEPT, f"actor.layout={layout}"), "30B-A3B-8-layers", 16))
         for layout in ("{}", "{expert: 8, expert_tensor: 1}", "{expert: 16, expert_tensor: 1}")
     )
     # Eight of 128 experts of 2,048 numbers for each token, seven of which are elsewhere, there and back, thrice in all.
     tokens = time_of(recipe_of(tmp_path), "30B-A3B-8-layers", 16).tokens / 16
     assert node - own == pytest.approx(tokens * 3 * 8 * (8 * 7 / 8) * 2048 * 2 * 2 / 275e9, rel=0.02)
     assert nodes - own > 3 * (node - own)
+
+
+def test_what_data_parallel_ranks_exchange_is_hidden_where_it_may_be(tmp_path: Path) -> None:
+    few = time_of(recipe_of(tmp_path), world=8)
+    assert few.exchange == pytest.approx(7 / 8 * 6 * PARAMETERS / 275e9, rel=0.01)
+    several = ["batch.prompts_per_step=32768", "batch.minibatch_prompts=16384"]
+    plain, gradients, both = (
+        time_of(recipe_of(tmp_path, *several, *(f"actor.optimizer.{key}=true" for key in keys)), world=1024)
+        for keys in ([], ["overlap_grad_reduce"], ["overlap_grad_reduce", "overlap_param_gather"])
+    )
+    # Two updates over the links of all GPUs of a node; the last one's weights are read at once.
+    assert plain.exchange == pytest.approx(2 * 6 * PARAMETERS / 275e9, rel=0.01)
+    slow = time_of(recipe_of(tmp_path, *several, "cluster.link_gb_per_sec=10"), world=1024)
+    assert slow.exchange == pytest.approx(2 * 6 * PARAMETERS / 80e9, rel=0.01)
+    weights = 2 * PARAMETERS / 275e9
+    assert gradients.exchange == pytest.approx(2 * weights + 2 * 2 * weights / 8, rel=0.01)
+    assert both.exchange == pytest.approx(gradients.exchange - weights * 7 / 8, rel=0.01)
+    assert plain.least_exchange == both.least_exchange == both.exchange
+    assert plain.phases["update"] - both.phases["update"] == pytest.approx(plain.exchange - both.exchange)
 
 
 def test_sequences_read_more_experts_than_one_reaches(tmp_path: Path) -> None:
@@ -207,3 +232,18 @@ def test_generating_ahead_takes_as_long_as_the_slower_half(tmp_path: Path) -> No
     assert {name for name in beside.phases if name != "generate"} >= {"update"}
     assert one_by_one.seconds == pytest.approx(beside.phases["generate"] + learning)
     assert beside.seconds == pytest.approx(max(beside.phases["generate"], learning))
+
+
+def test_responses_in_flight_over_updates_leave_no_tail(tmp_path: Path) -> None:
+    one, section = recipe_of(tmp_path), {"max_num_seqs": 256, "kv_cache_gb": 14}
+    wait = time_of(recipe_of(tmp_path, rollout=section), world=1).phases["generate"]
+    corrected = {"rollout_correction": {"type": "tis"}}
+    resumed = section | {"partial": "resume", "max_staleness": 3, "oversample": 2.2}
+    flying = recipe_of(tmp_path, rollout=resumed, algorithm=corrected)
+    assert isinstance(one, RLRecipe) and isinstance(flying, RLRecipe)
+    # 204 of 256 where steps of the same lengths were played one token after the other.
+    assert _in_flight(flying, lengths(one, 256)[1]) == pytest.approx(204, rel=0.05)
+    seconds = time_of(flying, world=1).phases["generate"]
+    assert 0.3 * wait < seconds < 0.75 * wait
+    stays = recipe_of(tmp_path, rollout=resumed | {"sleep": False}, algorithm=corrected)
+    assert seconds - time_of(stays, world=1).phases["generate"] == pytest.approx(2 * 14 * 2**30 / 40e9)

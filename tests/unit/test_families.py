@@ -19,9 +19,9 @@ REGISTRY = LIBRARY / "models" / "families"
 
 def test_every_family_is_compared_with_transformers() -> None:
     assert {config.model_type for config in CONFIGS.values()} == FAMILIES.keys() - ELSEWHERE.keys()
+    classes = {config.model_type: config.__name__ for config in CONFIGS.values()}
     for name, family in FAMILIES.items():
-        name = ELSEWHERE.get(name, name)
-        assert family.classes.lower().replace("_", "") == name.replace("_", "")
+        assert family.classes + "Config" == classes[ELSEWHERE.get(name, name)]
 
 
 def test_nothing_but_the_registry_names_a_family() -> None:

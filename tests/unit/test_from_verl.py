@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from from_verl import main
 
+from rlhf_megatron.planning.layout_search import find_layouts
 from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.recipe.world_checks import check_world
 
@@ -46,10 +48,12 @@ MEGATRON = [
 ]
 
 
-def translated(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[RLRecipe, str, str]:
-    """The recipe of a command, and what the tool printed to stdout and to stderr."""
+def translated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
+) -> tuple[RLRecipe, str, str]:
+    """The recipe of a command, and what the tool printed to stdout and to stderr; 1 is the status with refusals."""
     output = tmp_path / "recipe.yaml"
-    assert main(["--output", str(output), *arguments]) == 0
+    assert main(["--output", str(output), *arguments]) == status
     printed = capsys.readouterr()
     return load_rl(output), printed.out, printed.err
 
@@ -86,6 +90,9 @@ def test_a_command_on_megatron_becomes_a_recipe(tmp_path: Path, capsys: pytest.C
     check_world(recipe, 16)
 
 
+OVERLAPPED = [
+    f"+{ACTOR}.megatron.override_ddp_config.{key}=True" for key in ("overlap_grad_reduce", "overlap_param_gather")
+]
 PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
 
 
@@ -106,8 +113,20 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         ([f"{ACTOR}.clip_ratio_high=0.28"], "algorithm.clip_ratio_low", 0.2),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4"], "algorithm.clip_ratio_low", 3e-4),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "algorithm.clip_ratio_dual", None),
-        # verl's function of this loss aggregates so itself.
-        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "algorithm.loss_aggregation", "sequence_mean_token_mean"),
+        # verl's function of this loss aggregates as it is told to, that of the next one by itself.
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "algorithm.loss_aggregation", "token_mean"),
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+         "algorithm.loss_aggregation", "sequence_mean_token_mean"),
+        ([f"{ACTOR}.policy_loss.loss_mode=geo_mean"], "algorithm.loss_aggregation", "sequence_mean_token_mean"),
+        # compute_policy_loss_dppo_tv: clamp(ratio, max=clip_ratio_c), whose default is 3.0 in actor.yaml.
+        ([f"{ACTOR}.policy_loss.loss_mode=dppo_tv"], "algorithm.clip_ratio_dual", 3.0),
+        ([f"{ACTOR}.policy_loss.loss_mode=dppo_kl", f"{ACTOR}.clip_ratio_c=20"], "algorithm.clip_ratio_dual", 20.0),
+        ([f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.1"],
+         "algorithm.sapo.temperature_negative", 1.1),
+        ([f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=null", f"{ACTOR}.clip_ratio_high=0.1"],
+         "algorithm.clip_ratio_low", 0.1),
+        ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=4096"],
+         "algorithm.loss_constant", 4096),
         # verl's dataloader gives batches of this size, 4096 // 2048 of them an epoch.
         (["algorithm.filter_groups.enable=True", "data.gen_batch_size=2048", "trainer.total_epochs=3"], "steps", 6),
         ([f"{ROLLOUT}.val_kwargs.temperature=0.6", f"{ROLLOUT}.val_kwargs.do_sample=False"],
@@ -127,6 +146,18 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         (["algorithm.rollout_correction.rollout_rs=geometric",
           "algorithm.rollout_correction.rollout_rs_threshold=1.01"],
          "algorithm.rollout_correction.reject_threshold", 1.01),
+        # rollout_corr_helper.py: k1 is log(rollout / trainer), and a bound of it one of that ratio.
+        (["algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+          "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.001'"],
+         "algorithm.rollout_correction.reject_threshold", 1.001),
+        (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token_k1",
+          "algorithm.rollout_correction.rollout_rs_threshold='0.625_1.6'"],
+         "algorithm.rollout_correction.threshold_low", 1 / 1.6),
+        (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token_k1",
+          "algorithm.rollout_correction.rollout_rs_threshold='0.625_1.6'"],
+         "algorithm.rollout_correction.threshold", 1 / 0.625),
+        (["algorithm.rollout_correction.rollout_is=token",
+          "algorithm.rollout_correction.rollout_is_threshold=0.5_4.0"], "algorithm.rollout_correction.type", "mis"),
         (["algorithm.rollout_correction.bypass_mode=true"], "algorithm.old_logprobs", "rollout"),
         ([f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.enable_rollout_routing_replay=True"],
          "algorithm.router_replay", "rollout"),
@@ -137,6 +168,7 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         (["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=128"],
          "algorithm.overlong_buffer.len", 128),
         (["custom_reward_function.path=my.py", "custom_reward_function.name=score"], "reward.function", "my.py:score"),
+        (["data.custom_cls.path=my.py", "data.custom_cls.name=Sums"], "data.dataset", "my.py:Sums"),
         (["+data.apply_chat_template_kwargs.enable_thinking=False"], "data.chat_template_kwargs",
          {"enable_thinking": False}),
         ([f"{ACTOR}.ppo_max_token_len_per_gpu=20000"], "actor.tokens_per_gpu", 20000),
@@ -147,12 +179,29 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         ([f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=full",
           f"{ACTOR}.megatron.override_transformer_config.recompute_method=block",
           f"{ACTOR}.megatron.override_transformer_config.recompute_num_layers=2"], "actor.recompute.layers", 2),
+        (OVERLAPPED[:1], "actor.optimizer.overlap_grad_reduce", True),
+        (OVERLAPPED, "actor.optimizer.overlap_param_gather", True),
+        (OVERLAPPED[1:], "actor.optimizer.overlap_param_gather", False),
+        ([*OVERLAPPED, "actor_rollout_ref.model.lora_rank=8"], "actor.optimizer.overlap_param_gather", False),
         ([f"{ROLLOUT}.free_cache_engine=False"], "rollout.sleep", False),
         ([f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.temperature=1"], "evaluation.samples_per_prompt", 4),
-        (["data.truncation=left"], "data.overlong_prompts", "drop"),
         ([], "data.overlong_prompts", "stop"),
         (["data.val_files=null", "trainer.test_freq=5"], "evaluation.interval", 0),
-        ([], "rollout.max_num_seqs", 1024),
+        ([], "rollout.max_num_seqs", 256),
+        ([f"{ROLLOUT}.expert_parallel_size=2"], "rollout.layout.expert_parallel", True),
+        ([f"{ROLLOUT}.response_length=300"], "rollout.max_response_length", 300),
+        ([f"{ACTOR}.use_prefix_grouper=True"], "actor.shared_prompts", True),
+        ([f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_max_token_len_per_gpu=9999",
+          f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"], "actor.tokens_per_gpu", 2048),
+        ([f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction=0.5",
+          f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True"],
+         "actor.offload.streamed_optimizer", 0.5),
+        (["model_engine=megatron", f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+          f"+{ACTOR}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=6"],
+         "actor.layout.last_stage_layers", 6),
+        (["reward.custom_reward_function.path=my.py"], "reward.function", "my.py:compute_score"),
+        (["+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+          "+reward.reward_kwargs.overlong_buffer_cfg.len=128"], "algorithm.overlong_buffer.len", 128),
     ],
 )  # fmt: skip
 def test_what_keys_mean(
@@ -194,7 +243,14 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
     assert (lora.rank, lora.scale, lora.modules, lora.path) == (64, 16 / 64, ("q_proj", "v_proj"), "/a")
     layers = f"{model}.lora.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]"
     recipe, _, err = translated(
-        tmp_path, capsys, "--rows=1000", *MEGATRON, f"{model}.lora.rank=32", layers, f"{model}.lora.dropout=0.1"
+        tmp_path,
+        capsys,
+        "--rows=1000",
+        *MEGATRON,
+        f"{model}.lora.rank=32",
+        layers,
+        f"{model}.lora.dropout=0.1",
+        status=1,
     )
     lora = recipe.actor.lora
     assert lora is not None and recipe.reference is None
@@ -205,25 +261,20 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        (f"{ROLLOUT}.multi_turn.enable=True", "tools are a function here"),
-        ("actor_rollout_ref.model.lora_adapter_path=/a", "give its rank too, as lora_rank"),
         (f"{ROLLOUT}.name=sglang", "the rollout is vLLM's"),
-        (f"{ACTOR}.policy_loss.loss_mode=novel", "loss_mode=novel: here are vanilla, gspo"),
-        (f"{ACTOR}.optim.lr_decay_style=WSD", "a schedule WSD is not here"),
         ("trainer.logger=[console,swanlab]", "swanlab cannot be written to"),
-        ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "Qwen3-8B: names on a hub are not looked up"),
         (f"{ACTOR}.clip_ratio=0.1", "clip_ratio=0.1: verl's losses read clip_ratio_low and clip_ratio_high"),
         (f"{ACTOR}.shuffle=True", "minibatches are in the order of the data"),
-        (f"{ACTOR}.router_replay.mode=R2", "router_replay.mode=R2: here is R3"),
-        ("algorithm.rollout_correction.rollout_rs=token", "what is kept has its ratio as weight too"),
-        ("+some.new_key=7", "some.new_key=7: has no counterpart, or is not known"),
         ("trainer.save_freq=5", "checkpoint.keep_last_k keeps 2, and verl all"),
+        (f"{ACTOR}.megatron.param_offload=", "param_offload=: has no value, so verl's default is taken"),
+        (f"{ACTOR}.policy_loss.loss_mode=", "loss_mode=: has no value, so verl's default is taken"),
     ],
 )
 def test_what_is_not_as_in_verl_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, expected: str
 ) -> None:
-    _, _, err = translated(tmp_path, capsys, *PLAIN, argument)
+    engine = ["model_engine=megatron"] if "megatron" in argument else []
+    _, _, err = translated(tmp_path, capsys, *PLAIN, *engine, argument)
     (line,) = [line for line in err.splitlines() if expected in line]
     assert line.startswith("not as in verl: ")
 
@@ -231,6 +282,102 @@ def test_what_is_not_as_in_verl_is_told(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        ([f"{ROLLOUT}.multi_turn.enable=True"], "tools are a function here"),
+        (["actor_rollout_ref.model.lora_adapter_path=/a"], "give its rank too, as lora_rank"),
+        ([f"{ACTOR}.policy_loss.loss_mode=novel"], "loss_mode=novel: here are vanilla, gspo"),
+        ([f"{ACTOR}.optim.lr_decay_style=WSD"], "a schedule WSD is not here"),
+        ([f"{ACTOR}.router_replay.mode=R2"], "router_replay.mode=R2: here is R3"),
+        (["algorithm.rollout_correction.rollout_rs=token"], "what is kept has its ratio as weight here"),
+        (["algorithm.rollout_correction.rollout_rs='seq_mean_k1,seq_max_k2'",
+          "algorithm.rollout_correction.rollout_rs_threshold='1.01,2.5'"], "seq_max_k2: here are token_k1"),
+        (["algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+          "algorithm.rollout_correction.rollout_rs_threshold='0.9_1.001'"], "the lower bound of a mean ratio"),
+        (["+some.new_key=7"], "some.new_key=7: is not known"),
+        (["data.truncation=left"], "prompts are never cut"),
+        (["data.image_key=images"], "the column images is not read"),
+        (["actor_rollout_ref.model.path=/models/Qwen3-VL-8B"], "the column images is not read"),
+        (["data.prompt_key=question"], "prompts are in the column prompt"),
+        (["reward.reward_manager.name=prime"], "rewards are rules"),
+        (["+reward.reward_kwargs.max_resp_len=100"], "the penalty is of the longest response, 512"),
+        ([f"{ROLLOUT}.max_model_len=700"], "responses are cut by their own limit alone"),
+        (["distillation.enabled=True"], "there is no distillation"),
+        (["actor_rollout_ref.model.mtp.enable=True"], "layers that predict several tokens"),
+        (["-m", "recipe.prime.main_prime"], "a trainer of its own"),
+        ([f"{ROLLOUT}.n=1"], "advantages compare the responses to one prompt; 2 is written"),
+    ],
+)  # fmt: skip
+def test_what_makes_another_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    _, _, err = translated(tmp_path, capsys, *PLAIN, *arguments, status=1)
+    lines = [line for line in err.splitlines() if line.startswith("refused: ")]
+    assert any(expected in line for line in lines), err
+    written = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()
+    assert written[: len(lines)] == [f"# {line}" for line in lines]
+
+
+def test_columns_of_images_are_refused_where_the_files_have_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for column, status in (("images", 1), ("answer", 0)):
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], column: ["b"]}), tmp_path / "train.parquet")
+        files = [f"data.train_files={tmp_path / 'train.parquet'}", "data.image_key=images"]
+        translated(tmp_path, capsys, *PLAIN, *files, status=status)
+
+
+def test_trainers_with_rollouts_ahead_have_gpus_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ahead = ["-m", "verl.experimental.one_step_off_policy.main_ppo", "trainer.n_gpus_per_node=6", "rollout.nnodes=2"]
+    recipe, out, _ = translated(tmp_path, capsys, *PLAIN, *ahead, "trainer.nnodes=2", "rollout.n_gpus_per_node=2")
+    assert (recipe.actor.ranks, recipe.rollout.ranks, recipe.cluster.gpus_per_node) == ("0-11", "12-15", 8)
+    assert (recipe.rollout.steps_ahead, recipe.algorithm.old_logprobs) == (1, "rollout") and "--nodes 2" in out
+    module = ["--config-path=config", "--config-name=fully_async_ppo_trainer.yaml", "data.train_batch_size=0"]
+    sizes = [f"{ACTOR}.ppo_mini_batch_size=32", "async_training.require_batches=2", "rollout.total_rollout_steps=2560"]
+    recipe, _, err = translated(tmp_path, capsys, *PLAIN, *module, *sizes, status=1)
+    # A weight sync after 4 updates of 2 minibatches.
+    assert (recipe.batch.prompts_per_step, recipe.batch.minibatch_prompts, recipe.steps) == (256, 32, 10)
+    assert "refused: async_training.staleness_threshold=0.1: generation is one step ahead" in err
+
+
+def test_plan_writes_the_layout_that_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(__file__).parents[2] / "recipes" / "models" / "qwen2.5-0.5b"
+    sizes = ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=1", f"model.config={config}"]
+    recipe, _, err = translated(tmp_path, capsys, "--plan", *PLAIN, *sizes, "cluster.gpu=H200")
+    found = find_layouts(recipe, 2)
+    assert found[0].overrides == () and recipe.cluster.gpu == "H200" and err == ""
+    assert main(["--output", str(tmp_path / "none.yaml"), "--plan", *PLAIN, *sizes, "cluster.gpu_memory_gb=1"]) == 2
+    assert "error: --plan: no layout fits 2 GPUs of 1 GB" in capsys.readouterr().err
+
+
+def test_files_of_ones_own_are_composed_by_hydra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra", reason="hydra-core 1.3 is not installed (its ANTLR is not math-verify's here)")
+    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 512}\nactor_rollout_ref: {rollout: {n: 4}}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [base, _self_]\nalgorithm: {adv_estimator: rloo}\n"
+        "data: {max_response_length: 700, max_prompt_length: '${data.train_batch_size}'}\n"
+    )
+    files = ["--config-path", str(tmp_path), "--config-name", "mine"]
+    recipe, _, _ = translated(tmp_path, capsys, "--rows=4096", *files, "data.max_response_length=300")
+    assert (recipe.algorithm.advantage, recipe.batch.responses_per_prompt) == ("rloo", 4)
+    assert (recipe.data.max_prompt_length, recipe.rollout.max_response_length) == (512, 300)
+    assert main(["--output", str(tmp_path / "none.yaml"), *files, "nowhere.is=3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "Hydra cannot compose it" in line
+
+
+def test_without_hydra_files_of_ones_own_get_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)  # Python's own mark of a module that cannot be imported
+    for words in (["--config-name=mine"], ["actor@actor_rollout_ref.actor=mine"], ["hydra.searchpath=[file://a]"]):
+        assert main(["--output", str(tmp_path / "none.yaml"), *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: --config-name=") and "pip install 'hydra-core==1.3.*'" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-m", "verl.trainer.sft_trainer"], "only commands of reinforcement learning are converted"),
         (["grpo"], "grpo: not of the form key=value"),
         (["trainer.total_epochs=many", "--rows=5000"], "trainer.total_epochs=many: must be a number"),
         ([f"{ACTOR}.optim.betas=[0.9]", "--rows=5000"], "must be two numbers"),
@@ -262,6 +409,7 @@ WRONG_KINDS = [
     "trainer.experiment_name=[]", f"{ACTOR}.ppo_max_token_len_per_gpu=.inf", f"{ACTOR}.optim.lr=.nan",
     f"{ACTOR}.ulysses_sequence_parallel_size=0", f"{ACTOR}.optim.lr_scheduler_type=[]",
     "actor_rollout_ref.model.lora_rank=.inf", "custom_reward_function.path=[a.py]", "data.train_files=[[x]]",
+    "data.custom_cls.path=[a.py]",
     "algorithm.rollout_correction.rollout_is=[]", "a..b=3", "=3", "data.train_files=/a\x00b",
 ]  # fmt: skip
 
@@ -283,3 +431,15 @@ def test_a_mapping_is_the_keys_in_it_and_home_is_written_out(
     recipe, _, _ = translated(tmp_path, capsys, *PLAIN, mapping, "trainer.default_local_dir=~/runs")
     assert (recipe.actor.optimizer.learning_rate, recipe.actor.optimizer.weight_decay) == (2e-6, 0.5)
     assert recipe.run_root == str(Path.home() / "runs")
+
+
+def test_speculative_decoding_without_weights_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+    ngram = (f"{key}.method=ngram", f"{key}.num_speculative_tokens=5", f"{key}.prompt_lookup_min=2")
+    recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, *ngram)
+    section = recipe.rollout.speculative
+    assert section is not None and (section.method, section.num_speculative_tokens, section.match) == ("ngram", 5, 2)
+    assert "speculative_config" not in err
+    recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, f"{key}.method=eagle3")
+    assert recipe.rollout.speculative is None
+    assert "speculative_config.method=eagle3: drafts here are text" in err

@@ -13,7 +13,14 @@ import torch
 from rlhf_megatron.checkpoint.storage import TensorFile, join_tensors, split_tensors, write_tensors
 from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.generation.prompt_groups import Group, groups_from_state, groups_state, requests_for
+from rlhf_megatron.generation.prompt_groups import (
+    Group,
+    begun_tensors,
+    groups_from_state,
+    groups_state,
+    requests_for,
+    with_begun,
+)
 from rlhf_megatron.rollout.engine import Completion
 
 
@@ -28,9 +35,9 @@ def completion(number: int, tokens: int, ending: str, versions: list[int] | None
 
 
 GROUPS = [
-    Group(prompt(7), {0: completion(0, 3, "stop"), 2: completion(2, 4, "abort", [1, 1, 2, 3])}),
-    Group(prompt(8)),
-    Group(prompt(7, part=1), {1: completion(1, 5, "length")}),
+    Group(prompt(7), {0: completion(0, 3, "stop"), 2: completion(2, 4, "abort", [1, 1, 2, 3])}, 4, 0, 1),
+    Group(prompt(8), number=9),
+    Group(prompt(7, part=1), {1: completion(1, 5, "length")}, 2, 0, 1),
 ]
 VOCABULARY = 12
 DATA = {(group.prompt.part, group.prompt.row): group.prompt for group in GROUPS}
@@ -40,8 +47,17 @@ def read(places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
     return [DATA.get(place) for place in places]
 
 
+def state_of(groups: Sequence[Group]) -> dict[str, Any]:
+    """What a checkpoint has of groups, each begun on another rank."""
+    alone = [
+        [group if index == rank else dataclasses.replace(group, begun={}) for index, group in enumerate(groups)]
+        for rank in range(len(groups))
+    ]
+    return with_begun(groups_state(groups), [begun_tensors(of_rank) for of_rank in alone]) if groups else {}
+
+
 def test_a_checkpoint_keeps_groups_exactly(tmp_path: Any) -> None:
-    plain, tensors = split_tensors({"waiting": groups_state(GROUPS), "none": groups_state([])}, "parts")
+    plain, tensors = split_tensors({"waiting": state_of(GROUPS), "none": state_of([])}, "parts")
     write_tensors(tmp_path / "step-1", "rank-0.safetensors", tensors, {})
     [path] = tmp_path.rglob("*.safetensors")
     with TensorFile(path) as file:
@@ -57,7 +73,7 @@ def test_a_checkpoint_keeps_expert_choices(tmp_path: Any) -> None:
     shape = ChoiceShape(experts=300, layers=2, chosen=1)
     choices = torch.arange(10, dtype=shape.dtype).reshape(5, 2, 1)
     begun = {0: dataclasses.replace(completion(0, 3, "abort"), expert_choices=choices), 1: completion(1, 2, "abort")}
-    plain, tensors = split_tensors({"waiting": groups_state([Group(prompt(7), begun)])}, "parts")
+    plain, tensors = split_tensors({"waiting": state_of([Group(prompt(7), begun)])}, "parts")
     write_tensors(tmp_path / "step-1", "rank-0.safetensors", tensors, {})
     [path] = tmp_path.rglob("*.safetensors")
     with TensorFile(path) as file:
@@ -77,7 +93,7 @@ def test_a_checkpoint_keeps_expert_choices(tmp_path: Any) -> None:
 
 def test_groups_without_a_token_are_kept_too() -> None:
     groups = [GROUPS[1], GROUPS[1]]
-    state = groups_state(groups)
+    state = state_of(groups)
     assert state["rows"].dtype == state["token_ids"].dtype == torch.int64
     assert groups_from_state(state, 1, read, VOCABULARY) == groups
 
@@ -88,7 +104,10 @@ def test_a_group_starts_anew_where_its_prompt_is_another_now_and_goes_where_it_i
     def changed(places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
         return [{(0, 7): other, (1, 7): DATA[1, 7]}.get(place) for place in places]
 
-    assert groups_from_state(groups_state(GROUPS), 3, changed, VOCABULARY) == [Group(other), GROUPS[2]]
+    assert groups_from_state(state_of(GROUPS), 3, changed, VOCABULARY) == [
+        Group(other, number=4, home=0),
+        GROUPS[2],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +127,7 @@ def test_a_group_starts_anew_where_its_prompt_is_another_now_and_goes_where_it_i
 )
 def test_a_damaged_copy_is_no_groups(name: str, value: torch.Tensor) -> None:
     with pytest.raises((ValueError, IndexError)):
-        groups_from_state(groups_state(GROUPS) | {name: value}, 3, read, VOCABULARY)
+        groups_from_state(state_of(GROUPS) | {name: value}, 3, read, VOCABULARY)
 
 
 def test_begun_groups_come_first_then_long_prompts() -> None:

@@ -17,19 +17,11 @@ import torch
 
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.alerts import HOUR, AlertSender
+from rlhf_megatron.monitor.rule_watch import Finding, RuleWatch, WatchState, observe, slope
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.health import DEFAULT_RULES, AlertSection, HealthRuleSection, HealthSection
 from rlhf_megatron.runtime.finite import BadTensor, nonfinite_gradients
-from rlhf_megatron.runtime.health_rules import (
-    Finding,
-    Health,
-    HealthStop,
-    RuleWatch,
-    WatchState,
-    memory_metrics,
-    observe,
-    slope,
-)
+from rlhf_megatron.runtime.health_rules import Health, HealthStop, memory_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN, INF = math.nan, math.inf

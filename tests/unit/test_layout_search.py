@@ -118,10 +118,11 @@ def test_the_command_lists_layouts_and_says_what_to_change_for_the_first(tmp_pat
     command = ("launch/plan.py", str(recipe), "--world=8", *GPUS)
     model = f"model.config={ROOT / 'recipes/models/qwen2.5-7b'}"
     done = python(*command, "--price=2.5", model, folder=tmp_path).check()
-    header, *rows, last = done.out.splitlines()
+    header, *rows, terms, last = done.out.splitlines()
     assert header.split() == ["s/step", "tok/s/GPU", "GPU-h", "cost", "GB", "actor", "recompute", "stream", "rollout"]
     best = find_layouts(load_rl(recipe, [*GPUS, model]), 8)
     assert len(rows) == len(best) and rows[0].split()[0] == f"{best[0].time.seconds:,.1f}"
+    assert re.fullmatch(r"of a step: tail \S+, bubbles 0, gradients \S+, requests .* s; start \d+ s", terms)
     assert last == "the first: " + " ".join(best[0].overrides)
     none = python(*command, "cluster.gpu_memory_gb=10", model, folder=tmp_path)
     assert none.status == 1

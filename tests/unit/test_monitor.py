@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -29,9 +30,10 @@ from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor import environment_report as environment
 from rlhf_megatron.monitor import metrics, trackers
 from rlhf_megatron.monitor.columns import COLUMNS, RL_COLUMNS, seconds, short, small
-from rlhf_megatron.monitor.console import Console, clock, fitting_columns, sparkline
-from rlhf_megatron.monitor.metrics import MetricsLogger, read_metrics
+from rlhf_megatron.monitor.console import VISIBLE_ROWS, Console, clock, fitting_columns, sparkline
+from rlhf_megatron.monitor.metrics import MetricsLogger, read_metrics, steps_before
 from rlhf_megatron.monitor.plots import _figure_of_run, plot_run, smooth
+from rlhf_megatron.monitor.recipe_versions import version_at, versions_of, write_recipe
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.run_report import Report
 from rlhf_megatron.recipe import load_recipe
@@ -96,6 +98,49 @@ def test_a_resumed_run_keeps_its_metrics(tmp_path: Path) -> None:
     folder.metrics.write_text('{"step": 1}\n', encoding="utf-8")
     assert folder.prepare(resume=True) == []
     assert folder.metrics.exists()
+
+
+def recipe_texts(folder: RunFolder) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.path.glob("recipe*")}
+
+
+def test_the_recipe_of_the_steps_before_a_change_is_kept(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    first, second, third = (f"name: run\nactor:\n  rate: {rate}\nrollout: null\n" for rate in (1, 2, 3))
+    assert write_recipe(folder, first, 0, folder.path) == ([], None, [])
+    assert write_recipe(folder, first, 20, folder.path) == ([], None, []), "nothing has changed"
+    kept = folder.path / "recipe.until-step-40.yaml"
+    assert write_recipe(folder, second, 40, folder.path) == ([("actor.rate", [1, 2])], kept, [])
+    assert recipe_texts(folder) == {kept.name: first, "recipe.yaml": second}
+    assert write_recipe(folder, second, 60, folder.path).changes == []
+    assert [version_at(folder.path, step) for step in (1, 40, 41)] == [kept.name, kept.name, "recipe.yaml"]
+
+    moved = folder.path / "recipe.previous-1.yaml"
+    written = write_recipe(folder, third, 30, folder.path)
+    assert written == ([("actor.rate", [1, 3])], folder.path / "recipe.until-step-30.yaml", [moved]), "step 30 had 1"
+    assert recipe_texts(folder) == {"recipe.until-step-30.yaml": first, "recipe.yaml": third, moved.name: second}
+    assert write_recipe(folder, first, 10, folder.path).changes == [], "as it was"
+    assert recipe_texts(folder)["recipe.yaml"] == first and "recipe.until-step-30.yaml" not in recipe_texts(folder)
+
+    assert folder.path / "recipe.previous-3.yaml" in folder.prepare(), "a new run begins with no earlier recipe"
+    assert all(".previous-" in name for name in recipe_texts(folder)) and versions_of(folder.path) == []
+
+
+def test_a_run_from_the_checkpoint_of_another_keeps_that_ones_recipe(tmp_path: Path) -> None:
+    other, folder = prepared(tmp_path, "other"), prepared(tmp_path, "run")
+    write_recipe(other, "name: other\nseed: 1\n", 0, other.path)
+    written = write_recipe(folder, "name: run\nseed: 2\n", 40, other.path)
+    assert written.changes == [("seed", [1, 2])] and written.earlier == folder.path / "recipe.until-step-40.yaml"
+    assert recipe_texts(folder)["recipe.until-step-40.yaml"] == "name: other\nseed: 1\n"
+    assert write_recipe(folder, "name: run\nseed: 2\n", 40, other.path) == written, "again, after a crash"
+
+
+def test_a_damaged_recipe_is_moved_aside_and_nothing_is_said_of_it(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    folder.recipe.write_bytes(b"{\xff: [")
+    moved = folder.path / "recipe.previous-1.yaml"
+    assert write_recipe(folder, "seed: 1\n", 40, folder.path) == ([], None, [moved])
+    assert moved.read_bytes() == b"{\xff: [" and folder.recipe.read_text(encoding="utf-8") == "seed: 1\n"
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "two words"])
@@ -171,11 +216,24 @@ def test_an_unknown_tracker_is_refused_with_the_choices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MonitorError, match=r"pip install 'rlhf-megatron\[trackers\]'") as caught:
+    with pytest.raises(MonitorError, match=f"pip install {name} or take {name} out") as caught:
         MetricsLogger(prepared(tmp_path), Settings((name,)))
     assert "\n" not in str(caught.value)
+
+
+def test_missing_packages_are_found_before_any_tracker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mlflow", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    folder = prepared(tmp_path)
+    with pytest.raises(MonitorError, match="monitor.trackers: mlflow, tensorboard not installed; pip install"):
+        MetricsLogger(folder, Settings(("csv", "prometheus", "mlflow", "tensorboard")))
+    assert not folder.metrics.exists() and not folder.metrics.with_suffix(".csv").exists()
+
+
+ROLLOUTS = pa.table({"prompt": ["1 + 1", "2 + 2"], "reward": [1.0, 0.5], "tokens": [[1, 2], [3]]})
+SHOWN = {"columns": ["prompt", "reward"], "data": [["1 + 1", 1.0], ["2 + 2", 0.5]]}
 
 
 class AwayTracker:
@@ -190,6 +248,9 @@ class AwayTracker:
         self.calls += 1
         raise ConnectionError("server is away")
 
+    def log_rollouts(self, step: int, columns: Any) -> None:
+        raise ConnectionError("server is away")
+
     def close(self) -> None:
         pass
 
@@ -198,14 +259,16 @@ def test_a_failing_server_warns_and_never_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     away = AwayTracker()
-    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda *ignored: away)
+    monkeypatch.setitem(trackers.TRACKERS, "far", lambda *ignored: away)
     folder = prepared(tmp_path)
-    with MetricsLogger(folder, Settings(("mlflow",))) as logger:
+    with MetricsLogger(folder, Settings(("far",))) as logger:
+        logger.log_rollouts(1, ROLLOUTS)
         for step in range(1, 6):
             logger.log(step, {"train/loss": 1.0})
     assert away.calls == metrics.FAILURES_BEFORE_A_TRACKER_IS_DROPPED
     warnings = capsys.readouterr().err.splitlines()
-    assert warnings[0] == "warning: tracker mlflow failed at step 1: server is away"
+    assert warnings.pop(0) == "warning: tracker far got no rollouts of step 1: server is away"
+    assert warnings[0] == "warning: tracker far failed at step 1: server is away"
     assert warnings[-1].endswith("it is dropped for the rest of the run")
     assert read_metrics(folder.metrics)["train/loss"][0] == [1, 2, 3, 4, 5]
 
@@ -326,6 +389,28 @@ def test_a_resumed_run_is_one_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.
     assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
 
 
+def test_rows_are_a_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed (extra: trackers)")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = prepared(tmp_path)
+    with MetricsLogger(folder, Settings(("wandb",))) as logger:
+        logger.log_rollouts(3, ROLLOUTS)
+    [table] = folder.path.glob("wandb/offline-run-*/files/media/table/*.json")
+    found = json.loads(table.read_text())
+    assert {name: found[name] for name in SHOWN} == SHOWN
+
+
+def test_rows_are_a_table_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed (extra: trackers)")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)  # where mlflow keeps what is no number
+    with MetricsLogger(prepared(tmp_path), Settings(("mlflow",))) as logger:
+        logger.log_rollouts(3, ROLLOUTS)
+    [run] = mlflow.search_runs(experiment_names=["rlhf_megatron"], output_format="list")
+    path = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path="rollouts/step-3.json")
+    assert json.loads(Path(path).read_text()) == SHOWN
+
+
 def test_prometheus_reads_the_newest_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -384,6 +469,17 @@ def test_an_evaluation_after_its_step_adds_a_short_line() -> None:
     assert [line.split()[0] for line in lines] == ["step", "7", "7", "8"]
 
 
+def test_earlier_rows_come_back_where_a_run_resumes(tmp_path: Path) -> None:
+    path = write_metrics(tmp_path / "metrics.jsonl", [rl_metrics(step) | {"step": step} for step in range(1, 31)])
+    stream = io.StringIO()
+    with Console("rl", stream=stream) as console:
+        console.earlier(steps_before(path, 21))
+        console.row(21, rl_metrics(21))
+    rows = [line.split()[0] for line in stream.getvalue().splitlines()]
+    assert rows == ["step", *(str(step) for step in range(21 - VISIBLE_ROWS, 22))], "those to the checkpoint, and on"
+    assert steps_before(tmp_path / "none.jsonl", 21) == {}
+
+
 def test_a_short_phase_writes_nothing_to_a_log_file() -> None:
     stream = io.StringIO()
     with Console("rl", stream=stream) as console:
@@ -396,7 +492,8 @@ def test_a_terminal_gets_a_live_table_and_is_given_back() -> None:
     controller, terminal = pty.openpty()
     with os.fdopen(terminal, "w", encoding="utf-8") as stream:
         with Console("rl", total_steps=5, title="a run", stream=stream) as console:
-            for step in range(1, 4):
+            console.earlier({1: rl_metrics(1) | {"reward/mean": 0.1}})
+            for step in range(2, 4):
                 console.phase("generate", 1, 2)
                 console.row(step, rl_metrics(step))
             console.row(4, rl_metrics(4) | {"reward/mean": math.inf})
@@ -406,7 +503,7 @@ def test_a_terminal_gets_a_live_table_and_is_given_back() -> None:
         while select.select([controller], [], [], 0.2)[0]:
             shown += os.read(controller, 1 << 16).decode(errors="replace")
     os.close(controller)
-    for text in ("a run", "reward", "step 4/5", "saved a checkpoint", "0.300"):
+    for text in ("a run", "reward", "step 4/5", "saved a checkpoint", "0.100", "0.300"):
         assert text in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
 
@@ -508,7 +605,7 @@ def test_runs_are_compared_by_the_names_of_their_folders(
     curve = tmp_path / "first.jsonl"
     curve.write_bytes((tmp_path / "lr=1e-6" / "metrics.jsonl").read_bytes())
     arguments = ["runs/qwen2.5-7b", "lr=1e-6/metrics.jsonl", "a=b=other/lr=1e-6", "first.jsonl"]
-    assert list(tool["by_label"](arguments)) == ["qwen2.5-7b", "lr=1e-6", "a=b", "first"]
+    assert list(tool["runs_by_label"](arguments)) == ["qwen2.5-7b", "lr=1e-6", "a=b", "first"]
     assert tool["main"]([*arguments, "--output", "all.png"]) == 0
     assert Image.open("all.png").width > 1000
     assert tool["main"](["lr=1e-6", "other/lr=1e-6", "--output", "two.png"]) == 2

@@ -6,11 +6,30 @@ import heapq
 import itertools
 import random
 
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from rlhf_megatron.data.packing import imbalance, plan_micro_batches
+from rlhf_megatron.data.packing import assign_rows, plan_for_all, plan_micro_batches, row_costs
+
+
+def whole_plan(
+    lengths: list[int], budget: int, data: int, rows_together: int = 1, multiple: int = 1, attention: float = 0.0
+) -> list[list[list[int]]]:
+    """The micro-batches of all data-parallel ranks, as these agree on their number."""
+    owner = assign_rows(torch.tensor(lengths, dtype=torch.int64), data, None, rows_together, attention)
+    own = [(owner == rank).nonzero().flatten().tolist() for rank in range(data)]
+
+    def plan_of(rank: int, at_least: int) -> list[list[int]]:
+        of_rank = [lengths[row] for row in own[rank]]
+        return plan_micro_batches(of_rank, budget, rows_together, multiple, attention, at_least)
+
+    count = max(len(plan_of(rank, 1)) for rank in range(data))
+    plans = [plan_for_all(lambda least, rank=rank: plan_of(rank, least), lambda _: count) for rank in range(data)]
+    return [[[own[rank][row] for row in micro] for micro in plan] for rank, plan in enumerate(plans)]
+
 
 lengths_of_rows = some.lists(some.integers(1, 300), max_size=60)
 
@@ -19,7 +38,7 @@ lengths_of_rows = some.lists(some.integers(1, 300), max_size=60)
 def test_every_row_is_dealt_once_and_within_the_budget(
     lengths: list[int], data: int, multiple: int, budget: int
 ) -> None:
-    plan = plan_micro_batches(lengths, budget, data, multiple=multiple, attention=0.01)
+    plan = whole_plan(lengths, budget, data, multiple=multiple, attention=0.01)
     assert sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(plan))) == list(range(len(lengths)))
     assert len(plan) == data and len({len(of_rank) for of_rank in plan}) == 1 and len(plan[0]) % multiple == 0
     for micro in itertools.chain.from_iterable(plan):
@@ -28,7 +47,7 @@ def test_every_row_is_dealt_once_and_within_the_budget(
 
 @given(some.lists(some.integers(1, 99), min_size=2, max_size=40).filter(lambda rows: len(rows) % 2 == 0))
 def test_rows_that_belong_together_stay_in_order(lengths: list[int]) -> None:
-    for of_rank in plan_micro_batches(lengths, 200, 2, rows_together=2):
+    for of_rank in whole_plan(lengths, 200, 2, rows_together=2):
         for micro in of_rank:
             assert all(b == a + 1 and a % 2 == 0 for a, b in zip(micro[::2], micro[1::2], strict=True))
 
@@ -51,7 +70,7 @@ def test_costs_are_as_near_to_each_other_as_by_largest_differencing(rows: int, d
     lengths = [1 + int(draw.lognormvariate(5, 0.8)) for _ in range(rows)]
     costs = [n + attention * n * n for n in lengths]
     budget = max(max(lengths), sum(lengths) // (data * 2) + max(lengths))
-    plan = plan_micro_batches(lengths, budget, data, attention=attention)
+    plan = whole_plan(lengths, budget, data, attention=attention)
     spent = [sum(costs[row] for micro in of_rank for row in micro) for of_rank in plan]
     assert max(spent) <= largest_differencing(costs, data) * 1.001
     for of_rank in plan:
@@ -67,7 +86,7 @@ def test_costs_are_as_near_to_each_other_as_by_largest_differencing(rows: int, d
 def test_rows_over_the_budget_take_a_micro_batch_each_and_no_empty_ones(
     lengths: list[int], budget: int, data: int, micro_batches: int
 ) -> None:
-    plan = plan_micro_batches(lengths, budget, data)
+    plan = whole_plan(lengths, budget, data)
     assert len(plan[0]) == micro_batches
     for micro in itertools.chain.from_iterable(plan):
         assert len(micro) <= 1 or sum(lengths[row] for row in micro) <= budget
@@ -75,16 +94,30 @@ def test_rows_over_the_budget_take_a_micro_batch_each_and_no_empty_ones(
 
 def test_a_token_of_a_long_row_counts_for_more() -> None:
     lengths = [800, 200, 200, 200, 200]
-    assert plan_micro_batches(lengths, 1000, 2) == [[[0]], [[1, 2, 3, 4]]]
-    assert plan_micro_batches(lengths, 5000, 2, attention=0.1) == [[[0]], [[1, 2, 3, 4]]]
-    [[long], [short]] = plan_micro_batches([*lengths, 400], 1200, 2, attention=0.01)
+    assert whole_plan(lengths, 1000, 2) == [[[0]], [[1, 2, 3, 4]]]
+    assert whole_plan(lengths, 5000, 2, attention=0.1) == [[[0]], [[1, 2, 3, 4]]]
+    [[long], [short]] = whole_plan([*lengths, 400], 1200, 2, attention=0.01)
     assert 0 in long and len(long) == 1 and len(short) == 5
 
 
-def test_imbalance_is_the_dearest_over_the_mean() -> None:
-    lengths, plan = [3, 1, 2, 2], [[[0], [1]], [[2, 3], []]]
-    # n + n^2: rows cost 12, 2, 6, 6; ranks 14 and 12; micro-batches 12, 2, 12, 0.
-    assert imbalance(plan, lengths, attention=1.0) == pytest.approx(
-        {"imbalance": 14 / 13, "imbalance_micro_batch": 12 / 6.5}
-    )
-    assert imbalance([[[0], [1]], [[3], [2]]], [5, 5, 5, 5])["imbalance"] == 1.0
+def test_ranks_get_as_much_of_each_part_and_of_the_whole() -> None:
+    draw = random.Random(4)
+    lengths = torch.tensor([1 + int(draw.lognormvariate(5, 0.8)) for _ in range(480)])
+    parts = [torch.arange(first, first + 6) for first in range(0, 240, 6)] + [torch.arange(240, 400)]
+    owner = assign_rows(lengths, 4, parts)
+    assert (owner[400:] == -1).all(), "those of no part go nowhere"
+    spent = torch.zeros(4).long().index_add(0, owner[:400], lengths[:400])
+    assert int(spent.max()) <= 1.02 * float(spent.double().mean()), "however uneven parts of few rows are"
+    for part in parts:
+        of_part = torch.zeros(4).long().index_add(0, owner[part], lengths[part])
+        assert int(of_part.max()) <= max(
+            1.001 * largest_differencing(lengths[part].tolist(), 4), int(lengths[part].max())
+        )
+
+
+def test_half_a_million_rows_are_spread_evenly() -> None:
+    lengths = torch.from_numpy(numpy.random.default_rng(1).lognormal(8, 0.8, 2**19).astype(numpy.int64) + 1)
+    owner = assign_rows(lengths, 8192, attention=1e-5)
+    costs = row_costs(lengths, 1e-5)
+    spent = numpy.bincount(owner.numpy(), costs)
+    assert spent.max() <= max(1.002 * spent.mean(), costs.max())

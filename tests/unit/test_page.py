@@ -3,85 +3,18 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
+import os
 from pathlib import Path
-from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import yaml
 
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.monitor.page import recipe_differences, view_of, write_page
-
-VOID = {"meta", "img", "br", "polyline"}
-
-
-class Page(HTMLParser):
-    """The texts of a page's elements, by their tag; fails where elements are not closed in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[tuple[str, str]] = []
-        self.links: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "action")]
-        assert not any(name.startswith("on") for name, _ in attrs) and tag != "script"
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.texts.append((self.open[-1] if self.open else "", data.strip()))
-
-    def of(self, tag: str) -> list[str]:
-        return [text for kind, text in self.texts if kind == tag]
-
-
-def write_run(folder: Path, steps: int = 4, events: list[dict[str, Any]] | None = None, **recipe: Any) -> Path:
-    folder.mkdir(parents=True)
-    rows: list[dict[str, Any]] = [{"step": 0, "eval/gsm8k/accuracy": 0.25}]
-    for step in range(1, steps + 1):
-        rows.append(
-            {
-                "step": step,
-                "reward/mean": step / 8,
-                "train/kl": None if step == 2 else step * 1e-5,
-                "train/step_time_ms": 4000.0 if step > 1 else 9000.0,
-                "perf/tokens_per_gpu_per_sec": 500.0,
-                "time/generate": 3.0,
-                "time/update": 1.0,
-            }
-        )
-    last = {"eval/gsm8k/accuracy": 0.75, "eval/gsm8k/accuracy_low": 0.7, "eval/gsm8k/accuracy_high": 0.8}
-    rows.append({"step": steps, **last})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"name": folder.name, "loop": "rl", "steps": 8, "seed": 1, "model": {"path": "models/some"}, **recipe}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
-    (folder / "environment.json").write_text(
-        json.dumps({"variables": {"WORLD_SIZE": "2"}, "git": {"commit": "c0ffee"}})
-    )
-    lines = events or [{"what": "start", "step": 0, "why": "the first attempt"}]
-    (folder / "recovery.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def write_samples(folder: Path, step: int, response: str) -> None:
-    (folder / "samples").mkdir(exist_ok=True)
-    row = {"prompt": "2 + 2?", "response": response, "ground_truth": "4", "score": 1.0, "truncated": False}
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{**row, "unscored": False}]), folder / "samples" / f"step-{step}.parquet"
-    )
+from rlhf_megatron.monitor.charts import BOTTOM, TOP, WIDTH, chart_of
+from rlhf_megatron.monitor.comparison import apart, compared, recipe_differences
+from rlhf_megatron.monitor.page import view_of, write_page
+from rlhf_megatron.monitor.panels import MACHINE_PANELS, RL_PANELS, axis_bounds
+from run_pages import Page, write_run, write_samples
 
 
 def test_the_page_says_what_became_of_a_run(tmp_path: Path) -> None:
@@ -92,7 +25,7 @@ def test_the_page_says_what_became_of_a_run(tmp_path: Path) -> None:
     write_page({"one": folder}, output)
     page = Page(output.read_text(encoding="utf-8"))
     assert page.of("h1") == ["one"]
-    assert page.of("p")[0].startswith("step 4 of 8, not ended")
+    assert page.of("b")[0] == "Healthy" and page.of("p")[0] == "step 4 of 8, not ended"
     cells = page.of("td")
     assert "0.75 (0.7 to 0.8)" in cells, "the last evaluation with its interval"
     assert cells[cells.index("generate") + 1 :][:2] == ["3", "75%"]
@@ -105,7 +38,7 @@ def test_the_page_says_what_became_of_a_run(tmp_path: Path) -> None:
     assert dict(view.facts)["tokens"] == f"{500 * 2 * (9 + 3 * 4):,}"
     assert dict(view.facts)["time in steps"] == "0 min 21 s"
     assert "the newest" in page.of("pre") and "an older one" not in page.of("pre")
-    assert [link[:22] for link in page.links] == ["data:image/png;base64,"], "everything is in the file"
+    assert page.links == [] and page.scripts == 1, "everything is in the file"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +65,7 @@ def test_what_a_model_or_a_person_wrote_stays_text(tmp_path: Path) -> None:
     write_samples(folder, 1, bad)
     write_page({bad: folder}, tmp_path / "page.html", title=bad)
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert len(page.links) == 1 and bad in page.of("pre") and page.of("h1") == [bad]
+    assert (page.links, page.scripts) == ([], 1) and bad in page.of("pre") and page.of("h1") == [bad]
 
 
 def test_torn_files_leave_gaps_and_no_metrics_are_told(tmp_path: Path) -> None:
@@ -157,8 +90,101 @@ def test_runs_are_compared_and_so_are_their_recipes(tmp_path: Path) -> None:
     cells = page.of("td")
     assert cells[cells.index("reward") + 1 :][:2] == ["0.5", "1"]
     views = [view_of("first", first), view_of("second", second)]
-    assert recipe_differences(views) == [("actor.layout.tensor", ["1", "2"]), ("reference", ["null", "{...}"])]
-    assert "best" in (tmp_path / "both.html").read_text(encoding="utf-8")
+    differences = recipe_differences(views)
+    assert differences.labels == ["first", "second"]
+    assert differences.rows == [("actor.layout.tensor", ["1", "2"]), ("reference", ["null", "{...}"])]
+    assert [row.best for row in compared(views) if row.label == "reward"] == [[1]]
     write_page({"first": first, "again": first}, tmp_path / "same.html")
     same = Page((tmp_path / "same.html").read_text(encoding="utf-8"))
     assert "Nowhere but in their names." in same.of("p")
+
+
+def test_nothing_is_better_where_batches_differ(tmp_path: Path) -> None:
+    runs = {
+        name: write_run(tmp_path / name, steps, batch={"prompts_per_step": prompts})
+        for name, steps, prompts in (("first", 4, 8), ("second", 8, 16))
+    }
+    views = [view_of(*run) for run in runs.items()]
+    assert apart(views) == ["batch"] and not any(row.best for row in compared(views))
+    write_page(runs, tmp_path / "both.html")
+    page = Page((tmp_path / "both.html").read_text(encoding="utf-8"))
+    assert any("No value is marked as better: the recipes differ in batch." in text for text in page.of("p"))
+
+
+def test_changes_are_coloured_for_the_same_questions_alone(tmp_path: Path) -> None:
+    view = view_of("one", write_run(tmp_path / "one"))
+    assert {each.label for each in view.headlines if each.same_questions} == {"held-out accuracy, gsm8k"}
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "level", "health"),
+    [
+        ([0.001] * 8, "good", "all rules of health hold"),
+        ([0.5] * 8, "watch", "look at train/mismatch_kl"),
+        ([0.5] * 6 + [0.001] * 2, "good", "all rules of health hold; 1 earlier warning passed"),
+        ([0.001] * 7 + [None], "bad", "look at train/mismatch_kl"),
+    ],
+)
+def test_the_verdict_is_that_of_the_rules_of_health(
+    tmp_path: Path, mismatch: list[float | None], level: str, health: str
+) -> None:
+    folder = write_run(tmp_path / "one", 8)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, value in enumerate(mismatch, start=1):
+            file.write(json.dumps({"step": step, "train/kl": 0.0, "train/mismatch_kl": value}) + "\n")
+    view = view_of("one", folder)
+    assert (view.level, view.health) == (level, health)
+
+
+def test_a_run_that_has_fallen_silent_is_in_trouble(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one")
+    os.utime(folder / "metrics.jsonl", (0, 0))
+    assert view_of("one", folder).level == "good", "a saved page is of no moment"
+    silent = view_of("one", folder, live=True)
+    assert silent.level == "bad" and silent.health.startswith("nothing written for ")
+    assert view_of("done", write_run(tmp_path / "done", 8), live=True).level == "good"
+
+
+@pytest.mark.parametrize(
+    ("values", "bounds"),
+    [([4e-13, 5e-13], (0.0, 1e-4)), ([1.0, 1.00001], (0.999955, 1.000055)), ([0.0, 1.0], (-0.05, 1.05))],
+)
+def test_an_axis_has_a_floor(values: list[float], bounds: tuple[float, float]) -> None:
+    assert axis_bounds(values, 1e-4) == pytest.approx(bounds)
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0], [5e-324, 1e-323], [-1e99, 1e99], [1.0, 1.0 + 2e-16], [1e-9] * 300, [3.0, -2.0]]
+)
+def test_any_finite_numbers_are_drawn_within_the_panel(values: list[float]) -> None:
+    for panel in (*RL_PANELS, *MACHINE_PANELS):
+        points = list(range(1, len(values) + 1)), values
+        chart = chart_of(panel, {"a": points})
+        places = [float(word) for pair in chart.lines[0].points.split() for word in pair.split(",")]
+        assert all(0 <= place <= WIDTH for place in places)
+        assert all(TOP - 1 <= place <= BOTTOM + 1 for place in places[1::2])
+        assert json.loads(chart.lines[0].values)[-1][1] == len(values)
+
+
+def test_a_recipe_that_has_changed_is_shown_with_its_steps_alone_and_beside_others(tmp_path: Path) -> None:
+    changed = write_run(tmp_path / "changed", actor={"rate": 5e-7}, seed=3)
+    for step, rate in ((40, 1e-6), (7, 2e-6)):
+        earlier = {"name": "changed", "loop": "rl", "steps": 8, "seed": 3, "model": {"path": "models/some"}}
+        (changed / f"recipe.until-step-{step}.yaml").write_text(yaml.safe_dump({**earlier, "actor": {"rate": rate}}))
+    other = write_run(tmp_path / "other", actor={"rate": 5e-7})
+    write_page({"changed": changed}, tmp_path / "alone.html")
+    alone = Page((tmp_path / "alone.html").read_text(encoding="utf-8"))
+    assert "Where the recipe has changed" in alone.of("h2")
+    assert [label for label in alone.of("th") if "step" in label and label[-1].isdigit()] == [
+        *("steps 1 to 7", "steps 8 to 40", "from step 41")
+    ]
+    cells = alone.of("td")
+    assert cells[cells.index("actor.rate") + 1 :][:3] == ["2.0e-06", "1.0e-06", "5.0e-07"]
+    differences = recipe_differences([view_of("changed", changed), view_of("other", other)])
+    assert differences.labels == [f"changed {steps}" for steps in ("steps 1 to 7", "steps 8 to 40", "from step 41")] + [
+        "other"
+    ]
+    assert differences.rows == [
+        ("actor.rate", ["2.0e-06", "1.0e-06", "5.0e-07", "5.0e-07"]),
+        ("seed", ["3", "3", "3", "1"]),
+    ]

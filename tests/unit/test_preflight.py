@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,16 @@ from rlhf_megatron.planning.memory import checkpoint_bytes
 from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.preflight import agreement, links, machine
 from rlhf_megatron.preflight.check import Check, NoAnswer, as_json, over_ranks, print_table, run_check, within
-from rlhf_megatron.preflight.preflight import reward_check, tokenizer_check, turns_check
+from rlhf_megatron.preflight.file_checks import (
+    check_lines,
+    data_checks,
+    file_checks,
+    mistakes_of,
+    models_checks,
+    reward_check,
+    tokenizer_check,
+    turns_check,
+)
 from rlhf_megatron.recipe import Recipe, make_recipe
 from rlhf_megatron.runtime.ranks import named_ranks
 from tiny_tokenizer import write_bpe_tokenizer
@@ -91,9 +101,9 @@ def test_work_has_a_time_limit_and_its_errors_come_through() -> None:
 
 def test_a_check_that_hangs_or_raises_is_a_failure_with_its_reason() -> None:
     [late] = run_check("disk", 0.05, lambda: time.sleep(5))
-    assert (late.result, late.seen) == ("fail", "no end within 0.05 s")
+    assert (late.result, late.seen) == ("fail", "disk: no end within 0.05 s")
     [raised] = run_check("disk", 5.0, lambda: [][1])
-    assert (raised.result, raised.seen) == ("fail", "IndexError: list index out of range")
+    assert (raised.result, raised.seen) == ("fail", "disk: IndexError: list index out of range")
     [unstarted] = run_check("disk", -1.0, lambda: Check("disk", "ok", ""))
     assert unstarted.result == "skipped"
 
@@ -349,6 +359,9 @@ def test_who_speaks_between_turns_is_tried(recipe_of: Callable[..., Recipe], tmp
     assert check("bad").result == "fail" and "KeyError: 'text'" in check("bad").seen
     assert check("tool").result == "fail" and "unknown role tool" in check("tool").seen
     assert check("none").result == "fail" and "has no function none" in check("none").seen
+    game = Path(__file__).resolve().parents[2] / "recipes" / "environments" / "guess.py"
+    played = recipe_of(rollout={"max_response_length": 8, "multi_turn": {"environment": str(game)}})
+    assert turns_check(played) == [Check("turns", "ok", "4 right answers: 0 answered, 4 ended")]
 
 
 def test_beside_a_reward_model_rewards_are_tried_where_there_are_any(
@@ -358,7 +371,7 @@ def test_beside_a_reward_model_rewards_are_tried_where_there_are_any(
     scored = Check("rewards", "ok", "4 right answers: 1; empty ones: 0")
     assert reward_check(recipe_of(reward_model=judge)) == scored
     alone = reward_check(recipe_of(reward_model=judge, reward={"rule": "none"}))
-    assert alone == Check("rewards", "skipped", "the reward model alone gives them")
+    assert alone == Check("rewards", "skipped", "a reward model or an environment gives them")
 
 
 def test_a_right_answer_without_reward_is_told(recipe_of: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -376,3 +389,71 @@ def test_a_right_answer_without_reward_is_told(recipe_of: Callable[..., Recipe],
     assert check.result == "fail" and "ground_truth '' is not a number" in check.seen
     sft = recipe_of(loop="sft", batch={"prompts_per_step": 2}, rollout=None)
     assert reward_check(sft).result == "skipped"
+
+
+# All of them together, as a dry run makes them
+
+
+def test_a_dry_run_checks_what_the_recipe_names(recipe_of: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = recipe_of().model_copy(update={"run_root": str(tmp_path / "runs")})
+    checks = file_checks(recipe)
+    assert [(check.name, check.result) for check in checks] == [
+        *(("trackers", "ok"), ("models", "ok"), ("rows", "ok"), ("rewards", "ok"), ("tokenizer", "ok"), ("disk", "ok"))
+    ]
+    assert check_lines(recipe, checks)[2] == "rows: 6 training rows" and mistakes_of(checks) == []
+    assert not (tmp_path / "runs").exists(), "nothing is made"
+    service = recipe_of(reward={"service": {"url": "http://127.0.0.1:9/never"}})
+    asked = [check for check in file_checks(service) if check.name == "rewards"]
+    assert asked == [Check("rewards", "skipped", "a service gives them, which tools/preflight.py asks")]
+
+
+def test_all_mistakes_are_told_each_once(
+    recipe_of: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    unanswered = tmp_path / "unanswered.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1"]}), unanswered)
+    (tmp_path / "template.jinja").write_text("{% if")
+    missing = str(tmp_path / "missing.parquet")
+    recipe = recipe_of(
+        data={
+            "train_files": [str(unanswered)],
+            "validation_files": [missing],
+            "max_prompt_length": 64,
+            "chat_template": str(tmp_path / "template.jinja"),
+        },
+        reward={"function": f"{tmp_path}/nowhere.py:score"},
+        reference={"path": str(tmp_path / "no_model"), "tokens_per_gpu": 256},
+        monitor={"trackers": ["jsonl", "wandb"]},
+        checkpoint={"save_interval": 1},
+        algorithm={"kl_coef": 0.1},
+    )
+    checks = file_checks(recipe)
+    mistakes = mistakes_of(checks)
+    for part in (
+        "monitor.trackers: wandb not installed; pip install",
+        f"reference.path: there is no {tmp_path}/no_model/config.json; download the model",
+        f"{unanswered}, columns data_source, reward_model: missing",
+        "nowhere.py",
+        f"{missing}: there is no such file",
+        "data.chat_template is not valid Jinja",
+    ):
+        assert sum(part in mistake for mistake in mistakes) == 1, (part, mistakes)
+    assert len(mistakes) == 6 and all("\n" not in mistake for mistake in mistakes)
+
+
+def test_nothing_is_checked_where_the_model_is_planned_by_its_config_alone(
+    recipe_of: Callable[..., Recipe], folder: Path
+) -> None:
+    model = {"path": "far/away", "config": str(folder / "model"), "dtype": "float32"}
+    recipe = recipe_of(model=model)
+    assert file_checks(recipe) == []
+    assert check_lines(recipe, []) == ["not checked: there is no far/away/config.json on this machine"]
+
+
+def test_rows_of_all_files_are_counted_and_roles_have_models(recipe_of: Callable[..., Recipe], folder: Path) -> None:
+    data = {"train_files": [str(folder / "train.parquet")], "max_prompt_length": 64}
+    both = recipe_of(data=data | {"validation_files": [str(folder / "train.parquet")]})
+    assert data_checks(both) == [Check("rows", "ok", "6 training rows and 6 validation rows")]
+    judge = {"path": str(folder / "model"), "tokens_per_gpu": 256}
+    assert models_checks(recipe_of(reward_model=judge)) == [Check("models", "ok", "those of actor")]

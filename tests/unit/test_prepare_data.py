@@ -13,6 +13,7 @@ import prepare_data
 import pyarrow.parquet
 import pytest
 
+from rlhf_megatron.data import foreign_files
 from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.errors import DataError
@@ -221,7 +222,7 @@ def test_a_bad_line_is_told_by_its_number(
 def test_a_long_line_is_not_read_to_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_data, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(foreign_files, "MOST_LINE_BYTES", 1000)
     (tmp_path / "long.jsonl").write_bytes(b" " * 5000)
     arguments = ["--output", str(tmp_path / "x.parquet")]
     assert prepare_data.main(["gsm8k", "--input", str(tmp_path / "long.jsonl"), *arguments]) == 2

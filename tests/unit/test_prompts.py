@@ -102,7 +102,7 @@ def test_files_with_null_fields_numbers_and_extra_columns_are_read(tokenizer: To
     row["prompt"] = [{"role": "user", "content": "q", "name": None}]
     row["reward_model"] = {"style": "rule", "ground_truth": 72}
     row["extra_info"] = None
-    row["images"] = [b"bytes that nobody decodes"]
+    row["payload"] = [b"bytes that nobody decodes"]
     prompt = only(PromptDataset([write(tmp_path / "a.parquet", [row])], tokenizer, section()))
     assert (prompt.ground_truth, prompt.extra_info) == ("72", {})
     row["reward_model"] = {"style": "rule", "ground_truth": ["1/2", "0.5"]}

@@ -97,6 +97,26 @@ def refusal(path: Path, *overrides: str) -> str:
     return text
 
 
+def test_mistakes_of_keys_sections_and_what_they_are_to_each_other_are_told_together(small: Path) -> None:
+    told = refusal(small, "evaluation.interval=5", *GAE[:1], "monitor.profile.steps=[9]", "rollout.steps_ahead=1")
+    for part in (
+        "evaluation.interval=5 needs data.validation_files",
+        "algorithm.advantage=gae needs the section critic",
+        "monitor.profile.steps=[9]: the run has 3 steps",
+        "rollout.steps_ahead=1: the policy of an update before answers",
+    ):
+        assert part in told
+    told = refusal(small, "stepz=4", "batch.prompts_per_step=0", "rollout.top_p=2", "actor.optimiser={}", "seed=true")
+    for part in (
+        "unknown key stepz; did you mean steps?",
+        "unknown key actor.optimiser; did you mean actor.optimizer?",
+        "seed: must be a number; it is true",
+        "batch.prompts_per_step: Input should be greater than 0; it is 0",
+        "rollout.top_p: ",
+    ):
+        assert told.count(part) == 1, told
+
+
 def test_defaults_and_overrides(small: Path) -> None:
     overrides = ["steps=7", "actor.layout.tensor=2", "rollout.temperature=0.5", "reference={tokens_per_gpu: 9}"]
     recipe = load_recipe(small, overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,23 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
+from rlhf_megatron.models.rectangles import elements, intersect
 from rlhf_megatron.models.weight_map import Block, tensor_shapes, whole_blocks
 from rlhf_megatron.models.weight_source import window
-from rlhf_megatron.planning.report import plan_text
+from rlhf_megatron.planning.report import plan_text, sent_between_hosts
+from rlhf_megatron.recipe import load_rl
 from rlhf_megatron.recipe.load import load_recipe
 from rlhf_megatron.regather.peer_memory import spread_over_sources
-from rlhf_megatron.regather.plan import (
-    PlanError,
-    RankPlan,
-    ShardSpec,
-    elements,
-    intersect,
-    plan_regather,
-    rounds,
-    split_copy,
-)
+from rlhf_megatron.regather.plan import Copy, PlanError, RankPlan, ShardSpec, plan_regather
+from rlhf_megatron.regather.rounds import rounds, split_copy
 from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
 from rlhf_megatron.regather.sources import share_demand
+from rlhf_megatron.regather.traffic import host_traffic
 from rlhf_megatron.topology.layout import Layout
 from shards import architecture, checkpoint, filled
 
@@ -61,17 +57,22 @@ MODELS = {
 }
 
 
-def plans_of(sources: ShardSpec, wanted: ShardSpec, ranks_per_node: int = 4) -> dict[int, RankPlan]:
+def plans_of(sources: ShardSpec, wanted: ShardSpec, hosts: Sequence[int] | int = 4) -> dict[int, RankPlan]:
     ranks = sorted({*sources.shard_of, *wanted.shard_of})
-    return {rank: plan_regather(sources, wanted, rank, ranks_per_node) for rank in ranks}
+    return {rank: plan_regather(sources, wanted, rank, hosts) for rank in ranks}
 
 
-def lacking(a: Architecture, held: Sequence[Block], wanted: Sequence[Block]) -> int:
-    """How many elements of ``wanted`` are not in ``held``, counted one by one."""
+def lacking(a: Architecture, held: Sequence[Block], wanted: Sequence[Block], once: bool = False) -> int:
+    """The number of elements of ``wanted`` that are not in ``held``, counted one by one; of equal ones ``once``."""
     own = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in tensor_shapes(a).items()}
     for block in held:
         own[block.tensor][tuple(slice(*span) for span in block.region)] = True
-    return sum(int((~own[b.tensor][tuple(slice(*span) for span in b.region)]).sum()) for b in wanted)
+    count = 0
+    for block in wanted:
+        view = own[block.tensor][tuple(slice(*span) for span in block.region)]
+        count += int((~view).sum())
+        view |= once
+    return count
 
 
 @pytest.mark.parametrize("rollout", [(1, False), (2, False), (4, False), (2, True), (4, True)], ids=str)
@@ -87,26 +88,91 @@ def test_every_element_comes_once_and_no_other_does(model: str, rollout: tuple[i
             trainer_shards(a, layout, range(layout.size)),
             rollout_shards(a, rollout[0], range(world), rollout[1]),
         )
-        plans = plans_of(sources, wanted)
+        plans = plans_of(sources, wanted, hosts=2)
         held = {rank: filled(sources.blocks(rank), tensors) for rank in range(layout.size)}
+        expected = {rank: filled(wanted.blocks(rank), tensors) for rank in plans}
+        found = {
+            rank: {name: torch.full_like(value, torch.nan) for name, value in of_rank.items()}
+            for rank, of_rank in expected.items()
+        }
         for rank, plan in plans.items():
-            expected = filled(wanted.blocks(rank), tensors)
-            found = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
             for copy in (*plan.local, *plan.receives):
-                assert copy.destination == rank
-                origin = window(held[copy.source][copy.source_parameter], copy.source_offset, copy.region)
-                target = window(found[copy.destination_parameter], copy.destination_offset, copy.region)
-                assert target.isnan().all(), f"{copy} comes twice"
-                target.copy_(origin)
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
+                fill(copy, held[copy.source], found[rank])
             assert plan.bytes_received(1) == lacking(a, sources.blocks(rank), wanted.blocks(rank))
-        sent = [copy for plan in plans.values() for copy in plan.sends]
-        received = [copy for plan in plans.values() for copy in plan.receives]
-        assert sorted(sent) == sorted(received)
-        for sender in plans.values():  # both ends of a transfer have it in the same order
-            for receiver in plans.values():
-                there = [copy for copy in sender.sends if copy.destination == receiver.rank]
-                assert there == [copy for copy in receiver.receives if copy.source == sender.rank]
+        arrived = {rank: {name: value.clone() for name, value in of_rank.items()} for rank, of_rank in found.items()}
+        for rank, plan in plans.items():
+            for copy in plan.forwarded:  # nothing is forwarded twice
+                fill(copy, arrived[copy.source], found[rank])
+            assert all(torch.equal(found[rank][name], value) for name, value in expected[rank].items())
+        check_ends(plans)
+        check_hosts(a, sources, wanted, plans, [rank // 2 for rank in plans])
+
+
+def fill(copy: Copy, held: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    origin = window(held[copy.source_parameter], copy.source_offset, copy.region)
+    target = window(found[copy.destination_parameter], copy.destination_offset, copy.region)
+    assert target.isnan().all(), f"{copy} comes twice"
+    target.copy_(origin)
+
+
+def check_ends(plans: dict[int, RankPlan]) -> None:
+    """Both ends of a transfer have it, and in the same order."""
+    for sides in ("sends", "receives"), ("forwards", "forwarded"):
+        given, taken = ({rank: getattr(plan, side) for rank, plan in plans.items()} for side in sides)
+        assert sorted(itertools.chain(*given.values())) == sorted(itertools.chain(*taken.values()))
+        for sender, receiver in itertools.product(plans, plans):
+            there = [copy for copy in given[sender] if copy.destination == receiver]
+            assert there == [copy for copy in taken[receiver] if copy.source == sender]
+
+
+def check_hosts(
+    a: Architecture, sources: ShardSpec, wanted: ShardSpec, plans: dict[int, RankPlan], hosts: Sequence[int]
+) -> None:
+    """A host gets what it lacks once, its ranks get evenly much of it, and the traffic is that of the plans."""
+    traffic = host_traffic(sources, wanted, hosts)
+    into: dict[int, int] = defaultdict(int)
+    for rank, plan in plans.items():
+        assert all(hosts[copy.source] == hosts[rank] for copy in plan.forwarded)
+        crossing = [copy for copy in plan.receives if hosts[copy.source] != hosts[rank]]
+        into[hosts[rank]] += sum(copy.elements for copy in crossing)
+        within = plan.bytes_received(1) - sum(copy.elements for copy in crossing)
+        of_rank = sum(copy.elements for copy in crossing), within
+        rows = 80 * 24  # what cuts between rows may come to
+        assert of_rank == pytest.approx((traffic.from_hosts.get(rank, 0), traffic.from_mates.get(rank, 0)), abs=rows)
+        sent = sum(copy.elements for copy in plan.sends if hosts[copy.destination] != hosts[rank])
+        assert sent == pytest.approx(traffic.to_hosts.get(rank, 0), abs=rows)
+        assert plan.bytes_sent(1) - sent == pytest.approx(traffic.to_mates.get(rank, 0), abs=rows)
+        assert {copy.source for copy in plan.arriving} <= traffic.peers.get(rank, set())
+    for host, amount in into.items():
+        ranks = [rank for rank in plans if hosts[rank] == host]
+        held, want = ([block for rank in ranks for block in side.blocks(rank)] for side in (sources, wanted))
+        assert amount == lacking(a, held, want, once=True)
+    assert traffic.between_hosts == pytest.approx(sum(into.values()))
+
+
+def test_hosts_of_any_size_get_each_element_once() -> None:
+    for name, layout, tensor, hosts in (
+        ("untied", Layout(2, 2, 2), 2, [0, 0, 0, 1, 1, 1, 1, 1]),
+        ("untied", Layout(pipeline=4), 1, [0, 1, 1, 1]),
+        ("repeated key-value heads", Layout(2, 2, 2), 8, [3, 3, 5, 5, 5, 3, 5, 5]),
+        ("mixture", Layout(2, 2, 2, expert=2), 4, [0, 0, 0, 0, 0, 0, 1, 1]),
+    ):
+        a = MODELS[name]
+        sources, wanted = trainer_shards(a, layout, range(layout.size)), rollout_shards(a, tensor, range(len(hosts)))
+        plans = plans_of(sources, wanted, hosts)
+        check_ends(plans)
+        check_hosts(a, sources, wanted, plans, hosts)
+        assert any(plan.forwards for plan in plans.values())
+
+
+def test_the_ranks_of_a_host_receive_and_forward_equally_much() -> None:
+    a = MODELS["untied"]
+    sources, wanted = trainer_shards(a, Layout(1, 2), range(2)), rollout_shards(a, 1, range(8))
+    plans = plans_of(sources, wanted, hosts=4)
+    received = [plans[rank].bytes_received(1) - plans[rank].forwarding.bytes_received(1) for rank in range(4, 8)]
+    given = [plans[rank].forwarding.bytes_sent(1) for rank in range(4, 8)]
+    assert max(received) <= 1.01 * min(received) and max(given) <= 1.01 * min(given)
+    assert sum(received) == plans[4].bytes_kept(1)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +188,7 @@ def test_every_element_comes_once_and_no_other_does(model: str, rollout: tuple[i
 def test_replicas_send_equally_much(model: str, layout: Layout, tensor: int) -> None:
     a = MODELS[model]
     sources = trainer_shards(a, layout, range(layout.size))
-    plans = plans_of(sources, rollout_shards(a, tensor, range(layout.size)), ranks_per_node=8)
+    plans = plans_of(sources, rollout_shards(a, tensor, range(layout.size)), hosts=8)
     by_stage: dict[int, list[int]] = defaultdict(list)
     for rank, plan in plans.items():
         by_stage[layout.coordinates(rank).pipeline].append(plan.bytes_sent(1))
@@ -141,7 +207,7 @@ def test_a_source_on_the_same_node_is_preferred() -> None:
     blocks = trainer_shards(a, Layout(), [0]).blocks(0)
     sources = ShardSpec.of(dict.fromkeys((0, 1, 2, 6), blocks))
     wanted = ShardSpec(dict.fromkeys((4, 5, 9), "whole"), lambda _: whole_blocks(a))
-    plans = plans_of(sources, wanted, ranks_per_node=4)
+    plans = plans_of(sources, wanted, hosts=4)
     assert {copy.source for rank in (4, 5) for copy in plans[rank].receives} == {6}
     # Rank 6 serves two already, so the one without a near source takes a third from each of the others.
     shares = [sum(c.elements for c in plans[9].receives if c.source == rank) for rank in (0, 1, 2, 6)]
@@ -155,20 +221,24 @@ def test_a_source_on_the_same_node_is_preferred() -> None:
     st.sampled_from([1, 4, 8]),
 )
 def test_demand_is_met_from_near_and_else_evenly(holders: set[int], demanders: set[int], per_node: int) -> None:
-    shares = share_demand(sorted(holders), sorted(demanders), per_node)
-    assert set(shares) == demanders - holders
+    shares = share_demand(sorted(holders), sorted(demanders), lambda rank: rank // per_node)
+    served = {leg.receiver for legs in shares.far.values() for leg, _ in legs}
+    assert {*shares.near, *served} == demanders - holders
     load, near_load = dict.fromkeys(holders, 0.0), dict.fromkeys(holders, 0.0)
     takers: set[int] = set()
-    for demander, parts in shares.items():
-        near = {rank for rank in holders if rank // per_node == demander // per_node}
-        assert parts[-1][1] == 1.0
+    for legs in (*shares.near.values(), *shares.far.values()):
+        assert legs[-1][1] == 1.0
+        near = {rank for rank in holders if rank // per_node == legs[0][0].receiver // per_node}
+        received: dict[int, float] = defaultdict(float)
         before = 0.0
-        for source, until in parts:
+        for (source, receiver), until in legs:
             assert before < until and source in (near or holders)
             load[source] += until - before
             near_load[source] += (until - before) if near else 0.0
             takers |= set() if near else {source}
+            received[receiver] += until - before
             before = until
+        assert max(received.values()) - min(received.values()) < 1e-4
     for taker in takers:  # nobody who serves the far ones could have left it to one who sends less
         assert load[taker] <= min(load.values()) + 1e-4
     for rank in holders:
@@ -221,8 +291,20 @@ def test_a_dry_run_tells_bytes_and_seconds() -> None:
     recipe = load_recipe(Path("recipes/qwen70b_dapo.yaml"), ["cluster.link_gb_per_sec=50"])
     text = plan_text(recipe, 96)
     # Of 1/8 of the model, 1/6 is held: TP8 in both layouts, and 6 stages in one.
-    assert "14.19 of 16.93 GB of rollout weights per GPU come from 15 other GPUs, and 13.71 GB go to others" in text
-    assert "; 0.30 s at 50 GB/s" in text
+    assert "14.19 of 16.93 GB of rollout weights per GPU come from 17 other GPUs, and 14.31 GB go to others" in text
+    assert "1354.26 GB go from host to host, 14.30 per GPU at most; 0.31 s at 50 GB/s" in text
+    few = load_recipe(Path("recipes/qwen70b_dapo.yaml"), ["rollout.layout.tensor=4"])
+    # Ten of twelve hosts lack what a stage of two nodes has: 5/6 of the model of 135.4 GB, once instead of twice.
+    (line,) = [line for line in plan_text(few, 96).splitlines() if "from host to host" in line]
+    assert line == "  1354.26 GB go from host to host, of 2708.66 without forwarding, 14.30 per GPU at most"
+
+
+def test_a_plan_has_the_gigabytes_between_hosts() -> None:
+    recipe = load_rl("recipes/qwen7b_grpo.yaml", ["cluster.gpus_per_node=2"])  # tensor 4 x data 2, and replicas of 1
+    held = 14.19 / 2  # GB of the model on each host of two GPUs
+    assert float(sent_between_hosts(recipe, 8)) == pytest.approx(4 * held, abs=0.5)
+    assert sent_between_hosts(load_rl("recipes/qwen7b_grpo.yaml", []), 8) == "0"
+    assert sent_between_hosts(load_rl("recipes/deepseek_v3_grpo.yaml", ["run_root=nowhere"]), 96) == "?"
 
 
 QWEN3_235B = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.generation.conversations import TurnFunction
+from rlhf_megatron.generation.partners import TurnFunction
 from rlhf_megatron.recipe import MultiTurnSection, RewardSection
 from rlhf_megatron.rewards import cgroup, supervisor
 from rlhf_megatron.rewards import process_tree as processes

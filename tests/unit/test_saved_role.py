@@ -83,6 +83,49 @@ def test_all_of_a_role_is_read(saved: Saved, model: Path, tmp_path: Path) -> Non
     assert read(saved, model, tmp_path / "step-4").keys() == tensors.keys()
 
 
+class Noting(TensorFile):
+    """A file that notes what is read of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.read: list[tuple[str, int]] = []
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        self.read.append((name, stop - start))
+        return super().part(name, start, stop)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_range_is_read_from_the_files_that_have_it(saved: Saved, model: Path, tmp_path: Path, tensor: int) -> None:
+    """And where the reader has another layout it is the same range of the whole."""
+    for rank, (about, tensors) in enumerate(zip(saved.about, saved.tensors, strict=True)):
+        write_tensors(tmp_path / "step-3", f"rank-{rank}.safetensors", tensors, about)
+    architecture = read_architecture(model)
+    blocks = megatron_blocks(architecture, Layout(tensor=tensor), tensor - 1, "local")
+    with contextlib.ExitStack() as stack:
+        paths = sorted(partial_folder(tmp_path / "step-3").iterdir())
+        files = [stack.enter_context(Noting(path)) for path in paths]
+        role = SavedRole("actor", architecture, saved.state, files_of_role(saved.state, files))
+        copies, shapes = role.copies(blocks), parameter_shapes(blocks)
+        for name, shape in shapes.items():
+            whole = torch.zeros(shape)
+            role.fill(whole, copies[name], "weights")
+            size = whole.numel()
+            for start, stop in ((0, size // 4), (size // 2, size), (0, size)):
+                for file in files:
+                    file.read.clear()
+                found = role.part(whole, copies[name], "weights", start, stop)
+                assert torch.equal(found, whole.view(-1)[start:stop])
+                if tensor == 1:
+                    assert sum(count for file in files for _, count in file.read) == stop - start
+                    assert bool(files[0].read) == (start < size // 3) and bool(files[1].read) == (stop > size // 3)
+
+
+def test_a_file_that_nothing_is_asked_of_is_not_opened(tmp_path: Path) -> None:
+    with TensorFile(tmp_path / "nowhere") as file, pytest.raises(CheckpointError, match="there is no such file"):
+        file.shape("x")
+
+
 # What a checkpoint of an earlier version says of a model, to the letter.
 EARLIER = [
     "family", "layers", "hidden", "feed_forward", "heads", "key_value_heads", "head_dim", "vocabulary", "max_positions",

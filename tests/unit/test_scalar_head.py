@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from end_to_end.commands import python
 from hugging_face import make_model
-from rlhf_megatron.data.packing import make_micro_batch, plan_micro_batches
+from rlhf_megatron.data.packing import assign_rows, make_micro_batch, plan_micro_batches
 from rlhf_megatron.data.prompts import DataError, PromptDataset
 from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.data.stream import PromptStream
@@ -71,8 +71,13 @@ def test_bradley_terry_by_hand_and_by_its_gradient() -> None:
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=40), st.integers(1, 60), st.integers(1, 4))
 def test_rows_that_belong_together_stay_together(lengths: list[int], budget: int, data: int) -> None:
     lengths = lengths[: len(lengths) // 2 * 2]
-    plan = plan_micro_batches(lengths, budget, data, rows_together=2)
-    micro_batches = [micro for of_rank in plan for micro in of_rank]
+    owner = assign_rows(torch.tensor(lengths), data, rows_together=2)
+    own = [(owner == rank).nonzero().flatten() for rank in range(data)]
+    micro_batches = [
+        rows[micro].tolist()
+        for rows in own
+        for micro in plan_micro_batches(torch.tensor(lengths)[rows].tolist(), budget, rows_together=2)
+    ]
     assert sorted(row for micro in micro_batches for row in micro) == list(range(len(lengths)))
     for micro in micro_batches:
         assert all(row % 2 == 0 and after == row + 1 for row, after in zip(micro[0::2], micro[1::2], strict=True))

@@ -77,9 +77,17 @@ def test_without_a_section_no_metric_is_missing() -> None:
 def test_replicas_are_neighbours_and_the_first_rank_leads() -> None:
     recipe = recipe_of(rollout={"max_response_length": 10, "layout": {"tensor": 2}, "ranks": "2-5"})
     ranks = [2, 3, 4, 5]
-    expected = [(None, False), (None, False), (0, True), (0, False), (1, True), (1, False), (None, False)]
-    assert [replica_of(recipe, rank, 7) for rank in range(7)] == [
-        Replica(ranks, 2, index, leads) for index, leads in expected
-    ]
-    assert [replica_of(recipe, 4, 7).owns(group) for group in range(4)] == [False, True, False, True]
-    assert not any(replica_of(recipe, 0, 7).owns(group) for group in range(4))
+    expected = [(None, 0), (None, 0), (0, 0), (0, 1), (1, 0), (1, 1), (None, 0)]
+    replicas = [replica_of(recipe, rank, 7) for rank in range(7)]
+    assert replicas == [Replica(ranks, 2, index, position, 2) for index, position in expected]
+    assert [replica.leads for replica in replicas] == [False, False, True, False, True, False, False]
+
+
+def test_each_response_is_kept_by_one_rank_of_its_replica_and_each_keeps_as_many() -> None:
+    ranks = [Replica(list(range(8)), 2, 1, position, 4) for position in range(4)]
+    for responses in (1, 3, 4):
+        kept = [
+            [rank.keeps(group, number) for group in range(1, 17, 2) for number in range(responses)] for rank in ranks
+        ]
+        assert all(sum(of_row) == 1 for of_row in zip(*kept, strict=True))
+        assert {sum(of_rank) for of_rank in kept} == {2 * responses}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from rlhf_megatron.rollout.engine import Completion, Request, Sampling
+from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, Request, Sampling
 from rlhf_megatron.rollout.engine_core import EngineOutput, EngineRequest
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.scheduler import GenerationScheduler
@@ -48,16 +49,30 @@ class PlayedCore:
     def abort_requests(self) -> list[EngineOutput]:
         return [self._drop(number, "abort") for number in list(self._requests)]
 
+    def abort_request(self, number: int) -> None:
+        self._drop(number, "abort")
+
+    def pause(self) -> list[EngineOutput]:
+        return []
+
+    def unfinished(self) -> list[EngineOutput]:
+        return [self._output(number, "abort") for number in self._requests]
+
     def running(self) -> dict[int, int]:
         return dict(self._sampled)
 
     def free_tokens(self) -> float:
         return self._cache_tokens - sum(len(self._requests[each].token_ids) + n for each, n in self._sampled.items())
 
-    def _drop(self, number: int, reason: str) -> EngineOutput:
-        del self._requests[number]
-        count = self._sampled.pop(number, 0)
+    def _output(self, number: int, reason: str) -> EngineOutput:
+        count = self._sampled.get(number, 0)
         return EngineOutput(number, [1] * count, [-1.0] * count, reason)
+
+    def _drop(self, number: int, reason: str) -> EngineOutput:
+        output = self._output(number, reason)
+        del self._requests[number]
+        self._sampled.pop(number, None)
+        return output
 
 
 def requests(groups: int, rows: int = 2, tokens: int = 10) -> list[Request]:
@@ -116,18 +131,52 @@ def test_an_ending_that_is_not_known_is_an_error_and_leaves_nothing() -> None:
 class Reply:
     """Answers with one token, twice."""
 
-    repeatable = True
+    repeatable, opens = True, False
 
     def goes_on(self, completion: Completion) -> bool:
-        return completion.turns < 3
+        return completion.finish_reason == "stop" and completion.turns < 3
 
     def ask(self, completion: Completion) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result([2])
         return future
 
-    def read(self, completion: Completion, answer: Any, /) -> list[int]:
-        return list(answer)
+    def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply:
+        return EnvironmentReply(list(answer))
+
+
+class Game(Reply):
+    """Begins rows with prompts of their own, but for row 1, where it fails; pays 1 for a turn, and 5 for the end."""
+
+    opens = True
+
+    def goes_on(self, completion: Completion) -> bool:
+        return True
+
+    def ask(self, completion: Completion) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+    def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply:
+        if not completion.token_ids:
+            return EnvironmentReply(None, math.nan) if completion.row_id == 1 else EnvironmentReply([4, 5])
+        if completion.finish_reason == "length" or completion.turns == 3:
+            return EnvironmentReply(None, 5.0)
+        return EnvironmentReply([2, 2], 1.0)
+
+
+def test_an_environment_begins_rows_and_sees_their_end() -> None:
+    class Stopping(PlayedCore):
+        def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
+            assert request.token_ids[:2] == [4, 5]
+            super().add_request(EngineRequest(request.number, request.token_ids, request.seed, 3), sampling)
+
+    whole, failed = generate(Stopping(float("1e9"), reason="stop"), requests(1, rows=2, tokens=20), environment=Game())
+    assert whole.prompt_token_ids == [4, 5] and whole.turn_rewards == [1.0, 1.0, 5.0] and whole.turns == 3
+    assert failed.token_ids == [] and failed.is_whole and all(map(math.isnan, failed.turn_rewards or [0.0]))
+    (cut, _) = generate(Stopping(float("1e9"), reason="stop"), requests(1, rows=2, tokens=8), environment=Game())
+    assert (cut.finish_reason, cut.turns, cut.turn_rewards) == ("length", 2, [1.0, 6.0])
 
 
 def test_turns_of_a_row_have_seeds_of_their_own() -> None:

@@ -33,6 +33,7 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
+OVERLAPPED = ["actor.optimizer.overlap_grad_reduce=true", "actor.optimizer.overlap_param_gather=true"]
 REFUSED = [
     ([FILTERS % 4, "algorithm.advantage=remax", "batch.responses_per_prompt=1"], "at least 2"),
     ([FILTERS % 3], "is below batch.prompts_per_step=8"),
@@ -46,9 +47,16 @@ REFUSED = [
     (["rollout.max_num_batched_tokens=255"], "is below max_num_seqs=256"),
     (["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=149", "rollout.max_num_seqs=9"], "150"),
     (["actor.optimizer.weight_decay=1e4"], "takes all of each weight away"),
+    (["actor.optimizer.overlap_param_gather=true"], "needs overlap_grad_reduce, whose buckets it gathers"),
+    ([*OVERLAPPED, "actor.optimizer.distributed=false"], "needs optimizer.distributed"),
+    ([*OVERLAPPED, "actor.lora={rank: 8}"], "adapters are merged after each step"),
     (["batch.prompts_per_step=1048576", "batch.responses_per_prompt=17"], "17,825,792 rows"),
     (["algorithm.sapo.temperature_positive=2"], "is for policy_loss sapo"),
     (["algorithm.covariance.fraction=0.5"], "is for policy_loss clip_cov and kl_cov"),
+    (["algorithm.credited_turns=last"], "algorithm.credited_turns: responses have one turn"),
+    (["algorithm.discount_per=turn"], "discount_per=turn is for advantage gae and reinforce_plus_plus"),
+    (["rollout.multi_turn={}"], "give one of function and environment"),
+    (["rollout.multi_turn={environment: a.py, workers: 2}"], "environments have a process each"),
     (["reward.parts=[{name: a, rule: math, weight: 0}]"], "all weights are 0"),
     (["reward.rule=none", "reward_model={path: m, tokens_per_gpu: 9, weight: 0}"], "reward_model.weight=0"),
     (["reward.rule=length", "reward.length_low=50", "reward.length_high=60"], "no response would be paid"),

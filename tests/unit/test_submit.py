@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_megatron.recipe import load_recipe
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE: dict[str, Any] = {
     "name": "job",
@@ -80,9 +82,9 @@ def refusal(folder: Path, *arguments: str) -> str:
     return line
 
 
-def arguments_of(text: str, task: int, tmp_path: Path) -> list[str]:
-    """What launch/train.py would be given, by running the script's own case statement."""
-    case = text[text.index("case ${SLURM") : text.index("esac")] + 'esac\nprintf "%s\\n" "$run" "${arguments[@]}"\n'
+def overrides_of(text: str, task: int) -> list[str]:
+    """The run and the overrides that launch/train.py would be given, by running the script's own case statement."""
+    case = text[text.index("case ${SLURM") : text.index("esac")] + 'esac\nprintf "%s\\n" "$run" "${overrides[@]}"\n'
     done = subprocess.run(
         ["bash", "-c", case], env={"SLURM_ARRAY_TASK_ID": str(task)}, capture_output=True, text=True, check=True
     )
@@ -114,25 +116,53 @@ def test_one_task_per_node_starts_torchrun_with_the_ranks_of_its_gpus(folder: Pa
     assert " python3 " in in_container and sys.executable not in in_container
 
 
-def test_every_value_reaches_its_place_as_it_is(folder: Path, tmp_path: Path) -> None:
+def test_every_value_reaches_its_place_as_it_is(folder: Path) -> None:
     nasty = "$(touch hacked) `touch hacked` \"a\" 'b'; touch hacked # %j"
     values = ["--nodes=1", f"slurm.account={json.dumps(nasty)}", f"data.train_files=[{json.dumps(nasty)}]"]
     text = script(folder, *values)
     assert options(text)["account"] == nasty
-    given = arguments_of(text, 0, tmp_path)
-    assert given == ["runs/job", "sft.yaml", *values[1:], "slurm.nodes=1"]
+    assert overrides_of(text, 0) == ["runs/job", *values[1:], "slurm.nodes=1"]
     assert not (folder / "hacked").exists()
 
 
-def test_a_sweep_is_an_array_of_runs_with_names_of_their_own(folder: Path, tmp_path: Path) -> None:
+def test_a_sweep_is_an_array_of_runs_with_names_of_their_own(folder: Path) -> None:
     (folder / "sweep.txt").write_text("seed=1  # the first\n\nseed=2 'data.train_files=[a b.parquet]'\nname=third\n")
     text = script(folder, "steps=9", "--array=sweep.txt")
     asked = options(text)
     assert asked["array"] == "0-2" and asked["output"].endswith("slurm-%A_%a.log")
-    assert arguments_of(text, 0, tmp_path) == ["runs/job-0", "sft.yaml", "steps=9", "seed=1", "name=job-0"]
-    second = ["runs/job-1", "sft.yaml", "steps=9", "seed=2", "data.train_files=[a b.parquet]", "name=job-1"]
-    assert arguments_of(text, 1, tmp_path) == second
-    assert arguments_of(text, 2, tmp_path)[0] == "runs/third"
+    assert overrides_of(text, 0) == ["runs/job-0", "steps=9", "seed=1", "name=job-0"]
+    second = ["runs/job-1", "steps=9", "seed=2", "data.train_files=[a b.parquet]", "name=job-1"]
+    assert overrides_of(text, 1) == second
+    assert overrides_of(text, 2)[0] == "runs/third"
+
+
+def test_the_job_carries_the_recipe_as_it_was_submitted(folder: Path) -> None:
+    prompt = 'It\'s $HOME,\nEND_OF_RECIPE\n`id` "no" ümlaut: 1e3\n'
+    overlay = {"actor": {"optimizer": {"weight_decay": 0.25}}, "data": {"system_prompt": prompt}, "name": "1e3"}
+    (folder / "overlay.yaml").write_text(yaml.safe_dump(overlay))
+    recipe = {key: value for key, value in RECIPE.items() if key != "name"}
+    (folder / "sft.yaml").write_text(yaml.safe_dump(recipe | {"defaults": ["overlay.yaml"]}))
+    text, asked = script(folder, "steps=9"), load_recipe("sft.yaml", ["steps=9"])
+    (folder / "sft.yaml").write_text("no recipe")
+    (folder / "overlay.yaml").unlink()
+    (folder / "runs" / "1e3").mkdir(parents=True)
+    part = text[text.index("recipe=$run") : text.index("\nhost=")]
+    bash = ["bash", "-c", f'run=runs/1e3 SLURM_JOB_ID=7; {part}\nprintf %s "$recipe"']
+    done = subprocess.run(bash, capture_output=True, text=True, check=True)
+    assert done.stdout == "runs/1e3/job-7.yaml"
+    assert load_recipe(done.stdout, overrides_of(text, 0)[1:]) == asked
+    (launch,) = re.findall(r"^srun .*?&$", text, flags=re.MULTILINE | re.DOTALL)
+    assert shlex.split(launch)[-3:] == ["$recipe", "${overrides[@]}", "&"]
+
+
+def test_a_recipe_with_a_secret_is_not_carried_which_is_told(folder: Path) -> None:
+    recipe = yaml.safe_load((folder / "sft.yaml").read_text())
+    recipe["data"]["chat_template_kwargs"] = {"api_key": "hunter2"}
+    (folder / "sft.yaml").write_text(yaml.safe_dump(recipe))
+    done = submit(folder, "--print")
+    assert done.returncode == 0 and "recipe=sft.yaml" in done.stdout
+    assert "warning: sft.yaml: holds what looks like a secret" in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

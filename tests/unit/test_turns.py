@@ -16,7 +16,7 @@ from rlhf_megatron.data.demonstrations import chain_total, tool_response
 from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.errors import DataError
-from rlhf_megatron.generation.conversations import TurnFunction
+from rlhf_megatron.generation.partners import TurnFunction
 from rlhf_megatron.generation.prompt_groups import answer_text, turns_of_model
 from rlhf_megatron.recipe import MultiTurnSection
 from rlhf_megatron.rewards.user_function import FunctionFailure, FunctionUnusable, call_turn

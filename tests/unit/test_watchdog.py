@@ -65,7 +65,7 @@ def test_a_monitor_that_never_answers_holds_nothing_up(tmp_path: Path) -> None:
         monitor.bind(str(tmp_path / "monitor"))
         monitor.listen()  # connections are made, and nobody reads what they bring
         names = {"FT_RANK_MONITOR_IPC_SOCKET": str(tmp_path / "monitor"), "RANK": "0", "LOCAL_RANK": "0"}
-        process = start(tmp_path, 0, "CDLL", 2.0, 5, **names, WORLD_SIZE="1")
+        process = start(tmp_path, 0, "CDLL", 6.0, 5, **names, WORLD_SIZE="1")
         error = process.communicate(timeout=120)[1]
         monitor.settimeout(0)
         monitor.accept()[0].close()

@@ -30,9 +30,9 @@ from rich.progress import track
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.models.hf_export import Companions, write_checkpoint
 from rlhf_megatron.models.hf_files import CheckpointFiles
+from rlhf_megatron.models.rectangles import elements
 from rlhf_megatron.models.weight_map import megatron_blocks, whole_blocks
 from rlhf_megatron.models.weight_source import RandomWeights, load_blocks
-from rlhf_megatron.regather.plan import elements
 from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
 

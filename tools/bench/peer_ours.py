@@ -23,7 +23,7 @@ from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.world import join_world, leave_world
 
 if TYPE_CHECKING:
-    from rlhf_megatron.data.rollout_batch import RolloutBatch
+    from rlhf_megatron.data.row_numbers import RowNumbers
 
 
 def train(recipe: str) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def train(recipe: str) -> dict[str, Any]:
                 ends.append(now())
             return super().begin_step(step)
 
-        def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RolloutBatch) -> None:
+        def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RowNumbers) -> None:
             super().end_step(step, metrics, tokens, trained_on)
             ends.append(now())
             counted.append(tokens)

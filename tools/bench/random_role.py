@@ -47,7 +47,9 @@ def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace], dic
     return 0
 
 
-def random_role(model: Path, tokens_per_gpu: int, tensor: int = 1, **section: Any) -> Role:
+def random_role(
+    model: Path, tokens_per_gpu: int, tensor: int = 1, shares_prompts: bool = False, **section: Any
+) -> Role:
     """A learning role on ``tensor`` devices with random weights, which torch's seed decides; on CPUs in float32.
 
     ``section``: more keys of its section in a recipe.
@@ -58,18 +60,23 @@ def random_role(model: Path, tokens_per_gpu: int, tensor: int = 1, **section: An
         "actor", read_architecture(model), Layout(tensor), range(tensor),
         RoleSection(tokens_per_gpu=tokens_per_gpu, **section),
         dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=1,
-        optimizer=OptimizerSection(learning_rate=1e-6),
+        optimizer=OptimizerSection(learning_rate=1e-6), shares_prompts=shares_prompts,
     )  # fmt: skip
     for parameter in role.parameters().values():
         parameter.normal_(std=0.02)
     return role
 
 
-def random_batch(vocabulary: int, rows: int, length: int) -> tuple[RolloutBatch, dict[str, torch.Tensor]]:
-    """Rows of random tokens, of which all but the first are sampled; and weights of their logprobs in a loss."""
+def random_batch(
+    vocabulary: int, rows: int, length: int, prompt: int = 1, responses: int = 1
+) -> tuple[RolloutBatch, dict[str, torch.Tensor]]:
+    """Rows of random tokens, sampled but for the ``prompt`` that each ``responses`` rows begin with; and weights of
+    their logprobs in a loss.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(vocabulary, (length,), generator=generator).tolist() for _ in range(rows)]
-    batch = batch_from_rows([row[:1] for row in tokens], [row[1:] for row in tokens])
+    prompts = [tokens[row - row % responses][:prompt] for row in range(rows)]
+    batch = batch_from_rows(prompts, [row[prompt:] for row in tokens])
     return batch, {"weights": torch.full((len(batch.tokens),), 1 / len(batch.tokens))}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.data.packing import MicroBatch, plan_micro_batches
+from rlhf_megatron.data.packing import MicroBatch
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.topology.exchange import max_over_ranks
 
@@ -39,17 +39,16 @@ def generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], lengths: S
         for length in lengths
     ]  # fmt: skip
     torch.manual_seed(1)  # tensor-parallel ranks draw alike
-    engine._llm.reset_prefix_cache()
+    engine.drop_paused()
     answers = engine._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
 def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
-    """The micro-batches of this rank of the role; the packing is the role's own."""
-    layout, passes, lengths = role.layout, role._passes, batch.lengths.tolist()
-    budget = role.section.tokens_per_gpu * layout.context
-    plan = plan_micro_batches(lengths, budget, layout.data, attention=passes._attention_cost)
-    return [passes._micro_batch(batch, rows, {}, False, passes._alignment) for rows in plan[role.groups.dp.rank()]]
+    """The micro-batches of this rank's share of the rows; the packing is the role's own."""
+    passes, budget = role._passes, role.section.tokens_per_gpu * role.layout.context
+    plan = passes._plan(batch, budget, rows_together=1, multiple=1)
+    return [passes._micro_batch(batch, rows, {}, False, passes._alignment) for rows in plan]
 
 
 def forward(role: Role, micros: Sequence[MicroBatch]) -> None:

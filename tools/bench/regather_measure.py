@@ -150,7 +150,7 @@ def measure_case(
     held = random_shard(sources.blocks(rank), device)
     targets = empty_shard(wanted.blocks(rank), device)
     started = time.perf_counter()
-    plan = plan_regather(sources, wanted, rank, ranks_per_node=world)
+    plan = plan_regather(sources, wanted, rank, hosts=world)
     row = {"plan_seconds": time.perf_counter() - started, "link_gb_per_sec": link / 1e9, "copy_gb_per_sec": copy / 1e9}
     row |= measure_regather(plan, held, targets, device)
     received, sent = plan.bytes_received(DTYPE.itemsize), plan.bytes_sent(DTYPE.itemsize)

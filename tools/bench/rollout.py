@@ -166,7 +166,7 @@ class Load:
         """The requests that are still to be generated for ``groups``, each response to its own length."""
         from rlhf_megatron.generation.prompt_groups import requests_for
 
-        requests = requests_for(groups, self.responses, self._longest, lambda row: row)
+        requests = requests_for(groups, self.responses, self._longest, lambda row: row, dist.get_rank())
         return [
             dataclasses.replace(
                 request,
@@ -269,6 +269,7 @@ class Round:
     def run(self, drawn: Sequence[Group]) -> dict[str, float]:
         """Answers as many groups as were ``drawn``: these, or with over-sampling what waits and others of its own."""
         from rlhf_megatron.generation.prompt_groups import groups_left
+        from rlhf_megatron.generation.replica import Replica
         from rlhf_megatron.topology.exchange import gather_objects
 
         responses, wanted, groups = self._load.responses, None, list(drawn)
@@ -277,10 +278,10 @@ class Round:
             more = math.ceil(wanted * self._oversample) - len(self._waiting)
             groups = [*self._waiting, *self._load.draw(more)]
         requests = self._load.requests(groups)
-        before = sum(group.whole() == responses for group in groups)
-        queue = self._queues.open(
-            len({request.group_id for request in requests}), None if wanted is None else max(wanted - before, 0)
-        )
+        whole = [index for index, group in enumerate(groups) if group.is_whole]
+        asked = {request.group_id for request in requests}
+        own = sum(groups[index].home is not None for index in asked)
+        queue = self._queues.open(len(asked) - own, None if wanted is None else max(wanted - len(whole), 0), own)
         self._engine.weights_updated(0)
         dist.barrier()
         started = time.perf_counter()
@@ -288,12 +289,10 @@ class Round:
         records = gather_objects(self._engine.record)
         seconds = time.perf_counter() - started
         if wanted is not None:
-            whole = [group.whole() for group in groups]
-            for row in gather_objects([completion.row_id for completion in completions if completion.is_whole]):
-                for row_id in row:
-                    whole[row_id // responses] += 1
-            chosen = [index for index, count in enumerate(whole) if count == responses][:wanted]
-            self._waiting = groups_left(groups, chosen, completions, responses, discard=False)
+            replica = Replica(list(range(dist.get_world_size())), dist.get_world_size(), dist.get_rank())
+            ended = groups_left(groups, [], completions, responses, discard=False, replica=replica)
+            whole = [index for index, group in enumerate(ended) if group.is_whole][:wanted]
+            self._waiting = [group for index, group in enumerate(ended) if index not in whole]
         tokens = sum(record.sampled_tokens for record in records)
         times = [record.seconds for record in records]
         return {

@@ -3,11 +3,13 @@
     python tools/bench/step.py [--models 0.5B 7B] [--gpus 1] [--output docs/results/step.json] [--plot]
 
 The shapes are those of ``step_shapes.yaml``: prompts of random tokens, responses of lognormal lengths that are the same
-in every step. The steps are those of the training loop (``step_measure.py``); times, speeds and memory are what it
-logs, the first step left out. In the same run, with the same engine and model, vLLM alone generates as many tokens for
-as many prompts, and Megatron alone runs forward, and forward and backward, over them (``raw_engines.py``). The
-efficiency is the sum of these, without the forward pass where the step has none, over the time of a step; the overhead
-is what of a step is none of generate, logprobs, update and regather. Rows of other shapes in the output stay there.
+in every step: each belongs to a prompt, so that it stays where a response goes on after an update. The steps are those
+of the training loop (``step_measure.py``); times, speeds and memory are what it logs, without the first step, or the
+first few until as many responses are in flight as will be. In the same run, with the same engine and model, vLLM alone
+generates as many tokens for as many prompts, and Megatron alone runs forward, and forward and backward, over them
+(``raw_engines.py``). The efficiency is the sum of these, without the forward pass where the step has none, over the
+time of a step; the overhead is what of a step is none of generate, logprobs, update and regather. Rows of other shapes
+in the output stay there.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ COLOURS = {
     "regather": "#8b5cf6", "other": "#94a3b8", "forward": "#10b981", "forward and backward": "#ec4899",
 }  # fmt: skip
 SECONDS_FOR_ONE_SHAPE = 1500.0
+STALENESS = "token_staleness_mean"
+IN_FLIGHT = tuple(f"rollout/{each}" for each in ("in_flight_mean", "staleness_mean", "staleness_max", STALENESS))
+ACCEPTANCE = "rollout/speculation_acceptance_length"
+IN_FLIGHT_WANTED, SECONDS_WANTED, STALENESS_WANTED = 200, 36.0, 1.0  # of 7B-resume
+SPECULATIVE_SHARE = {1.0: 1.02, 2.0: 0.75}  # of the time without drafts, by tokens of a step
 TOKENS_PER_SECOND = {"7B": 4500.0}  # on one GPU of the kind that the shapes are for
 
 
@@ -53,10 +60,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     shapes = yaml.safe_load((HERE / "step_shapes.yaml").read_text(encoding="utf-8"))
     here = torch.cuda.device_count()
-    real = [name for name in dict.fromkeys(shape["model"] for shape in shapes) if name != "toy"]
-    parser.add_argument("--models", nargs="+", choices=["toy", *real], default=real if here else ["toy"])
+    names = list(dict.fromkeys(shape["model"] for shape in shapes))
+    real = [name for name in names if not name.startswith("toy")]
+    parser.add_argument("--models", nargs="+", choices=names, default=real if here else ["toy"])
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of ranks; default: all that there are GPUs for")
-    parser.add_argument("--steps", type=int, default=4, help="the first does not count; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=4, help="that count, and one; default: %(default)s")
     parser.add_argument("--repeats", type=int, default=2, help="of the raw engines; default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("docs/results/step.json"), help="default: %(default)s")
     parser.add_argument("--plot", action="store_true", help="draw the rows beside the output")
@@ -64,13 +72,18 @@ def main() -> int:
     parser.add_argument(
         "--informative", type=float, metavar="SHARE", help="share of the groups with an advantage; default: all"
     )
+    parser.add_argument(
+        "--speculative", type=float, metavar="LENGTH", help="tokens of a step and sequence, as if drafts were right"
+    )
+    parser.add_argument("--max-running", type=int, help="sequences up to which there are drafts; default: any number")
     options = parser.parse_args()
     prepare_environment()
     wanted = options.gpus or [shape["gpus"] for shape in shapes if shape["gpus"] <= (here or 2)]
     rows = []
     for shape in shapes:
         if shape["model"] in options.models and shape["gpus"] in wanted:
-            rows.append(measured(shape, options.work, options.steps, options.repeats, options.informative))
+            drafted = speculating(shape, options.speculative, options.max_running)
+            rows.append(measured(drafted, options.work, options.steps, options.repeats, options.informative))
             print(json.dumps(rows[-1]), flush=True)
             write(options.output, rows[-1])
     status = exit_status(misses(rows, rows_of(options.output)))
@@ -79,15 +92,29 @@ def main() -> int:
     return status
 
 
+def speculating(shape: Mapping[str, Any], length: float | None, max_running: int | None) -> Mapping[str, Any]:
+    """The shape with drafts of which a step accepts so many that it gives ``length`` tokens of a sequence."""
+    if length is None:
+        return shape
+    drafts = {"synthetic_acceptance_length": length, "max_running": max_running or 2**16}
+    rollout = {**shape["recipe"].get("rollout", {}), "speculative": drafts}
+    limit = f" up to {max_running} running" if max_running else ""
+    name = f"{shape['model']}, {length:g} tokens a step{limit}"
+    return {**shape, "label": name, "speculative": length, "recipe": {**shape["recipe"], "rollout": rollout}}
+
+
 def measured(
     shape: Mapping[str, Any], work: Path, steps: int, repeats: int, informative: float | None = None
 ) -> dict[str, Any]:
     """The row of one shape, from a run of its own; ``informative``: the share of the groups with an advantage."""
     folder = folder_with_model(work / f"{shape['model']}-{shape['gpus']}")
-    recipe = prepare(shape, folder, steps, informative)
-    row = {"model": shape["model"], "gpus": shape["gpus"], "recipe": shape["recipe"]}
+    warm_up = shape.get("warm_up", 1)
+    recipe = prepare(shape, folder, steps + warm_up - 1, informative)
+    row = {"model": shape.get("label", shape["model"]), "gpus": shape["gpus"], "recipe": shape["recipe"]}
     with contextlib.chdir(folder):  # what the recipe's paths are relative to
         row["planned_memory_gb"] = estimate(recipe, planned_architectures(recipe), shape["gpus"]).phases
+    if "speculative" in shape:
+        row["speculative"] = shape["speculative"]
     if informative is not None:
         row |= {"model": f"{shape['model']}, {informative:.0%} informative", "informative": informative}
     arguments = ["recipe.yaml", str(repeats), "raw.json"]
@@ -96,7 +123,7 @@ def measured(
         return row | {"failed": failed}
     raw = json.loads((folder / "raw.json").read_text(encoding="utf-8"))
     metrics = read_records(folder / "runs" / recipe.name / "metrics.jsonl")
-    return row | summary(metrics, raw, recipe.old_logprobs == "recompute")
+    return row | summary(metrics, raw, recipe.old_logprobs == "recompute", warm_up)
 
 
 def folder_with_model(folder: Path) -> Path:
@@ -151,19 +178,20 @@ def write_prompts(recipe: RLRecipe, model: Path, path: Path, informative: float 
             "prompt": [{"role": "user", "content": "".join(draw.choices("0123456789", k=digits))}],
             "reward_model": {"style": "rule", "ground_truth": ""},
         }
-        for row in range(recipe.batch.prompts_per_step * (recipe.steps + 1))
+        for row in range(recipe.batch.prompts_per_step * (recipe.steps + 1 + recipe.rollout.updates_in_flight))
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def summary(
-    metrics: Sequence[Mapping[str, float]], raw: Mapping[str, Sequence[float]], forward: bool
+    metrics: Sequence[Mapping[str, float]], raw: Mapping[str, Sequence[float]], forward: bool, warm_up: int = 1
 ) -> dict[str, Any]:
     """The figures of a row, from a run's records and the seconds of the raw engines.
 
-    ``forward``: whether a step has a forward pass of its own, for logprobs from before its updates.
+    ``forward``: whether a step has a forward pass of its own, for logprobs from before its updates. ``warm_up``: steps
+    that do not count.
     """
-    counted = [of_step for of_step in metrics if "train/step_time_ms" in of_step][1:]
+    counted = [of_step for of_step in metrics if "train/step_time_ms" in of_step][warm_up:]
     phases = [name.removeprefix("time/") for name in counted[0] if name.startswith("time/")]
     seconds = [of_step["train/step_time_ms"] / 1000 for of_step in counted]
     in_engines = [sum(of_step.get(f"time/{phase}", 0.0) for phase in ENGINE_PHASES) for of_step in counted]
@@ -185,9 +213,9 @@ def summary(
         # Without Python, imports, joining the others, and vLLM's own start.
         "start_own_seconds": start["total"] - start["launch"] - start["engine"],
     }
-    for name in ("mfu_training", "gpu_utilization", "gpu_power_watts"):
-        if all(f"perf/{name}" in of_step for of_step in counted):
-            result[name] = spread([of_step[f"perf/{name}"] for of_step in counted])
+    for name in ("perf/mfu_training", "perf/gpu_utilization", "perf/gpu_power_watts", ACCEPTANCE, *IN_FLIGHT):
+        if all(name in of_step for of_step in counted):
+            result[name.split("/")[1]] = spread([of_step[name] for of_step in counted])
     return result
 
 
@@ -206,7 +234,7 @@ def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, An
 
     def texts(row: Mapping[str, Any]) -> Iterator[str]:
         model, tokens_per_second = row["model"], speed(row)
-        if model == "toy":
+        if model.startswith("toy"):
             return
         if row["efficiency"] < 0.85:
             yield f"{row['efficiency']:.0%} of the raw engines' speed, below 85%"
@@ -216,12 +244,33 @@ def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, An
             yield f"{row['start_own_seconds']:.1f} s of our own before the first step, above 10 s"
         if "mfu_training" in row and row["mfu_training"]["median"] < 0.45:
             yield f"{row['mfu_training']['median']:.0%} MFU of the update, below 45%"
+        if model == "7B-resume":
+            in_flight, stale = row["in_flight_mean"]["median"], row[STALENESS]["median"]
+            if in_flight < IN_FLIGHT_WANTED:
+                yield f"{in_flight:.0f} responses in flight, below {IN_FLIGHT_WANTED}"
+            if row["step_seconds"]["median"] > SECONDS_WANTED:
+                yield f"{row['step_seconds']['median']:.1f} s a step, above {SECONDS_WANTED:g} s"
+            if stale > STALENESS_WANTED:
+                yield f"tokens {stale:.2f} updates old in the mean, above {STALENESS_WANTED:g}"
+        wanted = wanted_generation(row, all_rows)
+        if wanted is not None and (found := row["phase_seconds"]["generate"]["median"]) > wanted:
+            yield f"{found:.1f} s to generate, above {wanted:.1f} s"
         if row["gpus"] == 1 and tokens_per_second < TOKENS_PER_SECOND.get(model, 0.0):
             yield f"{tokens_per_second:,.0f} tokens/s, below {TOKENS_PER_SECOND[model]:,.0f}"
         if row["gpus"] > 1 and tokens_per_second < 0.92 * alone.get(model, 0.0):
             yield f"{tokens_per_second / alone[model]:.0%} of the speed of one GPU for each, below 92%"
 
     return missed_by(rows, model_and_gpus, texts)
+
+
+def wanted_generation(row: Mapping[str, Any], all_rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The seconds that a row with drafts may generate for, by its shape's row without, where there is one."""
+    share = SPECULATIVE_SHARE.get(row.get("speculative", 0.0), 0.0)
+    plain = row["model"].partition(",")[0], row["gpus"]
+    for other in all_rows if share else ():
+        if (other["model"], other["gpus"]) == plain and "failed" not in other:
+            return share * float(other["phase_seconds"]["generate"]["median"])
+    return None
 
 
 def speed(row: Mapping[str, Any]) -> float:

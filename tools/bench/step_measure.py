@@ -14,10 +14,11 @@ import raw_engines
 import torch.distributed as dist
 
 from rlhf_megatron.compat import megatron
-from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
+from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.recipe import load_rl
+from rlhf_megatron.roles.shares import share_out
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
-from rlhf_megatron.topology.exchange import gather_batches
+from rlhf_megatron.topology.row_exchange import gather_rows
 from rlhf_megatron.topology.world import join_world, leave_world
 
 if TYPE_CHECKING:
@@ -60,12 +61,11 @@ def raw_seconds(run: TrainingRun[RLRecipe], worker: RolloutWorker, repeats: int)
     seconds = {"generate": raw_engines.seconds_of(generate, repeats)}
     engine.sleep()
     leads = run.context.rank % tensor == 0
-    batch: RolloutBatch = gather_batches(
-        batch_from_rows(prompts, answers, row_id=rows) if leads else batch_from_rows([], [])
-    )
+    own = gather_rows(batch_from_rows(prompts, answers, row_id=rows) if leads else batch_from_rows([], []))
+    [share] = share_out(own, [(run.actor.home, run.actor.assign(own.numbers))])
     role.parameters()  # back on the GPU, if they have left it
     role.memory.come_back("gradients")
-    micros = raw_engines.micro_batches(role, batch)
+    micros = raw_engines.micro_batches(role, share.batch)
     seconds["forward"] = raw_engines.seconds_of(lambda pieces: raw_engines.forward(role, micros[:pieces]), repeats)
     seconds["forward and backward"] = raw_engines.seconds_of(
         lambda pieces: raw_engines.forward_and_backward(role, micros[:pieces]), repeats

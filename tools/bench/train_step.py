@@ -4,7 +4,8 @@
 
 MODEL needs only a config.json: the weights are random. The direct way is Megatron's model, its cross entropy and
 backward(), over the same micro-batches: what a training loop without reinforcement learning would do. The role computes
-logprobs and entropy besides. Optimizer steps are left out of both: their state would not fit beside a 7B model.
+logprobs and entropy besides. With --responses there is no direct way: the role computes a prompt for each of its rows,
+and once for those of a micro-batch. Optimizer steps are left out of both: their state would not fit beside a 7B model.
 """
 
 from __future__ import annotations
@@ -33,18 +34,25 @@ def main() -> int:
     """Returns the exit status."""
     parser = make_parser(__doc__ or "", length=2048)
     parser.add_argument("--tokens-per-gpu", type=int, default=4096, help="of a micro-batch; default: %(default)s")
+    parser.add_argument("--responses", type=int, default=1, help="to each prompt; default: %(default)s")
+    parser.add_argument(
+        "--prompt", type=int, default=1, help="tokens of a row that are its prompt; default: %(default)s"
+    )
     return run(parser.parse_args(), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both ways in turn, so that both meet the same machine."""
-    role = random_role(options.model, options.tokens_per_gpu)
-    batch, fields = random_batch(role.architecture.vocabulary, options.rows, options.length)
-    micros = raw_engines.micro_batches(role, batch)
-    ways: dict[str, Callable[[], None]] = {
-        "role": by_role(role, batch, fields),
-        "megatron": functools.partial(raw_engines.forward_and_backward, role, micros),
-    }
+    shares = options.responses > 1
+    role = random_role(options.model, options.tokens_per_gpu, shares_prompts=shares)
+    shape = options.rows, options.length, options.prompt, options.responses
+    batch, fields = random_batch(role.architecture.vocabulary, *shape)
+    ways: dict[str, Callable[[], None]] = {"role": by_role(role, batch, fields)}
+    if shares:
+        ways["shared_prompts"] = by_role(role, batch, fields, shares_prompts=True)
+    else:
+        micros = raw_engines.micro_batches(role, batch)
+        ways["megatron"] = functools.partial(raw_engines.forward_and_backward, role, micros)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     peaks: dict[str, float] = {}
     for repeat in range(WARM_UPS + REPEATS):
@@ -54,7 +62,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 seconds[name].append(taken)
                 peaks[name] = peak
     tokens = options.rows * options.length
-    operations = training_flops(role.architecture, batch.lengths.tolist(), tokens - options.rows)
+    sampled = options.rows * (options.length - options.prompt)
+    operations = training_flops(role.architecture, batch.lengths.tolist(), sampled)
     possible = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     result: dict[str, Any] = {"parameters": sum(p.numel() for p in role.parameters().values()), "tokens": tokens}
     for name, times in seconds.items():
@@ -67,15 +76,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "mfu": operations / median / possible if possible else None,
             "peak_memory_gb": peaks[name] / 1e9,
         }
-    result["role_over_megatron"] = result["role"]["tokens_per_second"] / result["megatron"]["tokens_per_second"]
-    return result
+    speeds = {name: result[name]["tokens_per_second"] for name in ways}
+    if not shares:
+        return result | {"role_over_megatron": speeds["role"] / speeds["megatron"]}
+    names = ("rows", "length", "prompt", "responses", "tokens_per_gpu")
+    result["shape"] = {name: getattr(options, name) for name in names}
+    return result | {"shared_over_role": speeds["shared_prompts"] / speeds["role"]}
 
 
-def by_role(role: Role, batch: RolloutBatch, fields: dict[str, torch.Tensor]) -> Callable[[], None]:
+def by_role(
+    role: Role, batch: RolloutBatch, fields: dict[str, torch.Tensor], shares_prompts: bool = False
+) -> Callable[[], None]:
     """Forward and backward as in ``Role.update``."""
 
     def forward_and_backward() -> None:
         assert role.trainer is not None
+        role._passes._shares_prompts = shares_prompts
         role.trainer.chunks[0].zero_grad_buffer()
         role._passes.run(
             batch, fields, role.section.tokens_per_gpu, role._output,

@@ -117,8 +117,8 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 stage "torch" install_torch
 stage "$(grep -c '==' "$requirements") pinned packages" pip_install -r "$requirements"
 stage "$megatron" install_megatron "$site"
-# The build runs with the pinned setuptools: an isolated build would download one.
-stage "rlhf_megatron (editable)" pip_install --no-build-isolation -e "$root"
+# The build runs with the pinned setuptools: an isolated build would download one. setup.py asks for megatron-core's Python.
+stage "rlhf_megatron (editable)" pip_install --no-build-isolation --ignore-requires-python -e "$root"
 SETUP_ATTEMPTS=1 stage "imports" check_imports
 echo "$wanted $root" >"$stamp"
 echo "setup: done in $((SECONDS - began)) s; run: source $venv/bin/activate"

@@ -2,66 +2,120 @@
 
     python tools/verl/from_verl.py --output my.yaml algorithm.adv_estimator=grpo data.train_batch_size=256 ...
 
-takes the arguments of `python3 -m verl.trainer.main_ppo`; in a script of verl's, put this command in its place and run
-the script. Keys that are not given have verl's defaults, and each key that has no counterpart is told.
+takes the arguments of `python3 -m verl.trainer.main_ppo`, and its `-m MODULE`; in a script of verl's, put this command
+in the place of python3. Keys that are not given have verl's defaults. The exit status is 1 where keys were refused:
+the recipe, then, is that of the others, and each refused key is told on stderr and in the recipe's first lines.
 
-Here: the command line. Not here: reading verl's (verl_command.py), and what its keys mean (verl_sections.py).
+Here: the command line. Not here: reading verl's (verl_command.py, verl_compose.py), and what its keys mean
+(verl_sections.py, verl_algorithm.py, verl_roles.py, verl_keys.tsv).
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
-from verl_command import Command, check, parse
+from verl_command import Command, judge
+from verl_compose import read_command
 from verl_sections import translate
 
 from rlhf_megatron.errors import UserError
-from rlhf_megatron.recipe import Recipe
-from rlhf_megatron.recipe.load import make_recipe
+from rlhf_megatron.planning.layout_search import find_layouts, nearest_layout
+from rlhf_megatron.recipe import Recipe, RLRecipe
+from rlhf_megatron.recipe.load import apply_override, make_recipe, require_rl
 from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
+
+OURS = ("cluster.", "model.config=")
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 2 for input that is not right."""
-    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Returns the exit status: 0 done, 1 where keys were refused, 2 for input that is not right."""
+    parser = ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="cluster.KEY=VALUE and model.config=FOLDER are keys of the recipe, and not verl's.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--output", type=path_argument, required=True, help="the recipe to write")
     parser.add_argument("--rows", type=int, help="rows of the training files, where they are not on this machine")
+    parser.add_argument("--plan", action="store_true", help="write the layout that launch/plan.py finds")
+    parser.add_argument("-m", dest="module", default="verl.trainer.main_ppo", help="verl's trainer; default: main_ppo")
+    parser.add_argument("--config-path", help="Hydra's; other files than verl's own need hydra-core")
+    parser.add_argument("--config-name", help="Hydra's")
     options, words = parser.parse_known_args(arguments)
-    given = Command(parse(words))
-    tree = translate(given, options.rows)
-    nodes = given.count("trainer.nnodes", 1)
-    check(given)
-    recipe = make_recipe(tree, "the recipe that this makes")
+    ours = [word for word in words if word.startswith(OURS)]
+    verls = [word for word in words if word not in ours]
+    given = read_command(options.module, options.config_path, options.config_name, verls)
+    tree, world = translate(given, options.rows)
+    judge(given)
+    for word in ours:
+        apply_override(tree, word)
+    tell(given)
+    recipe: Recipe = make_recipe(tree, "the recipe that this makes")
+    if options.plan:
+        recipe = planned(recipe, world)
+    write(options.output, recipe, given)
+    report(given, recipe, options.output, world, is_planned=options.plan)
+    return 1 if given.refusals else 0
+
+
+def planned(recipe: Recipe, world: int) -> Recipe:
+    """The recipe with the layout that is expected to be fastest on ``world`` GPUs, H100 where it names none.
+
+    What a plan keeps of the command's layout, such as cuts of sequences, is left out where nothing fits with it.
+    Raises UserError where none fits, or the model's config.json is not there.
+    """
+    known = require_rl(recipe).model_dump(mode="json")
+    known["cluster"]["gpu"] = recipe.cluster.gpu or "H100"
+    whole = RLRecipe.model_validate(known)
+    for each in (whole, RLRecipe.model_validate(_without_cuts(known))):
+        if candidates := find_layouts(each, world):
+            return candidates[0].recipe
+    gpus = f"{world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB"
+    raise UserError(f"--plan: no layout fits {gpus}; {nearest_layout(whole, world)}")
+
+
+def _without_cuts(values: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's plain values without what a plan keeps: cuts of sequences, and layouts of roles but the actor."""
+    roles = ("actor", "reference", "critic", "reward_model")
+    sections = {role: {**values[role], "layout": None} for role in roles if values.get(role)}
+    return values | sections | {"actor": {**values["actor"], "layout": {}}}
+
+
+def write(output: Path, recipe: Recipe, given: Command) -> None:
+    """Writes the recipe, below the keys of the command that it does not have."""
     plain = recipe.model_dump(mode="json", exclude_defaults=True)
+    refused = "".join(f"# refused: {line}\n" for line in given.refusals)
     try:
-        options.output.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        output.write_text(refused + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output: {options.output} cannot be written ({error.strerror})") from error
-    for key in given.left():
-        given.remark(key, "has no counterpart, or is not known")
-    report(given, recipe, options.output, nodes)
-    return 0
+        raise UserError(f"--output: {output} cannot be written ({error.strerror})") from error
 
 
-def report(given: Command, recipe: Recipe, output: Path, nodes: int) -> None:
-    """Prints what is not as it was, and how the run is started."""
+def tell(given: Command) -> None:
+    """Prints what is not as it was."""
     for remark in given.remarks:
         print(f"not as in verl: {remark}", file=sys.stderr)
+    for refusal in given.refusals:
+        print(f"refused: {refusal}", file=sys.stderr)
+
+
+def report(given: Command, recipe: Recipe, output: Path, world: int, is_planned: bool) -> None:
+    """Prints how the run is started."""
     gpus = recipe.cluster.gpus_per_node
-    if not given.is_of_megatron:
+    if not given.is_of_megatron and not is_planned:
         print(
             "no layout: FSDP cuts all weights over all GPUs, here tensor and pipeline parallelism cut the model; "
-            f"`python launch/plan.py {output} --world {nodes * gpus} cluster.gpu=H100` looks for one",
+            "--plan finds one",
             file=sys.stderr,
         )
-    print(f"{output}\npython launch/train.py {output} --dry-run --world {nodes * gpus}")
-    if nodes == 1:
-        print(f"python launch/torchrun.py --standalone --nproc-per-node {gpus} launch/train.py {output}")
+    print(f"{output}\npython launch/train.py {output} --dry-run --world {world}")
+    if world <= gpus:
+        print(f"python launch/torchrun.py --standalone --nproc-per-node {world} launch/train.py {output}")
     else:
-        print(f"python launch/submit.py {output} --nodes {nodes}")
+        print(f"python launch/submit.py {output} --nodes {-(-world // gpus)}")
 
 
 if __name__ == "__main__":

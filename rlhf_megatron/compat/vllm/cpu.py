@@ -21,6 +21,7 @@ def install() -> None:
     inspect_models_in_this_process()
     keep_weights_unpacked()
     keep_experts_unpacked()
+    correct_choices_without_groups()
     take_unpacked_convolutions()
     name_shared_memory_by_job()
     turn_heads_apart()
@@ -136,6 +137,40 @@ def keep_experts_unpacked() -> None:
 @patch(
     *PACKAGES,
     **KNOWN,
+    why="where experts have no groups the CPU router leaves their correction biases out of the choice, and refuses "
+    "sigmoid scores; the routers of GPUs do neither",
+)
+def correct_choices_without_groups() -> None:
+    """Have experts without groups chosen as those of one group, in versions that have such a router."""
+    try:
+        from vllm.model_executor.layers.fused_moe.router import cpu_router
+    except ImportError:
+        return
+    original = cpu_router.CPURouter._compute_routing
+
+    def compute_routing(router: Any, hidden: Tensor, logits: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        is_plain = not router.use_grouped_topk and router.custom_routing_function is None
+        if router.e_score_correction_bias is None or not is_plain or router.scoring_func == "sqrtsoftplus":
+            by_router: tuple[Tensor, Tensor] = original(router, hidden, logits, *rest, **named)
+            return by_router
+        in_one_group: tuple[Tensor, Tensor] = cpu_router._grouped_topk(
+            logits,
+            router.top_k,
+            router.renormalize,
+            1,
+            1,
+            router.scoring_func,
+            router.routed_scaling_factor,
+            router.e_score_correction_bias,
+        )
+        return in_one_group
+
+    cpu_router.CPURouter._compute_routing = compute_routing
+
+
+@patch(
+    *PACKAGES,
+    **KNOWN,
     why="the convolution of a delta net takes for granted that its weight is packed as linear ones are",
     upstream="https://github.com/vllm-project/vllm/issues/54477",
 )
@@ -159,19 +194,22 @@ def take_unpacked_convolutions() -> None:
 @patch(
     *PACKAGES,
     **KNOWN,
-    why="with an external launcher every job on a host uses the same names of shared memory: two jobs collide, and "
-    "what a killed one leaves stops the next",
+    why="with an external launcher every job on a host uses the same names of shared memory: two jobs, or two replicas "
+    "that are each a world of its own, collide, and what a killed one leaves stops the next",
     upstream="https://github.com/vllm-project/vllm/pull/46716",
 )
 def name_shared_memory_by_job() -> None:
-    """Name shared memory by torchrun's process too, which tells jobs apart."""
+    """Name shared memory by torchrun's process too, which tells jobs apart, and by what is the world to vLLM."""
+    import torch.distributed as dist
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original = _CPUSHMDistributed.make_group_name
     job = f"{os.environ.get('MASTER_PORT', '0')}.{os.environ.get('TORCHELASTIC_RUN_ID', 'x')}.{os.getppid()}"
 
     def make_group_name(communicator: Any) -> str:
+        world = dist.group.WORLD
+        replica = world.group_name[:16] if world is not None else ""
         # A slash is not allowed in the name of a shared-memory object.
-        return f"{job}{original(communicator)}".replace("/", "_")
+        return f"{job}.{replica}{original(communicator)}".replace("/", "_")
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)

@@ -45,10 +45,16 @@ def installed_version() -> str:
 
 def model(engine: Any) -> torch.nn.Module:
     """Return the model of an LLMEngine on this rank."""
+    runner = model_runner(engine)
     with _known_names():
-        runner = engine.model_executor.driver_worker.worker.model_runner
         module: torch.nn.Module = runner.get_model()  # the one name that both of vLLM's model runners have
     return module
+
+
+def model_runner(engine: Any) -> Any:
+    """Return the model runner of an LLMEngine on this rank."""
+    with _known_names():
+        return engine.model_executor.driver_worker.worker.model_runner
 
 
 def scheduler(engine: Any) -> Any:
@@ -90,30 +96,88 @@ def keep_logprobs_as_numbers(engine: Any, request_id: str) -> None:
         engine.output_processor.request_states[request_id].logprobs_processor = SampledLogprobs()
 
 
+def partial_outputs(engine: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (vLLM's own name, output of what it has sampled) of each request, in the order that they were added."""
+    from vllm.v1.engine import FinishReason
+
+    with _known_names():
+        states = list(engine.output_processor.request_states.items())
+    for name, state in states:
+        with _known_names():
+            make_output = state.make_request_output
+        yield name, make_output([], None, FinishReason.ABORT, None)
+
+
+def abort(engine: Any, request_id: str) -> None:
+    """Abort a request by the name that we gave it."""
+    engine.abort_request([request_id])
+
+
 def abort_all(engine: Any) -> Iterator[Any]:
     """Abort each request, and yield vLLM's output of what it has sampled.
 
     One at a time: of several, vLLM frees the cache blocks in an order that differs between the ranks of a replica, and
     their schedules must be the same (https://github.com/vllm-project/vllm/pull/12071).
     """
-    from vllm.v1.engine import FinishReason
-
-    with _known_names():
-        states = list(engine.output_processor.request_states.values())
-    for state in states:
+    for name, output in partial_outputs(engine):
         with _known_names():
-            make_output, request_id = state.make_request_output, state.external_req_id
-        output = make_output([], None, FinishReason.ABORT, None)
-        engine.abort_request([request_id])
+            request_id = engine.output_processor.request_states[name].external_req_id
+        abort(engine, request_id)
         yield output
 
 
-def drain(engine: Any) -> None:
-    """Wait for what vLLM has begun ahead (asynchronous scheduling): it reads weights that are about to change."""
+def pause(engine: Any) -> None:
+    """Have vLLM plan no further step, whatever requests it has."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    with _known_names():
+        scheduler(engine).set_pause_state(PauseState.PAUSED_ALL)
+
+
+def resume(engine: Any) -> None:
+    """Have vLLM plan steps again."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    with _known_names():
+        scheduler(engine).set_pause_state(PauseState.UNPAUSED)
+
+
+def salt_waiting(engine: Any, salt: str) -> None:
+    """Give requests that have nothing in the cache (they wait, or were preempted) a salt of their blocks' hashes."""
+    with _known_names():
+        for request in [each for each in scheduler(engine).waiting if not each.num_computed_tokens]:
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+
+def drain(engine: Any) -> Iterator[Any]:
+    """Wait for what vLLM has begun ahead (asynchronous scheduling), which reads weights that are about to change; yield
+    its outputs. While requests run, it is to be paused."""
     with _known_names():
         begun_ahead = engine.engine_core.engine_core.batch_queue  # None where it does not schedule ahead
     while begun_ahead:
-        engine.step()
+        yield from engine.step()
+
+
+def sleep_with_cache(engine: Any) -> None:
+    """Put vLLM to sleep as `LLM.sleep(level=2)` does, but for the KV cache, which goes to pinned host memory.
+
+    vLLM's own offloads weights and drops the cache. Requests stay, and so do their block tables, which one of its model
+    runners has in the same memory.
+    """
+    from vllm.device_allocator import get_mem_allocator_instance
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+
+    def suspend(backend: Any, level: int = 1) -> None:
+        get_mem_allocator_instance().sleep(offload_tags=("kv_cache",))
+
+    original = CuMemBackend.suspend
+    CuMemBackend.suspend = suspend
+    try:
+        engine.model_executor.sleep(2)
+    finally:
+        CuMemBackend.suspend = original
 
 
 def tensor_group() -> dist.ProcessGroup:

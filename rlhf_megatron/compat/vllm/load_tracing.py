@@ -1,7 +1,7 @@
 """A model of vLLM on the meta device, for any rank of a replica, in a process that is one rank: for tracing of loaders.
 
-vLLM's group objects are stand-ins that know sizes and ranks alone, and no function is replaced but the two that could
-not do their work on meta. vLLM has no public way to either; on models on meta: https://github.com/vllm-project/vllm/issues/18009
+vLLM's group objects are stand-ins that know sizes and ranks alone, and no function is replaced but the three that
+could not do their work on meta. vLLM has no public way to any; on models on meta: https://github.com/vllm-project/vllm/issues/18009
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_on_meta(config: Any) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     dtype = default_dtype(config.model_config.dtype)
-    with _own_rotary_modules(), _expert_map_on_host(), dtype, torch.device("meta"):
+    with _own_rotary_modules(), _expert_map_on_host(), _loaders_kept(), dtype, torch.device("meta"):
         model: torch.nn.Module = initialize_model(config)
     return model
 
@@ -107,3 +107,28 @@ def _expert_map_on_host() -> Iterator[None]:
         yield
     finally:
         expert_map_manager.determine_expert_map = original
+
+
+@contextlib.contextmanager
+def _loaders_kept() -> Iterator[None]:
+    """Keep vLLM's parameters, and with them their loaders, where vLLM 0.25 makes all that transformers left on meta."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    original = Base.init_parameters
+
+    def init_parameters(self: Any, module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+        own = [
+            (child, name, parameter)
+            for child in module.modules()
+            for name, parameter in child.named_parameters(recurse=False)
+            if hasattr(parameter, "weight_loader")
+        ]
+        original(self, module, dtype)
+        for child, name, parameter in own:
+            setattr(child, name, parameter)
+
+    Base.init_parameters = init_parameters
+    try:
+        yield
+    finally:
+        Base.init_parameters = original

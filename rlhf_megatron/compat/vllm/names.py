@@ -40,6 +40,17 @@ NAMES = (
     ),
     PrivateName("vllm.v1.engine", "FinishReason", "tokens of an aborted request"),
     PrivateName(_SCHEDULER, "Scheduler.running", "requests that are in the cache"),
+    # Requests that are paused while weights change.
+    PrivateName(_SCHEDULER, "Scheduler.set_pause_state(pause_state)", "no further steps"),
+    PrivateName("vllm.v1.core.sched.interface", "PauseState", "no further steps"),
+    PrivateName(_SCHEDULER, "Scheduler.waiting", "requests that have nothing in the cache"),
+    PrivateName(_SCHEDULER, "Scheduler.requests", "choices of experts of paused requests"),
+    PrivateName("vllm.v1.request", "Request.cache_salt", "no cache blocks shared over an update"),
+    PrivateName("vllm.v1.request", "Request.block_hashes", "no cache blocks shared over an update"),
+    PrivateName("vllm.v1.request", "Request.update_block_hashes", "no cache blocks shared over an update"),
+    PrivateName("vllm.device_allocator", "get_mem_allocator_instance", "the cache on the host"),
+    PrivateName("vllm.device_allocator.sleep_mode_backend", "CuMemBackend.suspend(level)", "the cache on the host"),
+    PrivateName("vllm.v1.executor.abstract", "Executor.sleep(level)", "the cache on the host"),
     PrivateName(_SCHEDULER, "Scheduler.kv_cache_manager", "free cache blocks", absent="vLLM alone limits admission"),
     PrivateName(
         _SCHEDULER, "Scheduler.update_from_output(scheduler_output, model_runner_output)", "logprobs as numbers"
@@ -79,7 +90,7 @@ NAMES = (
             *("enable_chunked_prefill", "enable_expert_parallel", "enable_prefix_caching", "enable_sleep_mode"),
             *("enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes", "load_format", "logprobs_mode"),
             *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "model", "moe_backend", "quantization"),
-            *("seed", "skip_tokenizer_init", "tensor_parallel_size", "use_tqdm_on_load"),
+            *("seed", "skip_tokenizer_init", "speculative_config", "tensor_parallel_size", "use_tqdm_on_load"),
         )
     ),
     # Logprobs of sampled tokens (compat.vllm.logprobs).
@@ -102,7 +113,7 @@ NAMES = (
         "the newer model runner for mixtures",
         absent="vLLM's own choice, by features and not by models",
     ),
-    # Choices of experts, by slots of the cache (compat.vllm.expert_choices).
+    # Choices of experts, by slots of the cache (compat.vllm.choice_recorder).
     PrivateName("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config(kv_cache_config)", "routers before graphs"),
     PrivateName(
         "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model(scheduler_output)", "after a step; runner V1"
@@ -130,6 +141,33 @@ NAMES = (
     PrivateName("vllm.v1.request", "Request.num_tokens", "tokens with choices"),
     PrivateName("vllm.v1.kv_cache_interface", "FullAttentionSpec", "a cache of all tokens"),
     PrivateName("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", "a cache of all tokens"),
+    # Speculative decoding (compat.vllm.speculation), by the older runner.
+    PrivateName(
+        "vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer(vllm_config)", "our drafts as vLLM's"
+    ),
+    *(
+        PrivateName("vllm.v1.worker.gpu_model_runner", f"GPUModelRunner.{name}", why)
+        for name, why in (
+            ("drafter", "our drafts as vLLM's"),
+            ("effective_drafter_max_model_len", "drafts beside sequences that are near their end"),
+            ("_sample(logits, spec_decode_metadata)", "samples that no draft changes"),
+            ("requests", "seeds of requests"),
+            ("input_batch", "requests of a step"),
+        )
+    ),
+    *(
+        PrivateName("vllm.v1.worker.gpu_input_batch", f"InputBatch.{name}", "requests of a step and their tokens")
+        for name in ("num_reqs", "req_ids", "num_tokens_no_spec", "generators", "sampling_metadata")
+    ),
+    PrivateName("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata.num_draft_tokens", "verification of drafts"),
+    PrivateName("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata.draft_token_ids", "verification of drafts"),
+    PrivateName("vllm.v1.outputs", "SamplerOutput.sampled_token_ids", "verification of drafts"),
+    PrivateName("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p(logits, k, p)", "the distribution"),
+    PrivateName(
+        "vllm.v1.worker.gpu.sample.gumbel",
+        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature)",
+        "draws of seed and position",
+    ),
     # Parameters that are views (compat.vllm.shared_weights).
     PrivateName(_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", "our loader in place of the dummy one"),
     PrivateName(_LOADER + ".base_loader", "BaseModelLoader.load_model", "our loader"),
@@ -145,6 +183,18 @@ NAMES = (
         "CPUUnquantizedExperts.apply",
         "experts on CPUs stay unpacked",
         absent="experts on CPUs are repacked, and weight sync does not reach them",
+    ),
+    *(
+        PrivateName(
+            _LAYERS + "fused_moe.router.cpu_router",
+            name,
+            "correction biases without groups on CPUs",
+            absent="the router of CPUs leaves correction biases out where experts have no groups",
+        )
+        for name in (
+            "CPURouter._compute_routing(hidden_states, router_logits)",
+            "_grouped_topk(gating_output, topk, renormalize, num_expert_group, topk_group, scoring_func)",
+        )
     ),
     *(
         PrivateName(
@@ -170,6 +220,11 @@ NAMES = (
     PrivateName(_LOADER + ".utils", "initialize_model", "a model on the meta device"),
     PrivateName(_LAYERS + "rotary_embedding", "_ROPE_DICT", "rotary modules on the meta device are not kept"),
     PrivateName(_LAYERS + "fused_moe.expert_map_manager", "determine_expert_map", "the table of experts has values"),
+    PrivateName(
+        "vllm.model_executor.models.transformers.base",
+        "Base.init_parameters(module, dtype)",
+        "loaders on the meta device",
+    ),
     # Linear layers in 8 bits (rollout.vllm.fp8).
     PrivateName(_LAYERS + "linear", "LinearBase", "layers that are quantized"),
     PrivateName(_LAYERS + "linear", "ReplicatedLinear", "layers that are not"),

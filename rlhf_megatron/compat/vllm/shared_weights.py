@@ -8,12 +8,13 @@ is to copy weights; on shards that a trainer holds already: https://github.com/v
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 _ALIGNMENT = 16  # bytes: compiled code would copy an input that begins elsewhere
 _SMALL = 1e-3  # dummy weights, until the first real ones come
@@ -39,14 +40,23 @@ def offered(tensors: Mapping[str, Tensor]) -> Iterator[None]:
         loaders["dummy"] = usual
 
 
+def parameters_without_memory(shapes: Collection[torch.Size]) -> RemovableHandle:
+    """Have parameters of these shapes give up their memory as soon as a module has them, until the handle is removed.
+
+    Not those of torch's own modules, such as routers: these are filled after they are registered.
+    """
+
+    def give_up_memory(module: torch.nn.Module, _: str, parameter: torch.nn.Parameter) -> None:
+        if parameter.shape in shapes and not hasattr(module, "reset_parameters"):
+            parameter.untyped_storage().resize_(0)
+
+    return register_module_parameter_registration_hook(give_up_memory)
+
+
 def _loader_of(tensors: Mapping[str, Tensor]) -> type:
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     shapes = {tensor.shape for tensor in tensors.values()}
-
-    def give_up_memory(_: torch.nn.Module, __: str, parameter: torch.nn.Parameter) -> None:
-        if parameter.shape in shapes:
-            parameter.untyped_storage().resize_(0)
 
     class SharedWeightsLoader(BaseModelLoader):  # type: ignore[misc]
         """Reads no files."""
@@ -56,7 +66,7 @@ def _loader_of(tensors: Mapping[str, Tensor]) -> type:
 
         def load_model(self, *arguments: Any, **named: Any) -> Any:
             """Make the model; meanwhile what may become a view takes memory for one parameter at a time."""
-            self._registration = register_module_parameter_registration_hook(give_up_memory)
+            self._registration = parameters_without_memory(shapes)
             try:
                 return super().load_model(*arguments, **named)
             finally:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_megatron.models.config_fields import FamilyFields, number, unsupported
+from rlhf_megatron.models.config_fields import FamilyFields, flag, number, unsupported
 from rlhf_megatron.models.description import Architecture, LayerKind, Scales
 from rlhf_megatron.models.families.decoder import NO_ATTENTION_BIAS, Decoder
 from rlhf_megatron.models.families.norm_names import NormNames
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 COHERE_READ = frozenset({"layer_norm_eps", "logit_scale"})
 COHERE_ONLY = NO_ATTENTION_BIAS | {
-    "use_qk_norm": False,
     "use_parallel_block": True,
     "use_gated_activation": True,
     "use_embedding_sharing": True,
@@ -42,7 +41,12 @@ class Cohere(Decoder):
         epsilon = number(path, "layer_norm_eps", config, 1e-5)
         plain = super().read(path, {"tie_word_embeddings": True} | dict(config) | {"rms_norm_eps": epsilon})
         rope = dataclasses.replace(plain.rope, interleaved=True)
-        return dataclasses.replace(plain, rope=rope, scales=Scales(logits=number(path, "logit_scale", config, 0.0625)))
+        return dataclasses.replace(
+            plain,
+            rope=rope,
+            scales=Scales(logits=number(path, "logit_scale", config, 0.0625)),
+            head_norms=flag(path, "use_qk_norm", config),
+        )
 
     def layer_spec(
         self, architecture: Architecture, kind: LayerKind, implementation: Implementation, rotary: Rotary
@@ -85,7 +89,7 @@ class Cohere(Decoder):
 FAMILY = Cohere(
     "Cohere",
     FamilyFields(
-        read=COHERE_READ,
+        read=COHERE_READ | {"use_qk_norm"},
         types=COHERE_TYPES,
         only=COHERE_ONLY | {"sliding_window": None},
         never_null=COHERE_NEVER_NULL,

@@ -46,7 +46,7 @@ FAMILY = Cohere2(
     FamilyFields(
         read=COHERE_READ | {PATTERN},
         types=COHERE_TYPES | {"layer_switch": (int,)},
-        only=COHERE_ONLY | {"order_of_interleaved_layers": "local_attn_first"},
+        only=COHERE_ONLY | {"use_qk_norm": False, "order_of_interleaved_layers": "local_attn_first"},
         never_null=(*COHERE_NEVER_NULL, PATTERN),
     ),
     max_positions=8192,

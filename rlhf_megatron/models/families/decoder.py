@@ -36,6 +36,7 @@ from rlhf_megatron.models.rectangles import (
     held_layers,
     slot_blocks,
 )
+from rlhf_megatron.models.rope import SCALINGS, Scaling
 from rlhf_megatron.models.stacked import Stacked
 from rlhf_megatron.topology.layout import Layout
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.models.rotary import Rotary
 
 NO_ATTENTION_BIAS: dict[str, Any] = {"attention_bias": False, "qkv_bias": False}
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "squared_relu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Decoder:
     """A Family; see there for its methods.
 
     ``max_positions``, ``norm_epsilon``, ``rope_theta``: what transformers takes for absent fields.
-    ``partial_rotary``: positions turn a part of a head where the config says so.
+    ``partial_rotary``: positions turn a part of a head where the config says so. ``scalings``: kinds, by rope_type.
     ``qkv_bias``: always there; ``bias_fields`` have those that the config decides on.
     ``fused``: modules of checkpoints that are one tensor where others have several (``fused_tensors``).
+    ``plain_mlp``: feed-forward layers have no gate.
     ``windows``: which layers have a sliding window; None: no layer of the family.
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
     ``vllm_mixes_windows``: in vLLM too some layers may have a window and others not.
@@ -73,11 +75,13 @@ class Decoder:
     norm_epsilon: float = 1e-6
     rope_theta: float = 10_000.0
     partial_rotary: bool = False
+    scalings: Mapping[str, type[Scaling]] = dataclasses.field(default_factory=lambda: SCALINGS)
     windows: WindowFields | None = None
     norms: NormNames = NORMS_BEFORE
     fused: tuple[str, ...] = ()
     zero_centred_norms: bool = False
     activation: Activation = "silu"
+    plain_mlp: bool = False
     vllm_divides_heads: bool = False
     vllm_mixes_windows: bool = False
     vllm_has_output_bias: bool = True
@@ -105,7 +109,15 @@ class Decoder:
             vocabulary=vocabulary,
             max_positions=max_positions,
             norm_epsilon=number(path, "rms_norm_eps", config, self.norm_epsilon),
-            rope=read_rope(path, config, head_dim, max_positions, self.rope_theta, partial=self.partial_rotary),
+            rope=read_rope(
+                path,
+                config,
+                head_dim,
+                max_positions,
+                self.rope_theta,
+                partial=self.partial_rotary,
+                scalings=self.scalings,
+            ),
             tied_embeddings=flag(path, "tie_word_embeddings", config),
             query_key_norm=self.query_key_norm,
             qkv_bias=self.qkv_bias or qkv_bias,
@@ -118,6 +130,7 @@ class Decoder:
             output_bias=output_bias,
             mlp_bias=mlp_bias,
             wide_query_key_norm=self.wide_query_key_norm,
+            plain_mlp=self.plain_mlp,
         )
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
@@ -147,6 +160,7 @@ class Decoder:
         from rlhf_megatron.models.delta_net import use_delta_net
         from rlhf_megatron.models.router import ScoreRouter
         from rlhf_megatron.models.self_attention import StackedSelfAttention
+        from rlhf_megatron.models.wide_norm import HeadNorm, WideNorm
 
         count = architecture.experts.count if architecture.experts and kind.feed_forward == "experts" else None
         spec: Any
@@ -183,7 +197,11 @@ class Decoder:
             latent.attention_spec(spec, implementation, rotary)
             return spec
         spec.submodules.self_attention.module = StackedSelfAttention
-        spec.submodules.self_attention.params |= {"rotary": rotary, "wide_norms": architecture.wide_query_key_norm}
+        spec.submodules.self_attention.params |= {
+            "rotary": rotary,
+            "norm": WideNorm if architecture.wide_query_key_norm else HeadNorm if architecture.head_norms else None,
+            "norms_of_turned": architecture.norms_of_turned,
+        }
         return spec
 
     def _finish_sublayers(self, architecture: Architecture, spec: Any, implementation: Implementation) -> None:
@@ -223,7 +241,7 @@ class Decoder:
             "normalization": "RMSNorm",
             "layernorm_epsilon": a.norm_epsilon,
             "qk_layernorm": a.query_key_norm,
-            "gated_linear_unit": True,
+            "gated_linear_unit": not a.plain_mlp,
             "activation_func": ACTIVATIONS[self.activation],
             "layernorm_zero_centered_gamma": a.zero_centred_norms,
             "softmax_scale": a.scales.attention,
@@ -319,7 +337,7 @@ class Decoder:
             attention = latent.attention_weights(a)
         if kind.feed_forward == "experts":
             return attention + mixture.expert_weights(a)
-        return attention + 3 * a.hidden * a.feed_forward
+        return attention + (2 if a.plain_mlp else 3) * a.hidden * a.feed_forward
 
     def attention_flops(
         self, architecture: Architecture, kind: LayerKind, rows: Sequence[float], causal: bool

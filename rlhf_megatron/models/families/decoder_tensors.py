@@ -31,7 +31,7 @@ def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.Expe
         if kind.attention == "delta":
             shapes.update(delta_shapes(a, layer))
         else:
-            shapes.update(latent.attention_shapes(a, layer) if a.latent else _attention_shapes(a, layer))
+            shapes.update(latent.attention_shapes(a, layer) if a.latent else _attention_shapes(a, layer, norms))
         if kind.feed_forward == "experts":
             shapes.update(mixture.expert_shapes(a, layer, expert_names))
             continue
@@ -47,15 +47,18 @@ def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.Expe
     return shapes
 
 
-def _attention_shapes(a: Architecture, layer: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention_shapes(a: Architecture, layer: str, norms: NormNames) -> Iterator[tuple[str, tuple[int, ...]]]:
     output, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
     query = 2 * output if a.gated_attention else output
-    for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
+    for part, rows, norm in (("q", query, norms.query), ("k", key_value, norms.key), ("v", key_value, None)):
         yield f"{layer}self_attn.{part}_proj.weight", (rows, a.hidden)
         if a.qkv_bias:
             yield f"{layer}self_attn.{part}_proj.bias", (rows,)
-        if part != "v" and (a.query_key_norm or a.wide_query_key_norm):
-            yield f"{layer}self_attn.{part}_norm.weight", (rows if a.wide_query_key_norm else a.head_dim,)
+        if norm and _norm_cut(a):
+            shape = (
+                (rows // a.head_dim, a.head_dim) if a.head_norms else (rows if a.wide_query_key_norm else a.head_dim,)
+            )
+            yield f"{layer}self_attn.{norm}.weight", shape
     yield layer + "self_attn.o_proj.weight", (a.hidden, output)
     if a.output_bias:
         yield layer + "self_attn.o_proj.bias", (a.hidden,)
@@ -63,21 +66,28 @@ def _attention_shapes(a: Architecture, layer: str) -> Iterator[tuple[str, tuple[
         yield layer + "self_attn.sinks", (a.heads,)
 
 
+def _norm_cut(a: Architecture) -> Cut | None:
+    """Return how the weights of the norms of queries and keys are cut; None: there are no such norms."""
+    if a.wide_query_key_norm or a.head_norms:
+        return "rows"
+    return "whole" if a.query_key_norm else None
+
+
 def _feed_forward_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
     up, down = (a.feed_forward, a.hidden), (a.hidden, a.feed_forward)
-    return {"gate_proj": up, "up_proj": up, "down_proj": down}
+    return {"up_proj": up, "down_proj": down} if a.plain_mlp else {"gate_proj": up, "up_proj": up, "down_proj": down}
 
 
-def _attention_slots(a: Architecture, tensor_prefix: str, names: dict[str, str]) -> Iterator[Slot]:
+def _attention_slots(a: Architecture, tensor_prefix: str, names: dict[str, str], norms: NormNames) -> Iterator[Slot]:
     cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
     for part, cut in cuts:
         yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
         if a.qkv_bias:
             yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias")
-    if a.query_key_norm or a.wide_query_key_norm:
-        norm_cut: Cut = "rows" if a.wide_query_key_norm else "whole"
-        yield Slot(tensor_prefix + "self_attn.q_norm.weight", norm_cut, names["query_norm"])
-        yield Slot(tensor_prefix + "self_attn.k_norm.weight", norm_cut, names["key_norm"])
+    norm_cut = _norm_cut(a)
+    if norm_cut:
+        yield Slot(f"{tensor_prefix}self_attn.{norms.query}.weight", norm_cut, names["query_norm"])
+        yield Slot(f"{tensor_prefix}self_attn.{norms.key}.weight", norm_cut, names["key_norm"])
     yield Slot(tensor_prefix + "self_attn.o_proj.weight", "columns", names["output"] + ".weight")
     if a.output_bias:
         yield Slot(tensor_prefix + "self_attn.o_proj.bias", "whole", names["output"] + ".bias")
@@ -100,15 +110,17 @@ def layer_slots(
     if a.latent:
         yield from latent.attention_slots(a, tensor_prefix, names["attention"])
     elif kind.attention != "delta":  # whose rectangles are of another form (``delta_blocks``)
-        yield from _attention_slots(a, tensor_prefix, names)
+        yield from _attention_slots(a, tensor_prefix, names, norms)
     if kind.feed_forward == "experts":
         router = f"{tensor_prefix}{expert_names.module}.{expert_names.router}.weight"
         yield Slot(router, "whole", names["router"])
         return  # the experts are cut over other ranks than the rest of the layer
     for kind_of_tensor in ("weight", "bias") if a.mlp_bias else ("weight",):
         down: Cut = "columns" if kind_of_tensor == "weight" else "whole"
-        yield Slot(f"{tensor_prefix}mlp.gate_proj.{kind_of_tensor}", "gate", f"{names['gate_up']}.{kind_of_tensor}")
-        yield Slot(f"{tensor_prefix}mlp.up_proj.{kind_of_tensor}", "up", f"{names['gate_up']}.{kind_of_tensor}")
+        gate_up = f"{names['gate_up']}.{kind_of_tensor}"
+        if not a.plain_mlp:
+            yield Slot(f"{tensor_prefix}mlp.gate_proj.{kind_of_tensor}", "gate", gate_up)
+        yield Slot(f"{tensor_prefix}mlp.up_proj.{kind_of_tensor}", "rows" if a.plain_mlp else "up", gate_up)
         yield Slot(f"{tensor_prefix}mlp.down_proj.{kind_of_tensor}", down, f"{names['down']}.{kind_of_tensor}")
 
 

@@ -27,6 +27,7 @@ FAMILY = Ernie(
     FamilyFields(
         only=NO_ATTENTION_BIAS | {"use_bias": False, "sliding_window": None},
         absent={"num_key_value_heads": 2, "head_dim": 128},
+        native=True,
     ),
     max_positions=131072,
     norm_epsilon=1e-5,

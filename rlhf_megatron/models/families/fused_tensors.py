@@ -8,7 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from rlhf_megatron.models.rectangles import Shapes, Slot
 
 # A module of such a checkpoint, and those of others that it stands for.
-_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+    "shared_mlp.output_linear": ("mlp.down_proj",),
+}
 
 
 def fused_shapes(shapes: Shapes, fused: Sequence[str]) -> Shapes:

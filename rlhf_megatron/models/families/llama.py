@@ -29,7 +29,7 @@ FAMILY = Llama(
     "Llama",
     FamilyFields(
         read=frozenset({"attention_bias", "mlp_bias"}),
-        only={"qkv_bias": False, "sliding_window": None},
+        only={"activation": "swiglu", "qkv_bias": False, "sliding_window": None},  # the first of Falcon 3's, unread
     ),
     bias_fields=BiasFields(qkv="attention_bias", output="attention_bias", mlp="mlp_bias"),
     max_positions=2048,

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.config_fields import brief, number, size, unsupported
-from rlhf_megatron.models.rope import SCALINGS, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
+from rlhf_megatron.models.rope import SCALINGS, AlphaScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
 from rlhf_megatron.untrusted import shown
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -25,10 +25,12 @@ def read_rope(
     *,
     partial: bool = False,
     interleaved: bool = False,
+    scalings: Mapping[str, type[Scaling]] = SCALINGS,
 ) -> Rope:
     """Return the position embeddings that the config at ``path`` says; raises ModelError for what is not supported.
 
     ``partial``: a family whose transformers class turns a part of a head where the config says so.
+    ``scalings``: those that the family may have.
     """
     for field in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(field), dict | None):
@@ -41,10 +43,10 @@ def read_rope(
     if given.get("type", kind) != kind:
         difference = f"{field}.rope_type is {brief(kind)} and type is {brief(given['type'])}"
         raise ModelError(f"{shown(path)}: {difference}, which are one field; remove one")
-    if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
-        raise unsupported(path, f"{field}.rope_type", kind, ", ".join(("default", *SCALINGS)))
+    if not isinstance(kind, str) or kind not in ("default", *scalings):
+        raise unsupported(path, f"{field}.rope_type", kind, ", ".join(("default", *scalings)))
     fraction = _rotated_fraction(path, field, given, config, head_dim, partial)
-    known = {*_FIELDS, *(() if kind == "default" else _parameters(SCALINGS[kind]))}
+    known = {*_FIELDS, *(() if kind == "default" else _parameters(scalings[kind]))}
     for key in given:
         if key not in known:
             raise ModelError(
@@ -60,7 +62,7 @@ def read_rope(
         parameters = given | {_ORIGINAL: original}
         if kind == "linear" and type(given.get("factor")) is int:  # vLLM would go through it as through a list
             raise unsupported(path, f"{field}.factor", given["factor"], "a number with a point")
-        scaling = _scaling(path, field, SCALINGS[kind], parameters, max_positions)
+        scaling = _scaling(path, field, scalings[kind], parameters, max_positions)
         _check(path, field, scaling, theta, int(head_dim * fraction))
     return Rope(theta, scaling, fraction, interleaved)
 
@@ -123,6 +125,8 @@ def _check(path: Path, where: str, scaling: Scaling, theta: float, turned: int) 
         raise unsupported(path, f"{where}.high_freq_factor", scaling.high_freq_factor, "above low_freq_factor")
     if isinstance(scaling, YarnScaling) and theta <= 1:
         raise unsupported(path, "rope_theta", theta, "above 1 for rope_type yarn")
+    if isinstance(scaling, AlphaScaling) and turned < 4:
+        raise unsupported(path, "head_dim", turned, f"4 and more with {where}.alpha")
     if isinstance(scaling, LongScaling):
         if scaling.original_max_position_embeddings < 2:
             raise unsupported(path, f"{where}.{_ORIGINAL}", scaling.original_max_position_embeddings, "2 and more")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf_megatron.compat.vllm import internals
-from rlhf_megatron.compat.vllm.expert_choices import ChoiceRecorder
+from rlhf_megatron.compat.vllm.choice_recorder import ChoiceRecorder
+from rlhf_megatron.rollout.drafts import Drafter
 from rlhf_megatron.rollout.engine import Sampling
 from rlhf_megatron.rollout.engine_core import EngineOutput, EngineRequest
 
@@ -16,38 +18,91 @@ class VllmCore:
 
     name = "vLLM"
 
-    def __init__(self, engine: Any, recorder: ChoiceRecorder | None = None) -> None:
-        """Wrap an LLMEngine, whose choices of experts a `recorder` has."""
-        self._engine, self._recorder = engine, recorder
+    def __init__(self, engine: Any, recorder: ChoiceRecorder | None = None, drafter: Drafter | None = None) -> None:
+        """Wrap an LLMEngine, whose choices of experts a `recorder` has, and for whose requests a `drafter` drafts."""
+        self._engine, self._recorder, self._drafter = engine, recorder, drafter
         self.max_num_seqs, self.block_size, self.enable_prefix_caching = internals.scheduling_limits(engine)
         self._numbers: dict[str, int] = {}  # by vLLM's own, longer name of a request
         self._names: dict[int, str] = {}  # the latest of each number
+        self._is_paused = False
+        self._salt = ""
 
     def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
         """See EngineCore."""
         parameters = sampling_params(sampling, request.seed, request.max_tokens)
-        prompt = {"prompt_token_ids": request.token_ids}
+        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": self._salt}
         name = self._engine.add_request(str(request.number), prompt, parameters)
         internals.keep_logprobs_as_numbers(self._engine, name)
         self._numbers[name] = request.number
         self._names[request.number] = name
+        if self._drafter:
+            own = len(request.token_ids) - request.begun
+            self._drafter.begin(name, request.token_ids[:own], request.token_ids[own:])
 
     def step(self) -> list[EngineOutput]:
         """See EngineCore."""
-        return [self._with_choices(_output_of(output)) for output in self._engine.step() if output.finished]
+        self.resume()
+        return self._ended(self._engine.step())
+
+    def resume(self) -> None:
+        """End a pause, as the next step does."""
+        if self._is_paused:
+            internals.resume(self._engine)
+            self._is_paused = False
+
+    def _ended(self, outputs: Iterable[Any]) -> list[EngineOutput]:
+        return [self._with_choices(_output_of(output)) for output in outputs if output.finished]
+
+    def weights_updated(self, version: int) -> None:
+        """Have no request that begins from now on share cache blocks with those of before.
+
+        vLLM forgets no block that is in use, so what begins from now on has another hash. That is also so for what
+        waits: nothing of it is in the cache.
+        """
+        self._salt = f"weights {version}"
+        internals.salt_waiting(self._engine, self._salt)
+
+    def pause(self) -> list[EngineOutput]:
+        """See EngineCore. vLLM plans nothing while it is paused, so what it has begun ahead comes to an end."""
+        self._is_paused = True
+        internals.pause(self._engine)
+        return self._ended(internals.drain(self._engine))
+
+    def unfinished(self) -> list[EngineOutput]:
+        """See EngineCore."""
+        outputs = []
+        for name, output in internals.partial_outputs(self._engine):
+            choices = self._recorder.so_far(name) if self._recorder else None
+            outputs.append(dataclasses.replace(_output_of(output), expert_choices=choices))
+        return outputs
+
+    def abort_request(self, number: int) -> None:
+        """See EngineCore."""
+        name = self._names.pop(number)
+        del self._numbers[name]
+        internals.abort(self._engine, str(number))
+        if self._recorder:
+            self._recorder.take(name)
+        if self._drafter:
+            self._drafter.end(name)
 
     def abort_requests(self) -> list[EngineOutput]:
         """See EngineCore."""
         outputs = [self._with_choices(_output_of(output)) for output in internals.abort_all(self._engine)]
-        internals.drain(self._engine)
+        for _ in internals.drain(self._engine):
+            pass
         self._numbers.clear()
         self._names.clear()
         return outputs
 
     def _with_choices(self, output: EngineOutput) -> EngineOutput:
+        name = self._names.pop(output.number)
+        self._numbers.pop(name)
+        if self._drafter:
+            self._drafter.end(name, output.token_ids)
         if self._recorder is None:
             return output
-        return dataclasses.replace(output, expert_choices=self._recorder.take(self._names[output.number]))
+        return dataclasses.replace(output, expert_choices=self._recorder.take(name))
 
     def running(self) -> dict[int, int]:
         """See EngineCore."""

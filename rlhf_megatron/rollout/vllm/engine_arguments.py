@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.compat.vllm import speculation
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import RolloutError
 
@@ -37,9 +39,12 @@ def engine_arguments(section: RolloutSection, dtype: str, seed: int, max_length:
         "enable_expert_parallel": section.layout.expert_parallel,
         # Logprobs of the distribution that was sampled from, so that the trainer's can be held against them.
         "logprobs_mode": "processed_logprobs",
-        "async_scheduling": section.async_scheduling,
+        # Drafts need the tokens of the step before on the host.
+        "async_scheduling": section.async_scheduling and section.speculative is None,
         "disable_log_stats": True,
     }
+    if section.speculative is not None:
+        arguments["speculative_config"] = speculation.configuration(section.speculative.num_speculative_tokens)
     if section.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = section.max_num_batched_tokens
     # Of a rank that is a world of its own (topology.team), only torchrun knows that there are others.
@@ -50,6 +55,8 @@ def engine_arguments(section: RolloutSection, dtype: str, seed: int, max_length:
     kv_cache_gb = section.kv_cache_gb
     if on_gpu:
         arguments["moe_backend"] = "triton"  # others shuffle the rows of experts, which are written in place
+        if importlib.util.find_spec("flashinfer") is None:  # vLLM takes its delta nets on Hopper without looking
+            arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
         arguments["enable_sleep_mode"] = section.sleep
         arguments["gpu_memory_utilization"] = _gpu_memory_share(section)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from rlhf_megatron.rollout.vllm.refusals import one_line
 from rlhf_megatron.untrusted import read_json, shown
 
 _MOST_LAYERS = 10_000
+_OF_WRAPPERS = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_classes(path: Path, config: Mapping[str, Any]) -> None:
@@ -26,22 +28,45 @@ def check_classes(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def unquantised(folder: str | Path) -> dict[str, Any]:
-    """Return arguments by which vLLM makes full-precision weights of a folder whose files are quantised."""
-    config = read_json(Path(folder) / "config.json", RolloutError)
-    quantised = isinstance(config, dict) and config.get("quantization_config") is not None
-    return {"hf_overrides": _without_quantisation} if quantised else {}
+def config_arguments(folder: str | Path, language: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return arguments by which vLLM makes full-precision weights of a folder.
+
+    ``language``: config of the language model, where config.json is that of a model of images and text around it.
+    """
+    path = Path(folder) / "config.json"
+    config = read_json(path, RolloutError)
+    if not isinstance(config, dict) or (language is None and config.get("quantization_config") is None):
+        return {}
+    given = {field: language[field] for field in _OF_WRAPPERS if field in language} if language else {}
+    # Mistral's folders have files of another format beside transformers'.
+    return {"hf_overrides": PlainConfig(given), "config_format": "hf"}
 
 
-def _without_quantisation(config: Any) -> Any:
-    """Remove the field, whose presence alone tells some of vLLM's loaders of quantised weights."""
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
+@dataclasses.dataclass(frozen=True)
+class PlainConfig:
+    """A function from transformers' config of a folder to that of its language model in full precision.
+
+    ``fields``: of the language model that a wrapper has, or has to be said to vLLM; empty: there is no wrapper.
+    """
+
+    fields: Mapping[str, Any]
+
+    def __call__(self, config: Any) -> Any:
+        """Return ``config`` or its text_config, changed; vLLM also asks of one that has nothing but a type."""
+        language = config.text_config if self.fields and hasattr(config, "text_config") else config
+        if language is not config:
+            for field, value in self.fields.items():
+                setattr(language, field, value)
+        if hasattr(language, "quantization_config"):  # whose presence alone tells some of vLLM's loaders
+            del language.quantization_config
+        return language
 
 
-def checked_vocabulary(folder: Path) -> int:
-    """Return the vocabulary's size; raises RolloutError for a config.json that ``check_classes`` or vLLM refuses."""
+def checked_vocabulary(folder: Path, language: Mapping[str, Any] | None = None) -> int:
+    """Return the vocabulary's size; ``language`` as above.
+
+    Raises RolloutError for a config.json that ``check_classes`` or vLLM refuses.
+    """
     path = folder / "config.json"
     try:
         config = read_json(path, RolloutError)
@@ -51,10 +76,11 @@ def checked_vocabulary(folder: Path) -> int:
         raise RolloutError(
             f"{shown(path)}: must hold a JSON object; model.path must be a folder in Hugging Face format"
         )
+    kind, config = config.get("model_type"), language or config
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise RolloutError(f"{path}: num_hidden_layers is {shown(layers, 80)}; at most {_MOST_LAYERS} are possible")
-    _read_as_vllm_does(folder, config.get("model_type"))
+    _read_as_vllm_does(folder, kind)
     check_classes(path, config)
     vocabulary = config.get("vocab_size")
     if vocabulary is None:

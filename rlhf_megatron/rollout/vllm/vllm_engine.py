@@ -9,6 +9,7 @@ compat.vllm.cpu.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,24 +20,29 @@ from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.compat.vllm import (
-    expert_choices,
+    choice_recorder,
     internals,
     latent_weights,
     logprobs,
     model_runner,
     shared_weights,
+    speculation,
 )
 from rlhf_megatron.compat.vllm.names import check_version
+from rlhf_megatron.compat.vllm.speculation import SeededSampler
 from rlhf_megatron.recipe import RolloutSection
+from rlhf_megatron.recipe.rollout import SpeculativeSection
+from rlhf_megatron.rollout.drafts import Drafter
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, RolloutError, Sampling
 from rlhf_megatron.rollout.lockstep import ReplicaRanks
+from rlhf_megatron.rollout.paused import PausedRequests
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.request_checks import check_requests
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.scheduler import GenerationScheduler
 from rlhf_megatron.rollout.vllm.core import VllmCore
 from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments
-from rlhf_megatron.rollout.vllm.model_config import checked_vocabulary, unquantised
+from rlhf_megatron.rollout.vllm.model_config import checked_vocabulary, config_arguments
 from rlhf_megatron.rollout.vllm.refusals import refusal_of
 from rlhf_megatron.rollout.work_queue import WorkQueue
 
@@ -57,6 +63,7 @@ class VllmEngine:
         load_format: str = "dummy",
         shared: Mapping[str, Tensor] | None = None,
         records_experts: bool = False,
+        language: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the engine; the arguments are those of `engines.make_engine`, and `load_format` is vLLM's.
 
@@ -70,22 +77,31 @@ class VllmEngine:
         self._given_back = 0  # bytes
         self._version: int | None = None
         self._max_length = max_prompt_length + section.max_response_length
-        self._vocabulary = checked_vocabulary(Path(model_path))
+        self._vocabulary = checked_vocabulary(Path(model_path), language)
         arguments = engine_arguments(section, dtype, seed, self._max_length, self._on_gpu)
         if load_format == "dummy":
-            arguments |= unquantised(model_path)
+            arguments |= config_arguments(model_path, language)
         with _starting(self._on_gpu):
             arguments |= {"model": model_path, "load_format": load_format, "use_tqdm_on_load": False}
-            with expert_choices.recorded() if records_experts else contextlib.nullcontext() as recorder:
+            with choice_recorder.recorded() if records_experts else contextlib.nullcontext() as recorder:
                 self._llm: Any = _make_llm(arguments, section.quantization is not None, shared or {}, self._max_length)
         self._engine: Any = self._llm.llm_engine
         if recorder is not None:
             recorder.follow(internals.scheduler(self._engine))
-        self._core = VllmCore(self._engine, recorder)
+        self._drafter, self._speculation = self._speculating(section.speculative)
+        self._core, self._paused = VllmCore(self._engine, recorder, self._drafter), PausedRequests()
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters().items()}
         self._ranks = ReplicaRanks(internals.tensor_group() if section.layout.tensor > 1 else None)
         self._lengths = ResponseLengths()
         self.record = GenerationRecord()
+
+    def _speculating(self, section: SpeculativeSection | None) -> tuple[Drafter | None, SeededSampler | None]:
+        """Return (drafts of requests, what verifies them), where the recipe asks for them."""
+        if section is None:
+            return None, None
+        drafter = Drafter(section.num_speculative_tokens, section.match, section.method == "suffix")
+        running, synthetic = section.max_running, section.synthetic_acceptance_length
+        return drafter, speculation.install(self._engine, drafter.draft, running, synthetic)
 
     # ---- weights
 
@@ -118,7 +134,9 @@ class VllmEngine:
             from rlhf_megatron.rollout.vllm import fp8
 
             fp8.quantize(internals.model(self._engine))
-        self.reset_prefix_cache()
+        if not self._paused:
+            self._drop_prefixes()
+        self._core.weights_updated(version)
         self._version = version
 
     # ---- memory
@@ -126,13 +144,17 @@ class VllmEngine:
     def sleep(self) -> None:
         """See RolloutEngine. Level 2: weights are dropped rather than copied to the host, since they come back anew.
 
-        Shared ones stay. Whoever they belong to may write to them now, so there is no generating until
+        The cache of paused requests is copied to the host: there and back that takes a tenth of computing it anew, or
+        less. Shared ones stay. Whoever they belong to may write to them now, so there is no generating until
         ``weights_updated``, also where nothing can sleep.
         """
         self._version = None
         if self._can_sleep and not self._asleep:
             free = torch.cuda.mem_get_info()[0]
-            self._llm.sleep(level=2)
+            if self._paused:
+                internals.sleep_with_cache(self._engine)
+            else:
+                self._llm.sleep(level=2)
             self._given_back = torch.cuda.mem_get_info()[0] - free
             self._asleep = {"weights", "kv_cache"}
 
@@ -160,8 +182,20 @@ class VllmEngine:
 
     def reset_prefix_cache(self) -> None:
         """See RolloutEngine. Raises RuntimeError where requests are still running."""
+        self._drop_prefixes()
+        if self._drafter and self._section.scheduling == "static":
+            self._drafter.forget()  # rounding depends on what is verified together
+
+    def _drop_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache; requests are still running")
+
+    def drop_paused(self) -> None:
+        """See RolloutEngine."""
+        for number in self._paused.release():
+            self._core.abort_request(number)
+        self._core.resume()
+        self.reset_prefix_cache()
 
     def generate(
         self,
@@ -171,6 +205,7 @@ class VllmEngine:
         on_completion: Callable[[Completion], None] | None = None,
         queue: WorkQueue | None = None,
         environment: Environment | None = None,
+        pauses: bool = False,
     ) -> list[Completion]:
         """See RolloutEngine. The trainer's random state is left as it was."""
         if self._version is None:
@@ -180,13 +215,30 @@ class VllmEngine:
                 f"temperature {sampling.temperature:g} is below vLLM's lowest, {_LOWEST_TEMPERATURE}; "
                 "use 0 for the likeliest tokens"
             )
-        check_requests(requests, sampling, self._max_length, self._vocabulary)
         scheduler = GenerationScheduler(
-            self._core, requests, sampling, self._version, self._lengths, self._ranks, queue, environment
+            self._core,
+            requests,
+            sampling,
+            self._version,
+            self._lengths,
+            self._ranks,
+            queue,
+            environment,
+            self._paused,
+            pauses,
+            lambda group: check_requests(group, sampling, self._max_length, self._vocabulary),
         )
         with preserved_random_state(), logprobs.kept_as_numbers(internals.scheduler(self._engine), self._on_gpu):
             completions = scheduler.generate(on_progress, on_completion)
         self.record = scheduler.record
+        if self._speculation:
+            counts = self._speculation.take_counts()
+            self.record = dataclasses.replace(
+                self.record,
+                verifications=counts.verifications,
+                drafted_tokens=counts.drafted,
+                accepted_tokens=counts.accepted,
+            )
         return completions
 
     def close(self) -> None:

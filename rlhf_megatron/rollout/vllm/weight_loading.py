@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from rlhf_megatron.compat.vllm import load_tracing
 from rlhf_megatron.rollout.engine import RolloutError
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
-from rlhf_megatron.rollout.vllm.model_config import unquantised
+from rlhf_megatron.rollout.vllm.model_config import config_arguments
 from rlhf_megatron.untrusted import shown
 
 Shapes = dict[str, tuple[int, ...]]
@@ -52,6 +53,7 @@ def trace_rank(
     dtype: str,
     float32: Collection[str] = (),
     stored: Stored = iter,
+    language: Mapping[str, Any] | None = None,
 ) -> LoadTrace:
     """Trace tensor rank `rank` of `tensor` in this process, which has no engine yet; see `prepare_environment`.
 
@@ -62,6 +64,7 @@ def trace_rank(
         expert_parallel: whether each rank holds some experts whole instead of a part of each.
         dtype: of checkpoint and parameters, a name such as "bfloat16".
         float32: tensors that are of that type in any model.
+        language: see `config_arguments`.
 
     Raises:
         RolloutError: vLLM cannot build the model here; some need a GPU for it.
@@ -82,7 +85,7 @@ def trace_rank(
                 enforce_eager=True,
                 load_format="dummy",
                 **backend,
-                **unquantised(folder),
+                **config_arguments(folder, language),
             ).create_engine_config()
             with load_tracing.as_rank(config, tensor, rank, expert_parallel):
                 model = load_tracing.build_on_meta(config)

@@ -25,6 +25,7 @@ class ChoiceRecorder:
 
     def __init__(self) -> None:
         self._ended: dict[str, Tensor] = {}
+        self._scheduler: Any = None
         self._shape: ChoiceShape | None = None
 
     def bind(self, runner: Any, cache_config: Any, most_tokens: int) -> None:
@@ -62,7 +63,7 @@ class ChoiceRecorder:
 
     def follow(self, scheduler: Any) -> None:
         """Keep the choices of requests that end in vLLM's `scheduler`, before their slots are another's."""
-        manager = scheduler.kv_cache_manager
+        manager, self._scheduler = scheduler.kv_cache_manager, scheduler
         free = manager.free
 
         def keep_and_free(request: Any) -> None:
@@ -78,6 +79,10 @@ class ChoiceRecorder:
         blocks = torch.tensor(manager.get_block_ids(request.request_id)[self._group], dtype=torch.int64)
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:tokens]
         return self._of_slots[slots.to(self._of_slots.device, non_blocking=True)]
+
+    def so_far(self, name: str) -> Tensor:
+        """Return the choices of a request that is in the scheduler, on the host."""
+        return self._choices_of(self._scheduler.requests[name], self._scheduler.kv_cache_manager).cpu()
 
     def take(self, name: str) -> Tensor:
         """Return the choices of a request that has ended, by vLLM's own name of it, on the host."""

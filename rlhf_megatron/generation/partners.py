@@ -1,0 +1,175 @@
+"""Partners that reply to the model: a function of the user's, or an environment with a state, in processes with limits.
+
+Here: jobs for the worker processes, and what their outcomes mean. Not here: tokens and rows (conversations.py), and the
+calls themselves (rewards/user_function.py, rewards/user_environment.py).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
+from rlhf_megatron.rewards import user_environment as environment
+from rlhf_megatron.rewards import worker
+from rlhf_megatron.rewards.answers import Message, Outcome
+from rlhf_megatron.rewards.judges import unloadable
+from rlhf_megatron.rewards.pool import Session, WorkerPool, bytes_of
+from rlhf_megatron.rewards.user_function import TURN
+from rlhf_megatron.rollout.engine import RolloutError
+
+# One that has failed this often and has never once answered does not work.
+HOPELESS_FAILURES = 8
+# What an answer has beyond so many is not even tokenized, for which the engine would wait.
+_CHARACTERS_PER_TOKEN = 64
+
+
+class Trajectory(Protocol):
+    """A partner's side of one row. Calls return at once."""
+
+    def reset(self) -> Future[Outcome]:
+        """Begin it; the outcome has messages that follow the prompt's."""
+        ...
+
+    def reply(self, messages: Sequence[dict[str, Any]], ending: str | None) -> Future[Outcome]:
+        """Answer the last of ``messages``; ``ending``: why the model says nothing after it, TURNS or LENGTH."""
+        ...
+
+    def close(self) -> None:
+        """End it; what was asked last may still go on."""
+        ...
+
+
+class Partner:
+    """A user's function or environment, for one rank; its processes end with the rank."""
+
+    def __init__(self, section: MultiTurnSection, key: str, specification: str, job: worker.Job) -> None:
+        """Loads it; ``job`` says what it is. Raises RolloutError where that cannot be done."""
+        self.key, self.specification = key, specification
+        self._job = job | {"most": _CHARACTERS_PER_TOKEN * section.max_answer_tokens}
+        memory = bytes_of(section.memory_limit_gb)
+        self._pool = WorkerPool(section.workers, section.timeout_seconds, memory_bytes=memory, network=section.network)
+        outcome = self._pool.submit(self._job | {"load_only": True}).result()
+        if outcome.state != worker.DONE:
+            self.close()
+            raise RolloutError(unloadable(key, specification, outcome))
+        self._returned = self._failures = 0
+
+    def begin(self, row: dict[str, Any]) -> Trajectory:
+        """Returns its side of a row, which has prompt, data_source, ground_truth, extra_info, and seed."""
+        raise NotImplementedError
+
+    def messages_of(self, outcome: Outcome) -> list[Message] | None:
+        """Returns its reply; None where it failed. Raises RolloutError where it has only ever failed."""
+        if outcome.state == worker.DONE:
+            self._returned += 1
+            return list(outcome.messages)
+        self._failures += 1
+        if outcome.state == worker.UNUSABLE:
+            raise RolloutError(f"{self.key}: {outcome.message}")
+        if not self._returned and self._failures >= HOPELESS_FAILURES:
+            why = why_failed(outcome)
+            raise RolloutError(f"{self.key}: it has failed {self._failures} times and never answered: {why}")
+        return None
+
+    def close(self) -> None:
+        """Ends its processes."""
+        self._pool.close()
+
+
+class TurnFunction(Partner):
+    """A function of the conversation, without a state: calls go to any of its processes."""
+
+    def __init__(self, section: MultiTurnSection) -> None:
+        """See Partner."""
+        assert section.function is not None
+        job = {"kind": worker.TURN, "function": section.function}
+        super().__init__(section, TURN.key, section.function, job)
+
+    def begin(self, row: dict[str, Any]) -> Trajectory:
+        """See Partner."""
+        return _Calls(self, row)
+
+    def call(
+        self, messages: Sequence[dict[str, Any]], ground_truth: str, extra_info: dict[str, Any]
+    ) -> Future[Outcome]:
+        """Starts the reply to a conversation; returns at once."""
+        given = {"messages": list(messages), "ground_truth": ground_truth, "extra_info": extra_info}
+        return self._pool.submit(self._job | given)
+
+
+class _Calls:
+    """Of a function; see Trajectory. It has no beginning and no end."""
+
+    def __init__(self, function: TurnFunction, row: dict[str, Any]) -> None:
+        self._function, self._row = function, row
+
+    def reset(self) -> Future[Outcome]:
+        """See Trajectory."""
+        raise NotImplementedError
+
+    def reply(self, messages: Sequence[dict[str, Any]], ending: str | None) -> Future[Outcome]:
+        """See Trajectory."""
+        return self._function.call(messages, self._row["ground_truth"], self._row["extra_info"])
+
+    def close(self) -> None:
+        """See Trajectory."""
+
+
+class TurnEnvironment(Partner):
+    """A class whose instances have a state: one for each row, in a process of its own while the row lasts."""
+
+    def __init__(self, section: MultiTurnSection) -> None:
+        """See Partner."""
+        assert section.environment is not None
+        job = {"kind": worker.ENVIRONMENT, "environment": section.environment}
+        self._seconds, self._closing = section.timeout_seconds, set[Future[None]]()
+        super().__init__(section, environment.INTERFACE.key, section.environment, job)
+
+    def begin(self, row: dict[str, Any]) -> Trajectory:
+        """See Partner."""
+        return _Instance(self._pool.session(), self._job, row, self._closing)
+
+    def close(self) -> None:
+        """Ends its processes, as soon as the instances that are closing have closed."""
+        concurrent.futures.wait(self._closing.copy(), self._seconds)
+        super().close()
+
+
+class _Instance:
+    """One instance of an environment; see Trajectory."""
+
+    def __init__(self, session: Session, job: worker.Job, row: dict[str, Any], closing: set[Future[None]]) -> None:
+        self._session, self._job, self._row, self._closing = session, job, row, closing
+
+    def reset(self) -> Future[Outcome]:
+        """See Trajectory."""
+        return self._session.submit(self._job | {"call": environment.RESET, "row": self._row})
+
+    def reply(self, messages: Sequence[dict[str, Any]], ending: str | None) -> Future[Outcome]:
+        """See Trajectory. An action that was cut off is none."""
+        if ending == environment.LENGTH:
+            return self._session.submit(self._job | {"call": environment.SCORE})
+        step = {"call": environment.STEP, "action": messages[-1]["content"], "last": ending is not None}
+        return self._session.submit(self._job | step)
+
+    def close(self) -> None:
+        """See Trajectory."""
+        closing = self._session.end(self._job | {"call": environment.CLOSE})
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | None:
+    """Loads who replies on a rank that ``leads`` a replica, where responses have several turns."""
+    section = recipe.rollout.multi_turn
+    if section is None or not leads:
+        return None
+    return TurnFunction(section) if section.function is not None else TurnEnvironment(section)
+
+
+def why_failed(outcome: Outcome) -> str:
+    """Returns why a call has no answer."""
+    return outcome.message or f"no answer within rollout.multi_turn.timeout_seconds ({outcome.state})"

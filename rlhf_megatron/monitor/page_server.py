@@ -1,0 +1,243 @@
+"""The page of runs over HTTP, for whoever has the token: the overview, its newest numbers, and the rollout browser.
+
+Reads the runs' folders at each request and writes nothing. One process serves it: `tools/watch.py`, or beside rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.server
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.page import correct_from, overview_values, view_of
+from rlhf_megatron.monitor.rendering import policy, render, render_part
+from rlhf_megatron.monitor.rollout_view import filters_of, rollouts_view
+from rlhf_megatron.monitor.run_files import FilesOfRun
+from rlhf_megatron.monitor.run_view import RunView
+from rlhf_megatron.redaction import read_secret
+from rlhf_megatron.untrusted import reason_of, shown
+
+TOKEN_VARIABLE = "RLHF_MEGATRON_PAGE_TOKEN"
+SHORTEST_TOKEN = 16
+SECONDS_OF_A_CONNECTION, MOST_CONNECTIONS = 15.0, 32
+TOKENS_OF_A_RESPONSE = 1500
+_LONGEST_QUERY = 4096
+
+
+def page_token() -> str:
+    """Return the token that opens a page: of the environment, else a new one. Raises MonitorError for a short one."""
+    given = read_secret(TOKEN_VARIABLE)
+    if given and (len(given) < SHORTEST_TOKEN or not given.isascii() or not given.isprintable()):
+        raise MonitorError(
+            f"the token in {TOKEN_VARIABLE} is not {SHORTEST_TOKEN} printable ASCII characters or more; choose another"
+        )
+    return given or secrets.token_urlsafe(24)
+
+
+def listening_socket(address: str, port: int, where: str) -> socket.socket:
+    """Return a socket that listens; raises MonitorError, beginning with `where`, where it cannot."""
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=MOST_CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        raise MonitorError(
+            f"{where}: cannot listen on {shown(address, 60)}:{port} ({reason_of(error)}); choose another port, or 0 "
+            "for any that is free"
+        ) from error
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def url_of(address: str, port: int, token: str) -> str:
+    """Return the URL that opens a page."""
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}/?token={urllib.parse.quote(token, safe='')}"
+
+
+class Pages:
+    """Pages that are served: those of runs by label, views of unchanged files made once."""
+
+    def __init__(self, runs: Mapping[str, Path], title: str = "") -> None:
+        self._runs, self._title = dict(runs), title or " / ".join(runs)
+        self._lock = threading.Lock()
+        self._views: dict[str, tuple[object, RunView]] = {}
+
+    def overview(self) -> str:
+        """Return the whole page of the runs."""
+        return render("overview.html.j2", self._title, live=True, **self._overview_values())
+
+    def part(self) -> str:
+        """Return the overview's content alone."""
+        return render_part("overview.html.j2", **self._overview_values())
+
+    def rollouts(self, query: Mapping[str, str]) -> str:
+        """Return the page of kept rows; raises MonitorError for a filter that is none."""
+        filters = filters_of(query)
+        runs = {label: (folder, correct_from(FilesOfRun(folder).recipe())) for label, folder in self._runs.items()}
+        view = rollouts_view(runs, filters)
+        return render("rollouts.html.j2", self._title, live=True, view=view, most_tokens=TOKENS_OF_A_RESPONSE)
+
+    def message(self, text: str) -> str:
+        """Return a page that says one thing."""
+        return render("message.html.j2", self._title, live=True, message=text)
+
+    def _overview_values(self) -> dict[str, Any]:
+        with self._lock:
+            return overview_values([self._view(label, folder) for label, folder in self._runs.items()], self._runs)
+
+    def _view(self, label: str, folder: Path) -> RunView:
+        """The view of a run; that of its files as they are is made once, and once more where it may be silent."""
+        state = _state_of(folder)
+        known = self._views.get(label)
+        if known is None or known[0] != state:
+            known = state, view_of(label, folder, live=True)
+            self._views[label] = known
+        return known[1]
+
+
+def _state_of(folder: Path) -> object:
+    """Return a value that is another where a file of a run has changed, and each minute, as a run may fall silent."""
+    names = ("metrics.jsonl", "recovery.jsonl", "recipe.yaml", "environment.json", "samples", "rollouts")
+    return [int(time.time() / 60), *(_changed(folder / name) for name in names)]
+
+
+def _changed(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+class PageServer(http.server.ThreadingHTTPServer):
+    """Serves pages on a socket that listens already, to requests with the token."""
+
+    daemon_threads = True
+
+    def __init__(self, pages: Pages, token: str, listening: socket.socket) -> None:
+        self.pages, self.token = pages, token
+        self.address_family = listening.family
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.server_port = listening.getsockname()[1]
+        # Cookies are of a host, not of a port: two pages of one host have two.
+        self.cookie = f"rlhf_megatron_{self.server_port}"
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """As the parent does, for so many connections at a time; others are closed."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """As the parent does."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has gone is no news."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    server: PageServer
+    server_version, sys_version = "rlhf_megatron", ""
+    timeout = SECONDS_OF_A_CONNECTION
+
+    def do_GET(self) -> None:
+        """Answers with a page, or says in a line why not."""
+        path, _, query_text = self.path.partition("?")
+        try:
+            pairs = urllib.parse.parse_qsl(query_text[:_LONGEST_QUERY], keep_blank_values=True, max_num_fields=40)
+        except ValueError:
+            self._answer(400, "the address has too many fields\n", "text/plain")
+            return
+        query = dict(pairs)
+        if "token" in query and self._is_token(query["token"]):
+            self._let_in(path)
+        elif self._may_read():
+            self._serve(path, query)
+        else:
+            self._answer(403, "open the address with its token, as the command printed it\n", "text/plain")
+
+    do_HEAD = do_GET
+
+    def _serve(self, path: str, query: Mapping[str, str]) -> None:
+        pages = self.server.pages
+        routes = {"/": pages.overview, "/part": pages.part, "/rollouts": lambda: pages.rollouts(query)}
+        if path not in routes:
+            self._answer(404, "there is no such page\n", "text/plain")
+            return
+        try:
+            self._answer(200, routes[path]())
+        except MonitorError as error:
+            if path == "/rollouts":
+                self._answer(400, f"{error}\n", "text/plain")
+            else:
+                whole = pages.message(f"No numbers yet: {error}")
+                self._answer(200, whole) if path == "/" else self._answer(503, f"{error}\n", "text/plain")
+        except Exception as error:  # one page that cannot be made must not end the server's others
+            self._answer(500, f"the page cannot be made ({type(error).__name__})\n", "text/plain")
+
+    def _let_in(self, path: str) -> None:
+        """The token moves from the address, which browsers remember and show, into a cookie."""
+        self.send_response(303)
+        self.send_header("Location", path if path in ("/", "/rollouts") else "/")
+        self.send_header("Set-Cookie", f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict")
+        self.send_header("Content-Length", "0")
+        self._send_guards()
+        self.end_headers()
+
+    def _may_read(self) -> bool:
+        scheme, _, bearer = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
+            return True
+        cookies = (pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";"))
+        return any(name == self.server.cookie and self._is_token(value) for name, _, value in cookies)
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode("utf-8", "replace"), self.server.token.encode())
+
+    def _answer(self, status: int, text: str, kind: str = "text/html") -> None:
+        body = text.encode("utf-8", "replace")
+        tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+        unchanged = status == 200 and self.headers.get("If-None-Match") == tag
+        self.send_response(304 if unchanged else status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", "0" if unchanged else str(len(body)))
+        self.send_header("ETag", tag)
+        self._send_guards()
+        self.end_headers()
+        if self.command != "HEAD" and not unchanged:
+            self.wfile.write(body)
+
+    def _send_guards(self) -> None:
+        self.send_header("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-store")
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: the first address of each reader has the token in it."""

@@ -1,0 +1,272 @@
+"""Checks of what a recipe names, on one machine and without its GPUs: packages, data, tokenizer, rewards, room.
+
+A dry run makes them all, and a preflight most of them on rank 0. Not here: machines and links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.data.own_rows import open_rows
+from rlhf_megatron.data.prompts import RESPONSES, LeftOut, Prompt, PromptDataset, open_columns
+from rlhf_megatron.data.rows import (
+    RowLocation,
+    parse_data_source,
+    parse_extra_info,
+    parse_ground_truth,
+    parse_messages,
+    with_system_prompt,
+)
+from rlhf_megatron.data.tokenizer import recipe_tokenizer
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.generation.partners import Trajectory, make_partner, why_failed
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.monitor.run_folder import RunFolder
+from rlhf_megatron.monitor.trackers import check_trackers
+from rlhf_megatron.planning.feasibility import check_tokens
+from rlhf_megatron.planning.memory import checkpoint_bytes, export_bytes
+from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
+from rlhf_megatron.preflight import machine
+from rlhf_megatron.preflight.check import Check, run_check
+from rlhf_megatron.recipe import Recipe, RLRecipe
+from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
+from rlhf_megatron.rewards.score import Scorer
+
+ROWS = 4  # rows that tokenizer and rewards are tried on
+SECONDS = 120.0  # for each check of a dry run
+
+
+def is_elsewhere(recipe: Recipe) -> bool:
+    """True if the recipe is planned by model.config alone, on a machine without its model, and so without its data."""
+    return recipe.model.config is not None and not os.path.lexists(Path(recipe.model.path) / "config.json")
+
+
+def file_checks(recipe: Recipe) -> list[Check]:
+    """Makes all checks, each within SECONDS, whatever the others find; none where the recipe ``is_elsewhere``.
+
+    No folder is made, and no service asked. What needs the model is left out where that is missing.
+    """
+    if is_elsewhere(recipe):
+        return []
+    works: dict[str, Callable[[], Check | list[Check]]] = {
+        "trackers": lambda: trackers_check(recipe),
+        "models": lambda: models_checks(recipe),
+        "rows": lambda: data_checks(recipe),
+        "rewards": lambda: reward_check(recipe, asks_services=False),
+    }
+    if has_model(recipe):
+        works |= {
+            "tokenizer": lambda: tokenizer_check(recipe),
+            "turns": lambda: turns_check(recipe),
+            "disk": lambda: room_check(recipe),
+        }
+    return [check for name, work in works.items() for check in run_check(name, SECONDS, work)]
+
+
+def mistakes_of(checks: Sequence[Check]) -> list[str]:
+    """Return the failures, once each, in the form of an error: what is wrong; what to do."""
+    failed = (check for check in checks if check.result == "fail")
+    return list(dict.fromkeys("; ".join(filter(None, [check.seen, check.advice])) for check in failed))
+
+
+def check_lines(recipe: Recipe, checks: Sequence[Check]) -> list[str]:
+    """Lines of a plan: what each check saw."""
+    lines = [f"not checked: there is no {recipe.model.path}/config.json on this machine"] if not checks else []
+    for check in checks:
+        result = "" if check.result == "ok" else f"{check.result}: "
+        lines.append("; ".join(filter(None, [f"{check.name}: {result}{check.seen}", check.advice])))
+    return lines
+
+
+def has_model(recipe: Recipe) -> bool:
+    """True if there is a config.json to plan with; where there is none, the plan says so."""
+    try:
+        planning_folder(recipe)
+    except UserError:
+        return False
+    return True
+
+
+def trackers_check(recipe: Recipe) -> Check:
+    """Checks that the package of every tracker is installed; raises MonitorError where not. Starts none."""
+    check_trackers(recipe.monitor.trackers)
+    return Check("trackers", "ok", ", ".join(recipe.monitor.trackers))
+
+
+def models_checks(recipe: Recipe) -> list[Check]:
+    """Checks that the folders of roles with models of their own have a config.json."""
+    folders = {name: section.weights_folder for name, section in recipe.roles.items()}
+    own = {name: folder for name, folder in folders.items() if folder not in (None, recipe.model.path)}
+    missing = [
+        Check("models", "fail", f"{name}.path: there is no {folder}/config.json", "download the model")
+        for name, folder in own.items()
+        if not os.path.lexists(Path(str(folder)) / "config.json")
+    ]
+    return missing or [Check("models", "ok", f"those of {', '.join(['actor', *own])}")]
+
+
+def data_checks(recipe: Recipe) -> list[Check]:
+    """Checks that every file can be read and has the columns of the loop, each by itself."""
+    section, responses = recipe.data, RESPONSES[recipe.loop]
+    files = list(dict.fromkeys([*section.training_files, *section.validation_files]))
+    if section.dataset is not None:  # a class takes them together
+        rows = len(open_columns(section.training_files, section, responses))
+        return [Check("rows", "ok", f"{rows:,} rows of {section.dataset}")]
+    counts = dict.fromkeys(files, 0)
+    checks: list[Check] = []
+
+    def opened(file: str) -> list[Check]:
+        counts[file] = len(open_columns([file], section, responses))
+        return []
+
+    for file in files:
+        checks += run_check("rows", SECONDS, functools.partial(opened, file))
+    counted = " and ".join(
+        f"{sum(counts[file] for file in dict.fromkeys(of)):,} {kind} rows"
+        for kind, of in (("training", section.training_files), ("validation", section.validation_files))
+        if of
+    )
+    return checks or [Check("rows", "ok", counted)]
+
+
+def written_files(recipe: Recipe) -> tuple[machine.Files, machine.Files]:
+    """The checkpoints that lie in the run's folder at a time, the one that is being written included, and exports."""
+    section, architectures = recipe.checkpoint, planned_architectures(recipe)
+    kept = section.keep_last_k + 1 + (section.keep_best is not None) if section.save_interval else 0
+    in_between = (recipe.steps - 1) // section.export_interval if section.export_interval else 0
+    return (
+        machine.Files(kept, checkpoint_bytes(recipe, architectures)),
+        machine.Files(in_between + section.export_at_end, export_bytes(recipe, architectures)),
+    )
+
+
+def room_check(recipe: Recipe) -> Check:
+    """Room for the run's checkpoints and exports where they will be written."""
+    return machine.space_check(RunFolder(recipe.run_root, recipe.name).path, *written_files(recipe))
+
+
+def tokenizer_check(recipe: Recipe) -> Check:
+    """Checks that the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
+    tokenizer, folder = recipe_tokenizer(recipe), planning_folder(recipe)
+    check_tokens(tokenizer, read_architecture(folder), folder)
+    unlimited = {
+        "max_prompt_length": sys.maxsize,
+        "min_prompt_length": 0,
+        "max_response_length": None,
+        "validation_fraction": 0.0,
+    }
+    section = recipe.data.model_copy(update=unlimited)
+    prompts = list[Prompt | LeftOut]()
+    for files in filter(None, [section.training_files, section.validation_files]):
+        rows = PromptDataset(files, tokenizer, section, responses=RESPONSES[recipe.loop])
+        prompts += rows.read(range(min(ROWS, len(rows))))
+    lengths = [len(prompt.token_ids) for prompt in prompts if isinstance(prompt, Prompt)] or [sys.maxsize]
+    seen, limit = f"{len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens", recipe.data.max_prompt_length
+    if min(lengths) > limit:
+        return Check("tokenizer", "warn", f"{seen}, all beyond {limit}", "raise data.max_prompt_length")
+    return Check("tokenizer", "ok", seen)
+
+
+def reward_check(recipe: Recipe, asks_services: bool = True) -> Check:
+    """Checks that right answers to a few rows can be scored; raises RewardError where not.
+
+    A rule must also find them better than an empty response; how an answer to a function looks, nobody knows here.
+    """
+    if not isinstance(recipe, RLRecipe) or recipe.reward.rule == "none":
+        seen = "a reward model or an environment gives them" if isinstance(recipe, RLRecipe) else "this loop has none"
+        return Check("rewards", "skipped", seen)
+    if not asks_services and any(source.service for source in (recipe.reward, *recipe.reward.parts)):
+        return Check("rewards", "skipped", "a service gives them, which tools/preflight.py asks")
+    with Scorer(recipe.reward) as scorer:  # a function that cannot be loaded is told whatever the rows are
+        items = _right_answers(recipe)
+        empty = [dataclasses.replace(item, solution="", tokens=0) for item in items]
+        right, nothing = scorer.score(items), scorer.score(empty)
+    seen = f"{len(items)} right answers: {_span(right)}; empty ones: {_span(nothing)}"
+    missed = [item for item, high, low in zip(items, right, nothing, strict=True) if not high > low]
+    if missed and all(_form(recipe, item) is not None for item in missed):
+        seen += f"; row {missed[0].row_id} ({missed[0].data_source}) gains nothing by its right answer"
+        return Check("rewards", "warn", seen, "look at this row's reward_model.ground_truth, and at the rule")
+    return Check("rewards", "ok", seen)
+
+
+def turns_check(recipe: Recipe) -> list[Check]:
+    """Calls the function or environment between turns, where there is one, on right answers to a few rows.
+
+    Raises RolloutError or DataError where it cannot be loaded, or the chat template does not go on from turns.
+    """
+    partner = make_partner(recipe, leads=True) if isinstance(recipe, RLRecipe) else None
+    if partner is None or not isinstance(recipe, RLRecipe):
+        return []
+    tokenizer = recipe_tokenizer(recipe)
+    columns = ["data_source", "prompt", "reward_model"]
+    rows = open_rows(recipe.data.training_files, recipe.data, columns, ["extra_info"])
+    trajectories: list[Trajectory] = []
+    try:
+        asked = []
+        for number in range(min(ROWS, len(rows))):
+            row = _row_of_turns(recipe, rows.read(number), rows.location(number))
+            trajectories.append(partner.begin(row))
+            if recipe.has_environment:
+                asked.append(trajectories[-1].reset())
+            said = {"role": "assistant", "content": row["ground_truth"]}
+            asked.append(trajectories[-1].reply([*row["prompt"], said], None))
+        outcomes = [future.result() for future in asked]
+        heard = [partner.messages_of(outcome) for outcome in outcomes]
+    finally:
+        for trajectory in trajectories:
+            trajectory.close()
+        partner.close()
+    tokenizer.encode_next_turn([{"role": "user", "content": "x"}])
+    for messages in filter(None, heard):
+        tokenizer.encode_next_turn(messages)
+    failed = [outcome for outcome, answer in zip(outcomes, heard, strict=True) if answer is None]
+    ended = sum(outcome.ends for outcome in outcomes)
+    seen = f"{len(trajectories)} right answers: {sum(map(bool, heard))} answered, {ended} ended"
+    if failed:
+        why = why_failed(failed[0])
+        return [Check("turns", "fail", f"{seen}, {len(failed)} failed: {why}", f"fix {partner.specification}")]
+    return [Check("turns", "ok", seen)]
+
+
+def _row_of_turns(recipe: RLRecipe, values: dict[str, Any], location: RowLocation) -> dict[str, Any]:
+    """A row as those who reply between turns get it."""
+    return {
+        "prompt": with_system_prompt(parse_messages(values["prompt"], location), recipe.data.system_prompt),
+        "data_source": parse_data_source(values["data_source"], location),
+        "ground_truth": parse_ground_truth(values["reward_model"], location),
+        "extra_info": parse_extra_info(values.get("extra_info"), location),
+        "seed": recipe.seed,
+    }
+
+
+def _right_answers(recipe: RLRecipe) -> list[ScoreItem]:
+    """The first rows with their ground truth as the response, in the form that their rule wants."""
+    rows = open_rows(recipe.data.training_files, recipe.data, ["data_source", "reward_model"], ["extra_info"])
+    items = []
+    for row in range(min(ROWS, len(rows))):
+        values, location = rows.read(row), rows.location(row)
+        truth = parse_ground_truth(values["reward_model"], location)
+        extra_info = parse_extra_info(values.get("extra_info"), location)
+        if recipe.rollout.multi_turn:
+            extra_info |= {"turns": [{"role": "assistant", "content": truth}]}
+        item = ScoreItem(parse_data_source(values["data_source"], location), truth, truth, extra_info, row)
+        form = _form(recipe, item)
+        items.append(dataclasses.replace(item, solution=form.format(truth)) if form else item)
+    return items
+
+
+def _form(recipe: RLRecipe, item: ScoreItem) -> str | None:
+    """The answer format of the rule that judges an item; None where no rule does."""
+    rule = judging_rule(recipe.reward, item.data_source)
+    return RULES[rule].response if rule else None
+
+
+def _span(scores: Sequence[float]) -> str:
+    low, high = min(scores), max(scores)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -1,0 +1,151 @@
+"""Names of the Hugging Face hub in a recipe in the place of folders: at which commits, and the folders for them.
+
+    RUN/hub.json    {"Qwen/Qwen2.5-7B-Instruct@main": COMMIT, ...}
+
+The first process to start a run writes that file; all others and all later attempts take the commits from there. Not
+here: the hub (hub.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.hub import (
+    CODE,
+    DEFAULT_REVISION,
+    DESCRIPTION,
+    WEIGHTS,
+    Repository,
+    commit_of,
+    folder_of,
+    is_hub_name,
+)
+from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.untrusted import parse_json, read_text, reason_of, shown
+
+FILE = "hub.json"
+Commits = dict[str, str]
+# Sections, and the keys in them that take a folder; `revision` beside them is that of `path`.
+_FOLDERS = (
+    ("model", "path"),
+    ("model", "tokenizer"),
+    ("reference", "path"),
+    ("critic", "path"),
+    ("reward_model", "path"),
+    ("reward_model", "tokenizer"),
+)
+_Recipe = TypeVar("_Recipe", bound=Section)
+
+
+class _Place(NamedTuple):
+    """A key of a recipe with a name in it."""
+
+    section: str
+    key: str
+    repository: Repository
+
+
+def with_folders(recipe: _Recipe, weights: bool, commits: Mapping[str, str] | None = None) -> _Recipe:
+    """Return the recipe with folders of the cache in the place of names; what is missing there is downloaded.
+
+    Args:
+        recipe: of any command.
+        weights: download weights too, not configurations and tokenizers alone.
+        commits: of repositories, by name@revision; others are looked up.
+
+    Raises:
+        RecipeError: a revision is given for a folder.
+        HubError: see `folder_of`.
+    """
+    model: Any = getattr(recipe, "model")  # noqa: B009  # of every recipe, which Section does not say
+    patterns = [*DESCRIPTION, *(CODE if model.trust_remote_code else ())]
+    values: dict[str, dict[str, Any]] = {}
+    for section, key, repository in _places(recipe):
+        commit = (commits or {}).get(repository.text) or commit_of(repository)
+        with_weights = weights and key == "path" and not model.random_weights
+        folder = folder_of(repository, commit, [*patterns, *(WEIGHTS if with_weights else ())])
+        values.setdefault(section, {})[key] = str(folder)
+    sections = {name: getattr(recipe, name).model_copy(update=given) for name, given in values.items()}
+    return recipe.model_copy(update=sections)
+
+
+def planned(recipe: _Recipe) -> _Recipe:
+    """Return the recipe for a plan, which needs configurations alone, and none from the hub where model.config is."""
+    model: Any = getattr(recipe, "model")  # noqa: B009
+    return recipe if model.config is not None else with_folders(recipe, weights=False)
+
+
+def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -> _Recipe:
+    """Return `with_folders` of a run, with weights, at the commits that it began with.
+
+    Args:
+        recipe: the run's.
+        run: its folder, where the commits are written.
+        saved: gives those of the checkpoint to resume from, where another run's is named.
+
+    Raises:
+        RecipeError: see `with_folders`; or the commits cannot be written.
+        HubError: see `folder_of`.
+    """
+    places = list(_places(recipe))
+    if not places:
+        return recipe
+    known = recorded(run) or saved()
+    found = {each.repository.text: known.get(each.repository.text) or commit_of(each.repository) for each in places}
+    return with_folders(recipe, True, _record(run, found))
+
+
+def recorded(run: Path) -> Commits:
+    """Return the commits that a run began with, by name@revision; nothing where it has none.
+
+    Raises RecipeError where the file is damaged.
+    """
+    path = run / FILE
+    if not path.is_file():
+        return {}
+    content = parse_json(read_text(path, RecipeError), str(path), RecipeError)
+    if not isinstance(content, dict) or not all(isinstance(commit, str) for commit in content.values()):
+        raise RecipeError(f"{shown(path)}: has no commits of repositories; remove it to look them up again")
+    return content
+
+
+def _record(run: Path, commits: Commits) -> Commits:
+    """Write the commits, unless another process has done so; return those that hold."""
+    path, own = run / FILE, run / f".{FILE}.{os.getpid()}"
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps(commits, indent=1) + "\n", encoding="utf-8")
+        try:
+            os.link(own, path)  # which fails where the file is there
+        except FileExistsError:
+            before = recorded(run)
+            if commits.keys() <= before.keys():
+                return before
+            commits = commits | before
+            own.write_text(json.dumps(commits, indent=1) + "\n", encoding="utf-8")
+            os.replace(own, path)
+        return commits
+    except OSError as error:
+        raise RecipeError(f"run_root: {shown(path)} cannot be written ({reason_of(error)}); choose another") from error
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _places(recipe: Section) -> Iterator[_Place]:
+    """Where a recipe has names; raises RecipeError for a revision of what is none."""
+    for name, key in _FOLDERS:
+        section: Any = getattr(recipe, name, None)
+        value = getattr(section, key, None)
+        revision = getattr(section, "revision", None) if key == "path" else None
+        if value is not None and is_hub_name(value):
+            yield _Place(name, key, Repository(value, revision or DEFAULT_REVISION, f"{name}.{key}"))
+        elif revision is not None:
+            raise RecipeError(
+                f"{name}.revision={shown(revision)}: {shown(value)} is no name on the hub (OWNER/NAME), or there is a "
+                "folder of that name; leave it out"
+            )

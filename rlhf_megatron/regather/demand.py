@@ -1,0 +1,110 @@
+"""What the ranks of one host want of what others hold: rectangles, in groups of which each is dealt as a whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from rlhf_megatron.models.rectangles import Block, Region, elements, intersect
+
+_T = TypeVar("_T")
+Shard = Any  # the name of a shard, whatever each side takes for it; hashable
+
+Shards = tuple[Shard, ...]
+
+
+class Item(NamedTuple):
+    """A rectangle of a tensor, and the block of each shard that holds it, and of each that wants it."""
+
+    tensor: str
+    region: Region
+    holders: Mapping[Shard, Block]
+    wanted: dict[Shard, Block]
+
+
+Groups = dict[tuple[Shards, Shards], list[Item]]  # by the shards that hold, and those that want
+
+
+def wanted_items(
+    wanted_by: Iterable[tuple[Shard, Sequence[Block]]],
+    held: Callable[[str], Iterable[tuple[Region, Mapping[Shard, Block]]]],
+    first: Shard | None = None,
+) -> list[Item]:
+    """The rectangles that shards of one host want, of those that ``held`` has of a tensor, each with who wants it.
+
+    A shard that wants one twice has two. ``first``: the first of the shards; only what it wants counts.
+    """
+    found: dict[tuple[str, Region, int], Item] = {}
+    for shard, blocks in wanted_by:
+        adds = first in (None, shard)
+        for block in blocks:
+            for region, holders in held(block.tensor):
+                common = intersect(region, block.region)
+                if common is not None:
+                    _add(found, Item(block.tensor, common, holders, {shard: block}), adds)
+    return [item for item in found.values() if first is None or first in item.wanted]
+
+
+def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
+    """Those of ``blocks`` whose rows and columns are not all beside those of ``wanted``; quicker than to intersect."""
+    bounds: dict[str, tuple[int, int, int, int]] = {}
+    for block in wanted:
+        (top, bottom), (left, right) = block.region[0], block.region[-1]
+        at = bounds.get(block.tensor, (top, bottom, left, right))
+        bounds[block.tensor] = min(at[0], top), max(at[1], bottom), min(at[2], left), max(at[3], right)
+    found = []
+    for block in blocks:
+        near = bounds.get(block.tensor)
+        if near is not None:
+            (top, bottom), (left, right) = block.region[0], block.region[-1]
+            if top < near[1] and bottom > near[0] and left < near[3] and right > near[2]:
+                found.append(block)
+    return found
+
+
+def _add(found: dict[tuple[str, Region, int], Item], new: Item, adds: bool) -> None:
+    """Notes who wants ``new`` besides, in the first such item that its shard is not in; makes one where it ``adds``."""
+    ((shard, block),) = new.wanted.items()
+    for number in itertools.count():
+        item = found.get((new.tensor, new.region, number))
+        if item is None:
+            if adds:
+                found[new.tensor, new.region, number] = new
+            return
+        if shard not in item.wanted:
+            item.wanted[shard] = block
+            return
+
+
+def grouped(items: Iterable[Item]) -> Groups:
+    """Items by the shards that hold and want them, each group in an order that all ranks find."""
+    groups: Groups = defaultdict(list)
+    for item in items:
+        groups[tuple(item.holders), tuple(sorted(item.wanted))].append(item)
+    for group in groups.values():
+        group.sort(key=lambda item: item[:2])
+    return groups
+
+
+def deal(items: Sequence[Item], takes: Sequence[tuple[_T, float]]) -> Iterator[tuple[_T, Item, Region]]:
+    """``items`` end to end, cut between rows into the fractions of ``takes``: (whose it is, item, its part)."""
+    if len(takes) == 1:
+        yield from ((takes[0][0], item, item.region) for item in items)
+        return
+    total = sum(elements(item.region) for item in items)
+    bounds = [(whose, until * total) for whose, until in takes]
+    turn, position = 0, 0
+    for item in items:
+        (start, stop), *rest = item.region
+        width = elements(item.region) // (stop - start)
+        while start < stop:
+            whose, until = bounds[turn]
+            last = turn == len(bounds) - 1
+            rows = stop - start if last else min(stop - start, round((until - position) / width))
+            if rows <= 0:
+                turn += 1
+                continue
+            yield whose, item, ((start, start + rows), *rest)
+            start, position = start + rows, position + rows * width

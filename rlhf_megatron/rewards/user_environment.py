@@ -1,0 +1,171 @@
+"""A user's environment: a class in a file. A worker process (worker.py) holds the one instance of a trajectory.
+
+`reset(row)` returns the first observation, or None where the row's prompt says all; `step(action)` returns
+(observation, reward, done). Optional are `score(ending)`, a last reward, and `close()`. Each may be async.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import numbers
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from rlhf_megatron.rewards import user_function
+from rlhf_megatron.rewards.user_function import FunctionFailure, FunctionUnusable, Interface
+
+INTERFACE = Interface(
+    "rollout.multi_turn.environment", "Environment", (), "return an observation that says so", "class"
+)
+# What is asked of an environment.
+RESET, STEP, SCORE, CLOSE = "reset", "step", "score", "close"
+# Why a trajectory ends: the environment says so, the model has had its turns, or its tokens.
+DONE, TURNS, LENGTH = "done", "turns", "length"
+
+
+class TimedOut(BaseException):
+    """A call that took longer than it may; no `except Exception` of the environment's holds it up."""
+
+
+class Reply(NamedTuple):
+    """One answer: messages, the reward of the action, and whether the environment ends the trajectory."""
+
+    messages: list[dict[str, str]]
+    reward: float = 0.0
+    done: bool = False
+
+
+class _Process:
+    """Of this process: the environment of its trajectory."""
+
+    environment: Any = None
+
+
+def load(specification: str) -> Callable[[], Any]:
+    """Run the file and return the class.
+
+    Raises:
+        FunctionUnusable: it is missing, fails when it is run, or lacks reset or step.
+    """
+    found = user_function.load(specification, INTERFACE)
+    missing = [name for name in (RESET, STEP) if not callable(getattr(found, name, None))]
+    if missing:
+        raise FunctionUnusable(f"{specification} has no method {missing[0]}; an environment has reset and step")
+    return found
+
+
+def call(job: dict[str, Any]) -> Reply:
+    """Do what a job asks of the environment, within its time.
+
+    Raises:
+        FunctionFailure: it raised, or returned something else than it should.
+        TimedOut: it took too long.
+    """
+    with _limited(job["timeout_seconds"]):
+        if job["call"] == RESET:
+            return _reset(job["environment"], job["row"])
+        if job["call"] == STEP:
+            return _step(job["environment"], job["action"], job["last"])
+        if job["call"] == SCORE:
+            return Reply([], _score(job["environment"], LENGTH))
+        _close(job["environment"])
+        return Reply([])
+
+
+def _reset(specification: str, row: dict[str, Any]) -> Reply:
+    _seed(row["seed"])
+    _Process.environment = None
+    _Process.environment = _guarded(specification, load(specification))
+    return Reply(_observed(specification, RESET, _method(specification, RESET, row)))
+
+
+def _step(specification: str, action: str, last: bool) -> Reply:
+    result = _method(specification, STEP, action)
+    try:
+        observation, given, ended = result
+        reward, done = _number(given), bool(ended)
+    except BaseException as error:
+        raise _wrong(specification, STEP, result, "(observation, reward, done)", error) from error
+    if done or last:
+        return Reply([], reward + _score(specification, DONE if done else TURNS), done)
+    return Reply(_observed(specification, STEP, observation), reward)
+
+
+def _score(specification: str, ending: str) -> float:
+    if not hasattr(_Process.environment, SCORE):
+        return 0.0
+    result = _method(specification, SCORE, ending)
+    try:
+        return _number(result)
+    except BaseException as error:
+        raise _wrong(specification, SCORE, result, "a finite number", error) from error
+
+
+def _close(specification: str) -> None:
+    environment, _Process.environment = _Process.environment, None
+    if hasattr(environment, CLOSE):
+        _guarded(specification, environment.close)
+
+
+def _method(specification: str, name: str, argument: Any) -> Any:
+    return _guarded(specification, lambda: getattr(_Process.environment, name)(argument))
+
+
+def _guarded(specification: str, function: Callable[[], Any]) -> Any:
+    """The result, awaited where it is to be, of code that may raise anything."""
+    try:
+        result = function()
+        return user_function.event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
+    except TimedOut:
+        raise
+    except BaseException as error:
+        raise user_function.failure(error, specification, INTERFACE) from error
+
+
+def _observed(specification: str, name: str, observation: Any) -> list[dict[str, str]]:
+    """An observation as messages; a text alone is the user's."""
+    try:
+        return user_function.messages_of(observation, "user")
+    except BaseException as error:
+        raise _wrong(specification, name, observation, "a text, {'role', 'content'}, or None", error) from error
+
+
+def _number(value: Any) -> float:
+    number = 0.0 if value is None else float(value) if isinstance(value, numbers.Real) else math.nan
+    if not abs(number) <= user_function.LARGEST_SCORE:
+        raise ValueError(f"the reward {number}")
+    return number
+
+
+def _wrong(specification: str, name: str, result: Any, wanted: str, error: BaseException) -> BaseException:
+    if isinstance(error, TimedOut):
+        return error
+    return FunctionFailure(f"{specification}: {name} returned {user_function.shown_value(result)}; return {wanted}")
+
+
+def _seed(seed: int) -> None:
+    """Seed the generators of this process, from which many games draw."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimedOut in what runs longer; code that never comes back to Python is ended by the pool."""
+
+    def interrupt(*_: Any) -> None:
+        raise TimedOut
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)

@@ -1,0 +1,196 @@
+"""tools/prepare_data.py import: files of others become verl's columns, or one line says which row is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import prepare_data
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from rlhf_megatron.data.foreign_files import data_files, split_files
+from rlhf_megatron.errors import DataError
+
+Row = dict[str, Any]
+ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "level": {"name": "easy"}} for n in range(3)]
+FIELDS = ["--prompt-field", "question", "--answer-field", "answer"]
+
+
+def write_jsonl(path: Path, rows: list[Row] = ROWS) -> None:
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["question", "answer", "level"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_parquet(path: Path, rows: list[Row] = ROWS) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def write_arrow_stream(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, 2)
+
+
+def write_arrow_file(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, 2)
+
+
+def imported(source: Path, *options: str) -> list[Row]:
+    """The rows that the command writes, run in this process."""
+    output = source.parent / "imported.parquet"
+    arguments = ["import", "--input", str(source), "--output", str(output), *options]
+    made = prepare_data.build_parser().parse_args(arguments)
+    prepare_data.write_rows(made.make_rows(made), output)
+    rows: list[Row] = pyarrow.parquet.read_table(output).to_pylist()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("sums.jsonl", write_jsonl),
+        ("sums.csv", write_csv),
+        ("sums.parquet", write_parquet),
+        ("sums.arrow", write_arrow_stream),
+        ("sums.arrow", write_arrow_file),
+    ],
+)
+def test_every_format_becomes_the_same_rows(tmp_path: Path, name: str, write: Any) -> None:
+    write(tmp_path / name)
+    rows = imported(tmp_path / name, *FIELDS, "--system", "Be short.", "--split", "train")
+    assert rows == [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": row["question"]}],
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"split": "train", "index": index, "question": row["question"]},
+        }
+        for index, row in enumerate(ROWS)
+    ]
+
+
+def test_messages_paths_and_kept_columns(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    write_jsonl(tmp_path / "chat.jsonl", [{"messages": chat, "asked": {"as": chat[:1], "right": [1, "2"]}, "other": 1}])
+    options = ["--prompt-field", "asked.as", "--answer-field", "asked.right", "--data-source", "x/y"]
+    [row] = imported(tmp_path / "chat.jsonl", *options)
+    assert (row["prompt"], row["data_source"]) == (chat[:1], "x/y")
+    assert json.loads(row["reward_model"]["ground_truth"]) == [1, "2"]
+    [row] = imported(tmp_path / "chat.jsonl", "--keep", "messages")
+    assert row["messages"] == chat and set(row) == {"messages", "data_source", "extra_info"}
+    write_jsonl(tmp_path / "sums.jsonl")
+    assert len(imported(tmp_path / "sums.jsonl", *FIELDS, "--size", "2")) == 2
+    held_out = tmp_path / "held_out.parquet"
+    (tmp_path / "imported.parquet").rename(held_out)
+    assert len(imported(tmp_path / "sums.jsonl", *FIELDS, "--exclude", str(held_out))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "problem"),
+    [
+        ("a.jsonl", '{"question": "x"}\n', FIELDS, "a.jsonl, row 0, column answer: no answer"),
+        ("a.jsonl", '{"q": "x"}\n', FIELDS, "a.jsonl, row 0, column question: None instead of a text"),
+        ("a.jsonl", '{"question": 3, "answer": "x"}\n', FIELDS, "row 0, column question: 3 instead of a text"),
+        ("a.jsonl", '{"question": "x", "answer": "1"}\n{"q', FIELDS, "a.jsonl, line 2: not JSON"),
+        (
+            "a.csv",
+            "question,answer\nx,1\ny\n",
+            FIELDS,
+            "a.csv, row 1, column question: the row has 1 fields instead of 2",
+        ),
+        ("a.csv", "question,question\nx,1\n", FIELDS, "a.csv: its first line must name the columns"),
+        ("a.csv", 'question,answer\n"x,1\n', FIELDS, "a.csv is not csv"),
+        ("a.parquet", "PAR1", FIELDS, "a.parquet: not a readable parquet file"),
+        ("a.arrow", "ARROW1", FIELDS, "a.arrow cannot be read"),
+        ("a.xml", "<a/>", FIELDS, "a.xml is none of .parquet, .jsonl"),
+        ("a.jsonl", '{"question": "x"}\n', [], "--prompt-field: name the field"),
+        (
+            "a.jsonl",
+            '{"question": "x"}\n',
+            ["--keep", "messages"],
+            "row 0, column messages: missing; the row has question",
+        ),
+        ("a.jsonl", '{"question": "x", "images": ["p"]}\n', FIELDS, "row 0, column images: only text is imported"),
+        ("a.jsonl", '{"question": [{"role": "user"}]}\n', FIELDS, "column question: message 0 has content of type"),
+        ("a.jsonl", "", FIELDS, "0 rows are left"),
+    ],
+)
+def test_one_line_says_what_is_wrong(tmp_path: Path, name: str, content: str, options: list[str], problem: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as told:
+        imported(tmp_path / name, *options)
+    assert problem in str(told.value) and "\n" not in str(told.value)
+
+
+def test_images_of_parquet_are_dropped_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", [row | {"images": [b"png"]} for row in ROWS])
+    with pytest.raises(DataError, match=r"a\.parquet, row 0, column images: only text is imported"):
+        imported(tmp_path / "a.parquet", *FIELDS)
+    assert len(imported(tmp_path / "a.parquet", *FIELDS, "--drop-images")) == 3
+
+
+FILES = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"]
+CARD = {
+    "configs": [
+        {"config_name": "main", "data_files": [{"split": "train", "path": "main/train-*"}]},
+        {"config_name": "socratic", "data_files": [{"split": "train", "path": ["socratic/**/*.parquet"]}]},
+    ]
+}
+SUBSETS = ["main/train-0.parquet", "main/test-0.parquet", "socratic/train-0.parquet", "README.md"]
+
+
+def test_files_of_a_split_are_found_as_the_hub_finds_them() -> None:
+    assert split_files(FILES, {}, "train", None, "x") == FILES[:2]
+    assert split_files(FILES, {}, "test", None, "x") == FILES[2:]
+    assert split_files(["a.jsonl", "b.csv"], {}, "train", None, "x") == ["a.jsonl", "b.csv"]
+    assert split_files(SUBSETS, CARD, "train", "main", "x") == SUBSETS[:1]
+    assert split_files(SUBSETS, CARD, "train", "socratic", "x") == SUBSETS[2:3]
+    assert split_files(SUBSETS, {}, "train", "socratic", "x") == SUBSETS[2:3]
+    assert split_files(
+        ["a.jsonl"], {"configs": [{"config_name": "default", "data_files": "*.jsonl"}]}, "train", None, "x"
+    )
+    for files, card, split, config, problem in (
+        (FILES, {}, "validation", None, "--from-split: x has no files of validation; it has data/train"),
+        (SUBSETS, CARD, "train", None, "--config: x has several subsets; name one of main, socratic"),
+        (SUBSETS, CARD, "train", "other", "--config: x has no subset other; name one of main, socratic"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            split_files(files, card, split, config, "x")
+
+
+def test_a_folder_with_a_card(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "main").mkdir(parents=True)
+    write_parquet(folder / "main" / "train-0.parquet")
+    (folder / "README.md").write_text(f"---\n{json.dumps(CARD)}\n---\n# Text\n")
+    assert data_files(folder, "train", "main") == [folder / "main" / "train-0.parquet"]
+    assert len(imported(folder, *FIELDS, "--config", "main")) == 3
+    (folder / "README.md").write_text("---\n{\n---\n")
+    with pytest.raises(DataError, match="README.md: its head is not YAML"):
+        data_files(folder, "train")
+
+
+def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    split = datasets.Dataset.from_list(ROWS)
+    split.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": split, "test": split.select([1])}).save_to_disk(tmp_path / "both")
+    assert [row["extra_info"]["question"] for row in imported(tmp_path / "one", *FIELDS)] == [
+        r["question"] for r in ROWS
+    ]
+    assert len(imported(tmp_path / "both", *FIELDS, "--from-split", "test")) == 1
+    with pytest.raises(DataError, match="--from-split"):
+        imported(tmp_path / "both", *FIELDS, "--from-split", "validation")

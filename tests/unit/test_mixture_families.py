@@ -1,0 +1,139 @@
+"""Families of experts: what their configs say, and what would be another model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from published_configs import PUBLISHED
+from published_dense import DOTS, GRANITE_MOE
+from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
+from rlhf_megatron.models.description import Experts, Routing, SharedExpert
+from rlhf_megatron.models.rope import AlphaScaling
+from rlhf_megatron.planning.parameters import active_parameters, model_parameters
+
+HUNYUAN, OLMOE = PUBLISHED["Hunyuan-7B-Instruct"], PUBLISHED["OLMoE-1B-7B-0125"]
+MINIMAX = PUBLISHED["MiniMax-M2.5"]
+# Those fields of two published configs that say what is computed.
+A13B = HUNYUAN | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "intermediate_size": 3072, "model_type": "hunyuan_v1_moe",
+    "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64, "num_shared_expert": [1] * 32,
+    "norm_topk_prob": True, "use_mixed_mlp_moe": True,
+}  # fmt: skip
+ERNIE = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072, "model_type": "ernie4_5_moe",
+    "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27, "moe_layer_interval": 1,
+    "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2, "num_attention_heads": 20,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "num_nextn_predict_layers": 1, "pad_token_id": 0,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
+    "vocab_size": 103424,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active"),
+    # ERNIE's leave the output layer out of the active.
+    [
+        (A13B, 80.4, 13.0),
+        (ERNIE, 21.8, 3 + 0.26),
+        (OLMOE, 6.92, 1.28),
+        (MINIMAX, 228.7, 11.0),
+        (DOTS, 142.8, 14.0),
+        (GRANITE_MOE, 3.3, 0.88),
+    ],
+    ids=["Hunyuan-A13B", "ERNIE-4.5-21B-A3B", "OLMoE", "MiniMax-M2.5", "dots.llm1", "Granite 3.1 3B A800M"],
+)
+def test_mixtures_have_the_parameters_that_their_makers_count(
+    config: dict[str, Any], billions: float, active: float
+) -> None:
+    read = parse_architecture(config, "here")
+    assert model_parameters(read) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert active_parameters(read) / 1e9 == pytest.approx(active, rel=0.05)
+
+
+def test_what_the_configs_say() -> None:
+    dense, mixture = parse_architecture(HUNYUAN, "here"), parse_architecture(A13B, "here")
+    for read in (dense, mixture):
+        assert read.query_key_norm and read.norms_of_turned
+        assert read.rope.theta == 10000.0 and read.rope.scaling == AlphaScaling(1000.0)
+    assert mixture.experts == Experts(64, 8, 3072, normalized=True, shared=SharedExpert(3072, gated=False))
+    ernie = parse_architecture(ERNIE, "here")
+    assert ernie.experts == Experts(
+        64,
+        6,
+        1536,
+        normalized=True,
+        shared=SharedExpert(3072, gated=False),
+        routing=Routing("softmax", corrected=True),
+    )
+    assert [kind.feed_forward for kind in ernie.layer_kinds] == ["dense"] + ["experts"] * 27
+    assert ernie.prediction_layers == 1 and ernie.rope.interleaved
+    third = ERNIE | {"moe_layer_interval": 3, "moe_layer_end_index": -1}
+    kinds = parse_architecture(third, "here").layer_kinds
+    assert [layer for layer, kind in enumerate(kinds) if kind.feed_forward == "experts"] == [*range(2, 28, 3)]
+    olmoe = parse_architecture(OLMOE, "here")
+    assert olmoe.experts == Experts(64, 8, 1024, normalized=False) and olmoe.wide_query_key_norm
+
+
+ALPHA = HUNYUAN["rope_scaling"]
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (HUNYUAN, {"head_dim": None}, "head_dim is missing; add it"),
+    (HUNYUAN, {"rope_scaling": ALPHA | {"factor": 2.0}}, "rope_scaling.factor is 2.0.*; supported: 1.0 beside alpha"),
+    (HUNYUAN, {"rope_scaling": {"type": "dynamic", "factor": 1.0}}, "rope_scaling.alpha is missing"),
+    (HUNYUAN, {"rope_scaling": ALPHA | {"alpha": 0}}, "alpha is 0; it must be a number above 0"),
+    (HUNYUAN, {"rope_scaling": ALPHA | {"beta": 1}}, "rope_scaling.beta is 1"),
+    (PUBLISHED["Qwen3-0.6B"], {"rope_scaling": ALPHA}, "rope_scaling.rope_type is 'dynamic'"),
+    (HUNYUAN, {"use_cla": True}, "use_cla is True"),
+    (HUNYUAN, {"use_qk_norm": False}, "use_qk_norm is False"),
+    (HUNYUAN, {"norm_type": "layer"}, "norm_type is 'layer'"),
+    (A13B, {"moe_topk": [8] * 31 + [4]}, "moe_topk is .*; supported: one number in all layers"),
+    (A13B, {"moe_topk": [8] * 31}, "moe_topk is"),
+    (A13B, {"moe_topk": 65}, "moe_topk is 65, of 64 experts"),
+    (A13B, {"moe_topk": None}, "moe_topk is null"),
+    (A13B, {"num_experts": [64] * 32}, "num_experts is"),
+    (A13B, {"moe_intermediate_size": 2048}, "moe_intermediate_size is 2048"),
+    (A13B, {"num_shared_expert": 2}, "num_shared_expert is 2"),
+    (A13B, {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    (A13B, {"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe is False"),
+    (A13B, {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped is 1"),
+    (A13B, {"n_group": 2}, "n_group is 2, which this version does not know"),
+    (ERNIE, {"moe_k": 65}, "moe_k is 65, of 64 experts"),
+    (ERNIE, {"moe_norm_min": 1e-3}, "moe_norm_min is 0.001"),
+    (ERNIE, {"moe_layer_start_index": 28}, "moe_layer_start_index is 28"),
+    (ERNIE, {"moe_layer_end_index": None}, "moe_layer_end_index is null"),
+    (ERNIE, {"head_dim": None}, "head_dim is None"),
+    (ERNIE, {"use_bias": True}, "use_bias is True"),
+    (ERNIE, {"moe_use_aux_free": False}, "moe_use_aux_free is False"),
+    (ERNIE, {"norm_topk_prob": True}, "norm_topk_prob is True, which this version does not know"),
+    (MINIMAX, {"scoring_func": None}, "scoring_func is missing; add 'sigmoid'"),
+    (MINIMAX, {"use_routing_bias": False}, "use_routing_bias is False"),
+    (MINIMAX, {"rotary_dim": 3}, "partial_rotary_factor is 0.02"),
+    (MINIMAX, {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, .*rotary_dim / head_dim"),
+    (MINIMAX, {"attn_type_list": [1] * 61 + [0]}, "attn_type_list is .* attention, in every layer"),
+    (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
+    (MINIMAX, {"num_experts_per_tok": 257}, "num_experts_per_tok is 257, of 256 experts"),
+    (GRANITE_MOE, {"num_experts_per_tok": 41}, "num_experts_per_tok is 41, of 40 experts"),
+    (DOTS, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+    (DOTS, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    (OLMOE, {"head_dim": 64}, "head_dim is 64"),
+    (OLMOE, {"moe_intermediate_size": 512}, "moe_intermediate_size is 512"),
+    (OLMOE, {"num_experts_per_tok": 65}, "num_experts_per_tok is 65, of 64 experts"),
+]
+
+
+@pytest.mark.parametrize(("config", "change", "told"), REFUSED, ids=[told[:40] for _, _, told in REFUSED])
+def test_what_would_be_another_model_is_refused_by_name(
+    config: dict[str, Any], change: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ModelError, match=f"^here/config.json: {told}"):
+        parse_architecture(config | change, "here")
+
+
+@pytest.mark.parametrize(("change", "told"), [({"norm_topk_prob": True}, "norm_topk"), ({"rms_norm_eps": 1e-6}, "rms")])
+def test_what_vllm_would_compute_otherwise_is_not_generated(change: dict[str, Any], told: str) -> None:
+    check_generates(parse_architecture(OLMOE, "here"), "here")
+    with pytest.raises(ModelError, match=told):
+        check_generates(parse_architecture(OLMOE | change, "here"), "here")

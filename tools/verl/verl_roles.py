@@ -1,0 +1,309 @@
+"""Translation of verl's keys of roles: layouts, memory, token budgets, adapters and optimizers.
+
+As of verl 0.9.1: verl/trainer/config/{actor,ref,critic,engine,optim,model}/. Not here: other sections
+(verl_sections.py, verl_algorithm.py), and what a recipe may hold (rlhf_megatron/recipe/).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from verl_command import ACTOR, MODEL, REFERENCE, ROLLOUT, Command, Tree
+
+from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.untrusted import shown
+
+# Roles in verl's configuration, and the section of ours.
+ROLES = {ACTOR: "actor", REFERENCE: "reference", "critic": "critic", "reward_model": "reward_model"}
+DEGREES = {
+    "tensor_model_parallel_size": "tensor", "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline", "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert", "expert_tensor_parallel_size": "expert_tensor",
+}  # fmt: skip
+
+
+# Megatron's linear layers, and what they hold by Hugging Face's names.
+LINEAR_LAYERS = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"],
+}  # fmt: skip
+# Keys of a role's micro-batches, in rows and in tokens. The reference's are those of passes without gradients.
+BUDGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    ACTOR: (("ppo_micro_batch_size",), ("ppo_max_token_len",)), REFERENCE: ((), ()),
+    "critic": (("ppo_micro_batch_size", "forward_micro_batch_size"), ("ppo_max_token_len", "forward_max_token_len")),
+    "reward_model": (("micro_batch_size",), ("forward_max_token_len",)),
+}  # fmt: skip
+# Engines of verl beside Megatron, by their sections.
+ENGINES = ("fsdp_config", "fsdp", "model.fsdp_config", "veomni")
+
+
+def put_roles(command: Command, tree: Tree) -> None:
+    """Layouts, memory, token budgets and optimizers of the roles that the command has."""
+    longest = tree["data"]["max_prompt_length"] + tree["rollout"]["max_response_length"]
+    budget = put_role(command, tree, ACTOR, longest, 16384)
+    logprobs = logprob_budget(command, ROLLOUT, longest)
+    tree.put("actor.logprob_tokens_per_gpu", logprobs if logprobs != budget else None)
+    put_optimizer(command, tree, ACTOR, 1e-6)
+    put_adapters(command, tree)
+    put_overlap(command, tree, ACTOR)
+    if tree["algorithm"].get("kl_coef") and "lora" not in tree["actor"]:
+        put_role(command, tree, REFERENCE, longest, budget)
+        tree["reference"]["tokens_per_gpu"] = logprob_budget(command, REFERENCE, longest) or budget
+    else:
+        command.pass_over(f"{REFERENCE}.")
+    if tree["algorithm"].get("advantage") == "gae":
+        put_role(command, tree, "critic", longest, 32768)
+        put_optimizer(command, tree, "critic", 1e-5)
+        put_overlap(command, tree, "critic")
+        tree.put("critic.path", command.take("critic.model.path", "") or None)
+        tree.put("critic.value_clip", command.take("critic.cliprange_value", 0.5))
+        check_critic(command, tree)
+        # verl's actor learns from step critic_warmup on, ours after so many steps.
+        tree.put("critic.warmup_steps", max(0, command.number("trainer.critic_warmup", 0) - 1))
+    else:
+        command.pass_over("critic.", "trainer.critic_warmup")
+    if command.first("reward_model.enable", "reward.reward_model.enable", default=False):
+        put_role(command, tree, "reward_model", longest, 32768)
+        path = command.first("reward_model.model.path", "reward.reward_model.model_path", default="")
+        if not path:
+            raise RecipeError("reward.reward_model.model_path: name the reward model's folder")
+        tree.put("reward_model.path", path)
+    of_actor = tree["actor"]
+    for role in ("reference", "critic", "reward_model"):
+        section = tree.get(role, {})
+        if section.get("layout", {}) == of_actor.get("layout", {}):
+            section.pop("layout", None)  # the actor's, unless it is another
+
+
+def check_critic(command: Command, tree: Tree) -> None:
+    """Tells of what a critic has in common with the actor here, and not in the command."""
+    batch = tree["batch"]
+    for key, ours in (("ppo_mini_batch_size", batch["minibatch_prompts"]), ("ppo_epochs", batch["epochs_per_step"])):
+        if command.number(f"critic.{key}", ours) != ours:
+            command.refuse(f"critic.{key}", "minibatches and epochs are the actor's")
+    mode = command.take(f"{ACTOR}.loss_agg_mode", "token-mean")
+    if command.take("critic.loss_agg_mode", mode) != mode:
+        command.refuse("critic.loss_agg_mode", "losses are averaged as the actor's")
+    for key in ("critic.model.lora_rank", "critic.model.lora.rank"):
+        if command.number(key, 0):
+            command.refuse(key, "adapters are the actor's alone")
+
+
+def put_adapters(command: Command, tree: Tree) -> None:
+    """Low-rank adapters of the actor, by the keys of FSDP or by those of Megatron; the reference is without them."""
+    of_fsdp, of_megatron = command.number(f"{MODEL}.lora_rank", 0), command.number(f"{MODEL}.lora.rank", 0)
+    path = command.first(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path", default="")
+    if not of_fsdp and not of_megatron:
+        if path:
+            command.refuse(f"{MODEL}.lora_adapter_path", "all weights are trained; give its rank too, as lora_rank")
+        command.pass_over(*(f"{MODEL}.{key}" for key in ("lora_alpha", "lora.", "target_modules", "exclude_modules")))
+        return
+    alpha = command.number(f"{MODEL}.lora_alpha", 16) if of_fsdp else command.number(f"{MODEL}.lora.alpha", 32)
+    tree.put("actor.lora.rank", int(of_fsdp or of_megatron))
+    tree.put("actor.lora.alpha", alpha)
+    key = f"{MODEL}.target_modules" if of_fsdp else f"{MODEL}.lora.target_modules"
+    asked = command.take(key, ["all-linear"])
+    if asked not in ("all-linear", ["all-linear"]):
+        listed = asked if isinstance(asked, list) else [asked]
+        if not all(isinstance(name, str) for name in listed):
+            raise RecipeError(f"{key}={asked}: must be names of layers, or all-linear")
+        known = {name for names in LINEAR_LAYERS.values() for name in names}
+        layers = [
+            layer for name in filter(None, listed) for layer in LINEAR_LAYERS.get(name, [name] if name in known else [])
+        ]
+        tree.put("actor.lora.target_modules", layers if 0 < len(layers) < len(known) else None)
+        others = [str(name) for name in listed if name not in known and name not in LINEAR_LAYERS]
+        if others:
+            command.refuse(key, f"adapters are on {', '.join(sorted(known))} alone")
+    if of_megatron:
+        command.remark(
+            f"{MODEL}.lora.rank", "queries, keys and values have an A each, and so have gate and up, and each expert"
+        )
+    for excluded in (f"{MODEL}.exclude_modules", f"{MODEL}.lora.exclude_modules"):
+        if command.take(excluded):
+            command.refuse(excluded, "name the layers that are left in actor.lora.target_modules")
+    if command.number(f"{MODEL}.lora.dropout", 0.0):
+        command.refuse(f"{MODEL}.lora.dropout", "adapters have no dropout")
+    tree.put("actor.lora.path", path or None)
+
+
+def put_role(command: Command, tree: Tree, role: str, longest: int, default: int) -> int:
+    """Layout, memory and the token budget of a role; returns the budget."""
+    ours = ROLES[role]
+    (put_megatron_layout if command.is_of_megatron else put_sharded_layout)(command, tree, role)
+    tensor = tree.get(ours, {}).get("layout", {}).get("tensor", 1)
+    tree.put(f"{ours}.sequence_parallel", command.take(f"{role}.megatron.sequence_parallel", True) and tensor > 1)
+    put_offload(command, tree, role)
+    if role in (ACTOR, "critic"):
+        put_recomputation(command, tree, role)
+    rows, tokens = (command.first(*(f"{role}.{key}_per_gpu" for key in keys)) for keys in BUDGETS[role])
+    is_dynamic = role != REFERENCE and command.take(f"{role}.use_dynamic_bsz", False)
+    budget = int(_tokens(is_dynamic, tokens, rows, longest) or max(default, longest))
+    tree.put(f"{ours}.tokens_per_gpu", budget)
+    return budget
+
+
+def _tokens(is_dynamic: bool, tokens: Any, rows: Any, longest: int) -> int | None:
+    """Tokens of a micro-batch: those that it may have, or so many of the longest rows, by what verl reads.
+
+    Raises RecipeError for what are no numbers above 0.
+    """
+    for count in (tokens, rows):
+        if count is not None and (
+            isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf
+        ):
+            raise RecipeError(f"{shown(count)} tokens or rows of a micro-batch: must be a number above 0, and finite")
+    of_rows = rows * longest if rows else None
+    chosen = (tokens or of_rows) if is_dynamic else (of_rows or tokens)
+    return int(chosen) if chosen else None
+
+
+def put_megatron_layout(command: Command, tree: Tree, role: str) -> None:
+    """Degrees of parallelism; the reference follows the actor, in verl too."""
+    section, of_actor = f"{ROLES[role]}.layout", tree.get("actor", {}).get("layout", {})
+    for key, degree in DEGREES.items():
+        inherited = of_actor.get(degree) if role == REFERENCE else None
+        value = command.number(f"{role}.megatron.{key}", inherited)
+        tree.put(f"{section}.{degree}", value if value not in (None, 1) or degree == "expert_tensor" else None)
+    options = f"{role}.megatron.override_transformer_config"
+    context = command.number(f"{options}.context_parallel_size")
+    tree.put(f"{section}.context", context if context and context > 1 else None)
+    for edge in ("first", "last"):
+        inherited = of_actor.get(f"{edge}_stage_layers") if role == REFERENCE else None
+        layers = command.number(f"{options}.num_layers_in_{edge}_pipeline_stage", inherited)
+        is_cut = tree.get(ROLES[role], {}).get("layout", {}).get("pipeline", 1) > 1
+        tree.put(f"{section}.{edge}_stage_layers", layers if is_cut else None)
+
+
+def put_sharded_layout(command: Command, tree: Tree, role: str) -> None:
+    """Sequences cut by heads, and whole experts spread, as FSDP and its kin have them."""
+    ours, turbo = ROLES[role], f"{role}.fsdp_config.turbo_config.distributed"
+    keys = [f"{role}.{engine}.ulysses_sequence_parallel_size" for engine in ENGINES]
+    heads = [f"{role}.ulysses_sequence_parallel_size", *keys, f"{role}.veomni.ulysses_parallel_size"]
+    context = max(command.count(key, 1) for key in (*heads, f"{turbo}.ulysses_parallel_size"))
+    if context > 1:
+        tree.put(f"{ours}.layout.context", context)
+        tree.put(f"{ours}.cp_comm_type", "a2a")
+    expert = max(command.count(f"{key}.expert_parallel_size", 1) for key in (f"{role}.veomni", turbo))
+    if expert > 1:
+        tree.put(f"{ours}.layout.expert", expert)
+        tree.put(f"{ours}.layout.expert_tensor", 1)
+
+
+def put_offload(command: Command, tree: Tree, role: str) -> None:
+    """What leaves the GPU between phases. FSDP has no gradients then, so they leave with its weights."""
+    for part, of_megatron, of_fsdp in (
+        ("parameters", "param", "param"), ("gradients", "grad", "param"), ("optimizer", "optimizer", "optimizer")
+    ):  # fmt: skip
+        fsdp = [f"{role}.{engine}.{of_fsdp}_offload" for engine in ENGINES]
+        keys = [f"{role}.megatron.{of_megatron}_offload"] if command.is_of_megatron else fsdp
+        tree.put(f"{ROLES[role]}.offload.{part}", command.first(*keys))
+
+
+def put_recomputation(command: Command, tree: Tree, role: str) -> None:
+    """Megatron's recomputation, or FSDP's gradient checkpointing, which is that of whole layers."""
+    ours, options = ROLES[role], f"{role}.megatron.override_transformer_config"
+    granularity = command.take(f"{options}.recompute_granularity")
+    layers = command.take(f"{options}.recompute_num_layers")
+    blocks = command.take(f"{options}.recompute_method") == "block"
+    command.take(f"{options}.recompute_modules")
+    model = MODEL if role == ACTOR else "critic.model"
+    checkpointing = command.take(f"{model}.enable_gradient_checkpointing", not command.is_of_megatron)
+    # Only FSDP reads the model's key.
+    full = checkpointing and not command.is_of_megatron
+    tree.put(f"{ours}.recompute.granularity", granularity or ("full" if full else None))
+    tree.put(f"{ours}.recompute.layers", layers if granularity == "full" and blocks else None)
+
+
+def logprob_budget(command: Command, role: str, longest: int) -> int | None:
+    """Tokens of a pass without gradients, if the command says so."""
+    is_dynamic = command.take(f"{role}.log_prob_use_dynamic_bsz", command.take(f"{ACTOR}.use_dynamic_bsz", False))
+    rows, tokens = (
+        command.number(f"{role}.log_prob_{name}") for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
+    )
+    return _tokens(is_dynamic, tokens, rows, longest)
+
+
+def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float) -> None:
+    """AdamW and its schedule. verl's schedule counts steps of the run, ours optimizer steps."""
+    section, take = f"{role}.optim", command.take
+    batch = tree["batch"]
+    updates = batch["epochs_per_step"] * max(1, batch["prompts_per_step"] // batch["minibatch_prompts"])
+
+    def put(key: str, value: Any) -> None:
+        tree.put(f"{ROLES[role]}.optimizer.{key}", value)
+
+    rate = command.number(f"{section}.lr", learning_rate)
+    put("learning_rate", rate)
+    warmup, ratio = command.number(f"{section}.lr_warmup_steps"), command.number(f"{section}.lr_warmup_steps_ratio")
+    steps = int(warmup if warmup is not None and warmup >= 0 else (ratio or 0.0) * tree["steps"])
+    put("warmup_steps", steps * updates)
+    styles = (f"{section}.lr_decay_style", f"{section}.lr_scheduler_type", f"{section}.warmup_style")
+    style = command.first(*styles, default="constant")
+    if style not in ("constant", "linear", "cosine"):
+        command.refusals.append(f"{role}.optim: a schedule {style} is not here, but constant, linear and cosine")
+    elif style != "constant":
+        decay = command.number(f"{section}.lr_decay_steps")
+        put("schedule", style)
+        put("decay_steps", decay and decay * updates)
+        put(
+            "min_learning_rate",
+            command.first(f"{section}.min_lr", default=command.number(f"{section}.min_lr_ratio", 0) * rate),
+        )
+    put("weight_decay", take(f"{section}.weight_decay", 0.01))
+    put("epsilon", command.number(f"{section}.eps"))
+    betas = take(f"{section}.betas", [0.9, 0.999])
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise RecipeError(f"{section}.betas={betas}: must be two numbers, such as [0.9,0.999]")
+    put("beta1", betas[0])
+    put("beta2", betas[1])
+    put("clip_grad", command.first(f"{section}.clip_grad", f"{role}.grad_clip", default=1.0))
+    put_streaming(command, tree, role)
+
+
+def put_streaming(command: Command, tree: Tree, role: str) -> None:
+    """The share of optimizer state that Megatron keeps in host memory."""
+    options = f"{role}.optim.override_optimizer_config"
+    share = command.first(f"{options}.optimizer_offload_fraction", f"{options}.offload_fraction", default=1.0)
+    if command.first(f"{options}.optimizer_cpu_offload", default=False) and share > 0:
+        tree.put(f"{ROLES[role]}.offload.streamed_optimizer", share)
+
+
+def put_placement(command: Command, tree: Tree) -> int:
+    """The GPUs of roles and rollout; returns their number. verl's trainers with rollouts ahead have GPUs for each."""
+    nodes, per_node = command.count("trainer.nnodes", 1), command.count("trainer.n_gpus_per_node", 8)
+    tree.put("cluster.gpus_per_node", per_node)
+    training = nodes * per_node
+    if "rollout.nnodes" not in command.given:
+        return int(training)
+    ahead = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
+    world = training + ahead
+    tree.put("cluster.gpus_per_node", _gpus_of_a_node(world, per_node, command.count("rollout.n_gpus_per_node", 8)))
+    for role in (role for role in ROLES.values() if role in tree):
+        tree.put(f"{role}.ranks", f"0-{training - 1}" if training > 1 else "0")
+    tree.put("rollout.ranks", f"{training}-{world - 1}" if ahead > 1 else str(training))
+    tree.put("rollout.steps_ahead", 1)
+    tree["rollout"].pop("sleep", None)
+    algorithm = tree["algorithm"]
+    if "rollout_correction" not in algorithm and "old_logprobs" not in algorithm:
+        algorithm["old_logprobs"] = "rollout"
+        command.refuse("algorithm.rollout_correction.bypass_mode", "one step ahead it is old_logprobs: rollout")
+    return int(world)
+
+
+def _gpus_of_a_node(world: int, training: int, ahead: int) -> int:
+    """GPUs of a node, of which roles and rollout have one each, or share one."""
+    shared = training + ahead
+    return int(training if training == ahead else shared if world % shared == 0 else max(training, ahead))
+
+
+def put_overlap(command: Command, tree: Tree, role: str) -> None:
+    """Gradients and weights that travel while passes compute; weights do only beside gradients, adapters never."""
+    options = f"{role}.megatron.override_ddp_config"
+    reduces, gathers = (
+        command.take(f"{options}.{key}", False) for key in ("overlap_grad_reduce", "overlap_param_gather")
+    )
+    gathered = gathers and reduces and "lora" not in tree[ROLES[role]]
+    tree.put(f"{ROLES[role]}.optimizer.overlap_grad_reduce", reduces or None)
+    tree.put(f"{ROLES[role]}.optimizer.overlap_param_gather", gathered or None)
