@@ -43,6 +43,24 @@ def installed_version() -> str:
     return "vLLM"
 
 
+@contextlib.contextmanager
+def own_rotary_modules() -> Iterator[None]:
+    """Share no rotary embedding made inside with a model made outside.
+
+    vLLM caches them for the process, and some of its models change theirs: after one of ERNIE 4.5 another model with
+    heads of that size would turn pairs of neighbours too. None that tracing made on meta may be computed with.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    cached = dict(rotary_embedding._ROPE_DICT)
+    rotary_embedding._ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(cached)
+
+
 def model(engine: Any) -> torch.nn.Module:
     """Return the model of an LLMEngine on this rank."""
     runner = model_runner(engine)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlhf_megatron.compat.torch import default_dtype
+from rlhf_megatron.compat.vllm import internals
 
 # The groups of vLLM's parallel_state, by version, that all tensor ranks of a replica are in; others are of one rank.
 _TENSOR_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP", "_EPLB")
@@ -72,23 +73,9 @@ def build_on_meta(config: Any) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     dtype = default_dtype(config.model_config.dtype)
-    with _own_rotary_modules(), _expert_map_on_host(), _loaders_kept(), dtype, torch.device("meta"):
+    with internals.own_rotary_modules(), _expert_map_on_host(), _loaders_kept(), dtype, torch.device("meta"):
         model: torch.nn.Module = initialize_model(config)
     return model
-
-
-@contextlib.contextmanager
-def _own_rotary_modules() -> Iterator[None]:
-    """Drop rotary embeddings made inside: vLLM caches them for the process, and none on meta may be reused."""
-    from vllm.model_executor.layers import rotary_embedding
-
-    cached = dict(rotary_embedding._ROPE_DICT)
-    rotary_embedding._ROPE_DICT.clear()
-    try:
-        yield
-    finally:
-        rotary_embedding._ROPE_DICT.clear()
-        rotary_embedding._ROPE_DICT.update(cached)
 
 
 @contextlib.contextmanager

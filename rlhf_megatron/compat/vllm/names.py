@@ -218,7 +218,7 @@ NAMES = (
     PrivateName("vllm.distributed.parallel_state", "_DP", "loaders of any tensor rank"),
     PrivateName("vllm.distributed.parallel_state", "GroupCoordinator", "loaders of any tensor rank"),
     PrivateName(_LOADER + ".utils", "initialize_model", "a model on the meta device"),
-    PrivateName(_LAYERS + "rotary_embedding", "_ROPE_DICT", "rotary modules on the meta device are not kept"),
+    PrivateName(_LAYERS + "rotary_embedding", "_ROPE_DICT", "rotary modules of one model are not shared with another"),
     PrivateName(_LAYERS + "fused_moe.expert_map_manager", "determine_expert_map", "the table of experts has values"),
     PrivateName(
         "vllm.model_executor.models.transformers.base",

@@ -274,7 +274,8 @@ def _make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, T
 
         fp8.install()
         arguments["quantization"] = fp8.METHOD
-    with shared_weights.offered(shared) if shared or quantizes else contextlib.nullcontext():
+    offered = shared_weights.offered(shared) if shared or quantizes else contextlib.nullcontext()
+    with offered, internals.own_rotary_modules():
         try:
             return LLM(**arguments)
         except (ValueError, AssertionError) as error:
