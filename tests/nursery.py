@@ -36,6 +36,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,12 @@ IMPORTS = (
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.model_loader",
     "vllm.model_executor.models.qwen3",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.attention.backends.cpu_attn",
+    "numpy.ma",
     "rlhf_megatron.monitor.page",
+    "rlhf_megatron.monitor.plots",
 )
 TORCHRUN = ["-m", "torch.distributed.run"]
 COMMAND_LINE = ["-m", "rlhf_megatron.runtime.command_line"]
@@ -246,14 +252,17 @@ def take_over(starts: Callable[[Nursery], None]) -> list[Any] | None:
 
 
 def starts_of_torchrun(nursery: Nursery) -> None:
-    """Its ranks."""
+    """Its ranks. And it looks up no names of methods for its record of events, which would take it a second here: it
+    goes through the sources of all modules."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def popen(handler: Any, command: Sequence[str], environment: Mapping[str, str]) -> Nursling:
         files = [0, *(file.fileno() if file else n for n, file in ((1, handler._stdout), (2, handler._stderr)))]
         return nursery.start(command, Path.cwd(), environment, files, new_session=True)
 
     SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
+    dynamic_rendezvous.get_method_name = lambda depth=2: "unknown"
 
 
 def starts_of_tune(nursery: Nursery) -> None:
@@ -303,6 +312,29 @@ def end_with(action: Callable[[], None]) -> None:
     os._exit(status)
 
 
+def prepare_vllm() -> None:
+    """Does what an engine would do in each fork: its kernels for CPUs take a search of all modules, its log of all
+    loggers."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms import current_platform
+
+    configure_logging_if_needed(LoggingConfig())
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
+def keep_what_is_imported() -> None:
+    """Leaves what the imports have made out of the garbage collection of forks, and of what they do as they end.
+
+    An engine that ends gives it back to the collector, and then collects twice: a second and a half each time.
+    """
+    gc.freeze()
+    gc.unfreeze = lambda: None
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
 def main() -> None:
     """The nursery itself."""
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -312,7 +344,8 @@ def main() -> None:
     prepare_environment()
     for module in IMPORTS:
         importlib.import_module(module)
-    gc.freeze()
+    prepare_vllm()
+    keep_what_is_imported()
     request = serve(connection)
     if request is not None:
         end_with(lambda: become(request))

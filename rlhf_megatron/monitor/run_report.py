@@ -77,9 +77,10 @@ class Report:
         if run.metrics.stat().st_size:
             # matplotlib takes a second to import
             from rlhf_megatron.monitor.page import write_page
-            from rlhf_megatron.monitor.plots import plot_run
 
             if monitor.plots:
+                from rlhf_megatron.monitor.plots import plot_run
+
                 _or_warn("picture was drawn", lambda: plot_run(run.metrics, run.plot_file("run")))
             if monitor.report:
                 _or_warn("page was written", lambda: write_page({run.name: run.path}, run.report))
