@@ -79,6 +79,7 @@ class StepRecorder:
             self._context.say(f"step {step} passes over the data of steps that were skipped")
         self._context.profiler.begin(step)
         self._context.phases.begin(self._context.recipe.monitor.timeline.has(step))
+        self._context.network.begin()
         return skips_data
 
     def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RowNumbers) -> None:
@@ -130,6 +131,7 @@ class StepRecorder:
         """Restores the terminal as the run fails on this rank; the process ends next."""
         self._health.close()
         self._gpus.close()
+        self._context.network.close()
         if self._report:
             self._report.console.close()
 
@@ -137,6 +139,7 @@ class StepRecorder:
         """Draws the plots and restores the terminal."""
         self._health.close()
         self._gpus.close()
+        self._context.network.close()
         if self._report:
             self._report.close()
 
@@ -152,6 +155,7 @@ class StepRecorder:
             **self._gpus.metrics(),
             "train/step_time_ms": elapsed * 1000.0,
             "perf/tokens_per_gpu_per_sec": tokens / elapsed / context.world_size,
+            **context.network.metrics(context.phases.times(), elapsed, tokens),
             **training_speed(context.recipe, self._roles[0], trained_on, context.seconds("update")),
             **{
                 f"{'train' if role is self._roles[0] else role.name}/gradient_sync_ms": role.take_gradient_sync_ms()

@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.exports import Exports
@@ -27,7 +28,9 @@ from rlhf_megatron.models.architecture import Architecture, Head, read_architect
 from rlhf_megatron.models.families.wrappers import wrapper_notes
 from rlhf_megatron.monitor.run_report import Report
 from rlhf_megatron.planning.feasibility import check_tokens
-from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.planning.host_bytes import Backend
+from rlhf_megatron.planning.report import planned_network
+from rlhf_megatron.recipe import Recipe, RLRecipe
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime.clocks import host_identity, measure_clocks
 from rlhf_megatron.runtime.gpu_use import GpuUses
@@ -119,6 +122,9 @@ def set_up(
     Raises UserError for input that the recipe names and that is not right.
     """
     context, gpus = RunContext(recipe, *make_teams(recipe)), GpuUses()
+    if isinstance(recipe, RLRecipe) and context.network.is_on and context.rank == 0:
+        backend: Backend = "nccl" if torch.cuda.is_available() else "gloo"
+        context.network.planned = planned_network(recipe, context.world_size, backend)
     clocks = measure_clocks(host_identity()) if recipe.monitor.timeline.is_on else []
     architecture = read_architecture(recipe.model.path)
     with context.phase("data"):

@@ -25,7 +25,7 @@ from rlhf_megatron.untrusted import check_regular, opened, reason_of
 FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
 # Beginnings of the names of what depends on the machine and its load: no two runs share it.
 OF_THE_MACHINE = (
-    *("time/", "start/", "memory/", "perf/", "train/step_time", "reward/latency"),
+    *("time/", "start/", "memory/", "network/", "perf/", "train/step_time", "reward/latency"),
     *("rollout/throughput", "rollout/replica_imbalance", "train/gradient_sync", "critic/gradient_sync"),
 )
 

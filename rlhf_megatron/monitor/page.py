@@ -51,6 +51,7 @@ HEADLINES = (
     ("perf/mfu_training", "MFU of training", 1),
     ("train/step_time_ms", "milliseconds per step", -1),
 )
+_OF_NETWORK = ("seconds", "mb", "planned_mb", "planned_seconds")
 _SPEED = ("perf/", "train/step_time_ms")
 
 
@@ -131,6 +132,7 @@ def view_of(label: str, folder: Path, live: bool = False) -> RunView:
         _facts(series, recipe, environment, events) + [("not read", problem) for problem in files.problems],
         _headlines(series),
         _phases(series),
+        _network(series),
         _evaluations(series),
         events,
         [_curve(name, points) for name, points in sorted(series.items())],
@@ -266,6 +268,18 @@ def _phases(series: Mapping[str, Points]) -> list[tuple[str, float, float]]:
         ((name.removeprefix("time/"), median(series[name][1]), total / everything) for name, total in totals.items()),
         key=lambda phase: -phase[2],
     )
+
+
+def _network(series: Mapping[str, Points]) -> list[tuple[str, list[str]]]:
+    """(phase, median seconds, those in which the link was busy, MB, planned MB and seconds), the busiest first."""
+    medians = {name: median(values) for name, (_, values) in series.items() if name.startswith(("network/", "time/"))}
+    phases = [name[len("network/") : -len("_mb")] for name in medians if name.endswith("_mb")]
+    phases = [phase for phase in phases if not phase.endswith("_planned")]
+    rows = []
+    for phase in sorted(phases, key=lambda phase: -medians[f"network/{phase}_seconds"]):
+        names = [f"time/{phase}", *(f"network/{phase}_{what}" for what in _OF_NETWORK)]
+        rows.append((phase, [number(medians[name]) if name in medians else "" for name in names]))
+    return rows
 
 
 def _evaluations(series: Mapping[str, Points]) -> tuple[list[str], list[tuple[int, list[str]]]]:

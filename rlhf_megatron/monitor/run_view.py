@@ -62,6 +62,7 @@ class RunView:
     facts: list[tuple[str, str]]
     headlines: list[Headline]
     phases: list[tuple[str, float, float]]
+    network: list[tuple[str, list[str]]]
     evaluations: tuple[list[str], list[tuple[int, list[str]]]]
     events: list[dict[str, Any]]
     curves: list[Curve]

@@ -34,11 +34,13 @@ def dry_run(
     regathering: Sequence[str] = (),
     times: Sequence[str] = (),
     start: Sequence[str] = (),
+    between_hosts: Sequence[str] = (),
 ) -> str:
     """The plan of ``recipe`` on ``world_size`` GPUs as plain text: recipe, layouts, batch, memory, what cannot be done.
 
-    ``regathering`` are lines about the bytes of a regathering, ``times`` about the time of a step and ``start`` about
-    that before the first one, from a caller that can estimate them. Raises RecipeError where a layout
+    ``regathering`` are lines about the bytes of a regathering, ``times`` about the time of a step, ``start`` about
+    that before the first one and ``between_hosts`` about what hosts send each other, from a caller that can estimate
+    them. Raises RecipeError where a layout
     does not fit the world or the model, or where there is no config.json to plan with, and ModelError where one cannot
     be read.
     """
@@ -55,6 +57,7 @@ def dry_run(
         ("Layouts", list(_layout_lines(recipe, architectures, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", regathering),
+        ("Between hosts in one step (estimate, MB of 2^20 bytes that all hosts send)", between_hosts),
         ("Time of one step (estimate, without reward functions)", times),
         ("Memory of the fullest GPU (estimate, GB of 2^30 bytes)", memory_lines),
         ("Time from start to first step (estimate)", start),

@@ -13,6 +13,11 @@ def link(cluster: ClusterSection) -> float:
     return _LINK_BYTES_PER_SECOND if cluster.link_gb_per_sec is None else 1e9 * cluster.link_gb_per_sec
 
 
+def host_link(cluster: ClusterSection) -> float:
+    """Bytes per second between nodes, of all GPUs of one together."""
+    return link(cluster) * cluster.gpus_per_node
+
+
 def ring(cluster: ClusterSection, ranks: int, stride: int) -> float:
     """Bytes per second that each of ``ranks`` has from the others in a collective of much; ``stride`` GPUs lie from one
     to the next.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rlhf_megatron.errors import UserError, errors_of
 from rlhf_megatron.models.architecture import Architecture
@@ -10,6 +10,8 @@ from rlhf_megatron.models.rectangles import elements
 from rlhf_megatron.models.weight_map import has_rollout_table
 from rlhf_megatron.planning.dry_run import dry_run
 from rlhf_megatron.planning.feasibility import architecture_checks
+from rlhf_megatron.planning.host_bytes import BACKENDS, KINDS, Backend, HostBytes, host_bytes
+from rlhf_megatron.planning.links import host_link
 from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
 from rlhf_megatron.planning.start_time import communicators_of_a_rank, expected_start
 from rlhf_megatron.planning.step_time import expected_time
@@ -23,7 +25,7 @@ from rlhf_megatron.topology.open_files import files_needed
 from rlhf_megatron.topology.role_layout import make_layout
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_GB = 2**30
+_GB, _MB = 2**30, 2**20
 _SMALL_EXCHANGE = 0.01  # of an update, not worth a line
 
 
@@ -54,7 +56,54 @@ def plan_text(recipe: Recipe, world_size: int) -> str:
     if not isinstance(recipe, RLRecipe):
         return dry_run(recipe, world_size, start=start)
     regathering = regather_lines(recipe, architectures["actor"], world_size)
-    return dry_run(recipe, world_size, regathering, time_lines(recipe, architectures, world_size), start)
+    times, crossing = time_lines(recipe, architectures, world_size), host_lines(recipe, architectures, world_size)
+    return dry_run(recipe, world_size, regathering, times, start, crossing)
+
+
+def host_lines(recipe: RLRecipe, architectures: Mapping[str, Architecture], world_size: int) -> list[str]:
+    """Return what hosts send each other in a step by kind, the busiest one's part and its time; [] for one host."""
+    if world_size <= recipe.cluster.gpus_per_node:
+        return []
+    carried, over_gloo = (carried_between_hosts(recipe, architectures, world_size, backend) for backend in BACKENDS)
+    busiest, rate = carried.of().busiest, host_link(recipe.cluster)
+    return [
+        _of_kinds(carried),
+        f"of the busiest host: {_mb(busiest)}, {_seconds(busiest / rate)} s at {rate / 1e9:g} GB/s",
+        f"over gloo, as on CPUs: {_of_kinds(over_gloo)}",
+    ]
+
+
+def _of_kinds(carried: HostBytes) -> str:
+    terms = (f"{kind} {_mb(carried.of(kinds=[kind]).total)}" for kind in KINDS)
+    unknown = "" if carried.has_weights else ", weights are not known yet"
+    return f"{' + '.join(terms)} = {_mb(carried.of().total)}{unknown}"
+
+
+def _mb(size: float) -> str:
+    return f"{size / _MB:,.0f}" if size >= 1000 * _MB else f"{size / _MB:.4g}"
+
+
+def carried_between_hosts(
+    recipe: RLRecipe, architectures: Mapping[str, Architecture], world_size: int, backend: Backend
+) -> HostBytes:
+    """Return what hosts of ``cluster.gpus_per_node`` GPUs send each other in a step."""
+    ends = _regather_ends(recipe, architectures["actor"], world_size)
+    traffic = host_traffic(*ends, recipe.cluster.gpus_per_node) if ends else None
+    return host_bytes(recipe, architectures, world_size, traffic, backend)
+
+
+def planned_network(
+    recipe: RLRecipe, world_size: int, backend: Backend
+) -> Callable[[int], dict[str, tuple[float, float]]]:
+    """Return what tells, of a step of so many tokens, (bytes of the busiest host, seconds of these at
+    ``cluster.link_gb_per_sec``) by phase."""
+    carried = carried_between_hosts(recipe, planned_architectures(recipe), world_size, backend)
+
+    def of_step(tokens: int) -> dict[str, tuple[float, float]]:
+        sizes = {phase: carried.of([phase], tokens=tokens).busiest for phase in carried.phases}
+        return {phase: (size, size / host_link(recipe.cluster)) for phase, size in sizes.items()}
+
+    return of_step
 
 
 def start_lines(recipe: Recipe, architectures: Mapping[str, Architecture], world_size: int) -> list[str]:

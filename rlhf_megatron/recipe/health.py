@@ -105,6 +105,7 @@ DEFAULT_RULES = (
     _rule("train/mismatch_kl", "above", 0.02, 5),
     _rule("rollout/truncated_fraction", "above", 0.5, 10),
     _rule("reward/informative_group_fraction", "below", 0.05, 10),
+    _rule("network/busy_fraction", "above", 0.3, 5),
     _rule("memory/host_gb", "slope_above", 0.02, 10, window=60),
     _rule("memory/gpu_gb", "slope_above", 0.02, 10, window=60),
 )

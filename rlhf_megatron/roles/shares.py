@@ -74,8 +74,12 @@ def share_out(rows: SpreadRows, wanted: Sequence[tuple[Home, Tensor]]) -> list[S
     moves = _moves([_targets(home, owner, numbers.holder, rank) for home, owner in wanted])
     held = (numbers.holder == rank).nonzero().squeeze(1)
     came, arrived = exchange(fields, held, moves, numbers, rank)
-    shares = []
+    shares: list[Share] = []
     for home, owner in wanted:
+        same = next((share for share in shares if share.home is home and share.owner is owner), None)
+        if same:  # its rows are not broadcast again
+            shares.append(same)
+            continue
         places = (owner == (-2 if home.data is None else home.data)).nonzero().squeeze(1)
         of_home = _settled(arrived, came, places, numbers, home, rank)
         shares.append(Share(home, numbers, owner, places, _batch(of_home, rows.held, numbers.select(places))))

@@ -14,6 +14,7 @@ from rlhf_megatron.monitor.profiler import Profiler
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import Recipe
 from rlhf_megatron.runtime import faults
+from rlhf_megatron.runtime.host_network import HostNetwork
 from rlhf_megatron.runtime.phases import Phases
 from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.topology.team import Team
@@ -32,6 +33,7 @@ class RunContext(Generic[RecipeT]):
         learners, generators: the teams that update the models and that answer prompts; both are the world unless
             rollout.steps_ahead gives them ranks of their own.
         phases: the clock of the step.
+        network: what hosts send each other meanwhile.
         profiler: records the kernels of chosen steps.
         console: what this rank shows the run on; rank 0 has one from the time on when the run reports.
     """
@@ -44,6 +46,7 @@ class RunContext(Generic[RecipeT]):
         self.folder = RunFolder(recipe.run_root, recipe.name)
         self.learners, self.generators = learners, generators
         self.phases = Phases()
+        self.network = HostNetwork()
         self.profiler = Profiler(recipe.monitor.profile, self.folder, self.rank, self.world_size)
         self.console: Console | None = None
         self._after_phase: list[Callable[[], None]] = []
@@ -54,7 +57,7 @@ class RunContext(Generic[RecipeT]):
 
         What ``after_phase`` was given is done as a phase ends.
         """
-        with self.profiler.phase(name), self.phases.phase(name):
+        with self.profiler.phase(name), self.network.phase(name), self.phases.phase(name):
             self.progress(name)
             faults.at(name, watchdog.step)
             yield

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 
 from end_to_end.commands import ROOT, Command
 
+HEADERS = 14 + 20 + 32
 CABLE = "link0"  # what each host calls its end
 
 
@@ -32,8 +34,9 @@ def run(tool: str, *arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Namespaces, and the addresses of their ends of their cables."""
+    """Namespaces, that of the bridge between them, and the addresses of their ends of their cables."""
 
+    switch: str
     names: tuple[str, ...]
     addresses: tuple[str, ...]
 
@@ -41,17 +44,59 @@ class Hosts:
         """Sets a host's end of its cable up or down."""
         run("ip", "-n", self.names[host], "link", "set", CABLE, state)
 
+    def shape(self, mbit: float | None, delay_ms: float = 0.0, loss: float = 0.0) -> None:
+        """Limits every cable both ways; None: no longer. Delay and loss (of packets) need netem, else it skips."""
+        ends = [(name, CABLE) for name in self.names] + [
+            (self.switch, f"port{host}") for host in range(len(self.names))
+        ]
+        for name, device in ends:
+            shaping = ["tc", "-n", name, "qdisc"]
+            subprocess.run([*shaping, "del", "dev", device, "root"], check=False, capture_output=True)
+            if delay_ms or loss:
+                rate = ["rate", f"{mbit}mbit"] if mbit else []
+                kind = ["netem", "delay", f"{delay_ms}ms", "loss", f"{100 * loss}%", *rate, "limit", "10000"]
+            elif mbit:
+                kind = ["tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "1s"]
+            else:
+                continue
+            try:
+                run(shaping[0], *shaping[1:], "add", "dev", device, "root", *kind)
+            except (subprocess.CalledProcessError, FileNotFoundError) as error:
+                reason = getattr(error, "stderr", str(error)).strip().splitlines()[0]
+                pytest.skip(f"links cannot be shaped by {kind[0]} here: {reason}")
+
+    def vanish(self, host: int, command: Command) -> float:
+        """Pulls a host's cable and kills all that runs on it; returns the time."""
+        self.plug(host, "down")
+        at = time.time()
+        for process in command.family():
+            process.kill()
+        command.finish()
+        return at
+
     def sent(self) -> list[int]:
         """Bytes that each host has sent, with all headers."""
         answers = (json.loads(run("ip", "-j", "-s", "-n", name, "link", "show", CABLE)) for name in self.names)
         return [answer[0]["stats64"]["tx"]["bytes"] for answer in answers]
 
-    def start(self, host: int, folder: Path, ranks: int, script: str, *arguments: str, restarts: int = 0) -> Command:
-        """torchrun with so many ranks on a host, as docs/slurm.md shows it; the first host has the rendezvous."""
+    def sent_without_headers(self) -> int:
+        """Bytes that all hosts have sent, less 66 of each packet: headers of Ethernet, IPv4, and TCP with timestamps.
+
+        A packet that the kernel has not cut for the cable counts once, with one header.
+        """
+        answers = (json.loads(run("ip", "-j", "-s", "-n", name, "link", "show", CABLE)) for name in self.names)
+        counts = [answer[0]["stats64"]["tx"] for answer in answers]
+        return sum(count["bytes"] - HEADERS * count["packets"] for count in counts)
+
+    def start(
+        self, host: int, folder: Path, ranks: int, script: str, *arguments: str, restarts: int = 0, patience: str = ""
+    ) -> Command:
+        """torchrun with so many ranks on a host, as docs/recovery.md shows it; the first host has the rendezvous, whose
+        timeouts ``patience`` gives."""
         launcher = ["-m", "torch.distributed.run", f"--nnodes={len(self.names)}", f"--nproc-per-node={ranks}"]
         launcher += [f"--max-restarts={restarts}", "--rdzv-backend=c10d", "--rdzv-id=cable"]
         # A namespace has no host name of its own by which torchrun could tell whether the rendezvous is its.
-        launcher += [f"--rdzv-endpoint={self.addresses[0]}:29500", f"--rdzv-conf=is_host={host == 0}"]
+        launcher += [f"--rdzv-endpoint={self.addresses[0]}:29500", f"--rdzv-conf=is_host={host == 0}{patience}"]
         launcher += [f"--local-addr={self.addresses[host]}", str(ROOT / script), *arguments]
         on_node = str(ROOT / "tests" / "end_to_end" / "on_node.py")
         return Command([sys.executable, "-P", on_node, self.names[host], *launcher], folder)
@@ -80,4 +125,4 @@ def hosts_of(count: int) -> Iterator[Hosts]:
                     run("ip", "-n", name, "link", "set", device, "up")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-        yield Hosts(tuple(names), addresses)
+        yield Hosts(switch, tuple(names), addresses)

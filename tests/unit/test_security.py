@@ -51,6 +51,7 @@ ALLOWED_READS = {
     "rlhf_megatron/runtime/processes.py": "/proc",
     "rlhf_megatron/runtime/watchdog.py": "one line that a rank has just written",
     "rlhf_megatron/runtime/clocks.py": "/proc",
+    "rlhf_megatron/runtime/host_network.py": "/proc and /sys",
     "rlhf_megatron/untrusted.py": "the bounded readers themselves",
 }
 
