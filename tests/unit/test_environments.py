@@ -208,6 +208,7 @@ def test_without_a_network_only_a_loopback_of_its_own_is_left(game: Path, tmp_pa
     ("text", "expected"),
     [
         ("class Game: pass", "has no class Environment; it defines Game"),
+        ("size = 1", "has no class Environment; it defines none"),
         ("class Environment:\n    def reset(self, row): ...", "has no method step; an environment has reset and step"),
         ("class Environment:\n    def __init__(self, size): ...", "missing a required argument: 'size'"),
     ],

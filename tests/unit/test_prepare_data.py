@@ -1,11 +1,10 @@
-"""tools/prepare_data.py: run as the command that it is, and its files read back by the library."""
+"""tools/prepare_data.py: its main function, and its files read back by the library. As a process: end_to_end."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import prepare_data
 import pyarrow.parquet
 import pytest
 
+from called import called
 from rlhf_megatron.data import foreign_files
 from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -22,13 +22,10 @@ from rlhf_megatron.rewards.score import ScoreItem, Scorer
 from tiny_tokenizer import write_bpe_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "prepare_data.py"
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOL), *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    return called(prepare_data.main, *arguments)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

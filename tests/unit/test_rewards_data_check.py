@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import prepare_data
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from called import called
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.rewards.data_check import Findings, check_files
 from tiny_tokenizer import write_bpe_tokenizer
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "prepare_data.py"
 HEADER = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
 
 
@@ -36,9 +36,7 @@ def check(path: Path, function: str | None = None, **settings: Any) -> Findings:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOL), "check", *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    return called(prepare_data.main, "check", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ SERVICE = "reward.service={url: 'http://host', header_environment: KEY}"
 KEEPS = ("checkpoint.keep_best={}", "checkpoint.save_interval=4", "evaluation.at_end=false")
 TELLS = "health.rules=[{metric: x, when: above, value: 1, action: alert}]"
 FILTERS = "algorithm.filter_groups={enable: true, max_num_gen_batches: 2, prompts_per_round: %d}"
+RESUMED = ("rollout.partial=resume", "rollout.oversample=1.5")
 PROFILES = "monitor.profile={steps: [1], ranks: [%s], phases: [%s]}"
 
 
@@ -56,6 +57,7 @@ REFUSED = [
     (["algorithm.credited_turns=last"], "algorithm.credited_turns: responses have one turn"),
     (["algorithm.discount_per=turn"], "discount_per=turn is for advantage gae and reinforce_plus_plus"),
     (["rollout.multi_turn={}"], "give one of function and environment"),
+    (["rollout.multi_turn={function: a.py}", *RESUMED], "what was given up begins anew; use discard"),
     (["rollout.multi_turn={environment: a.py, workers: 2}"], "environments have a process each"),
     (["reward.parts=[{name: a, rule: math, weight: 0}]"], "all weights are 0"),
     (["reward.rule=none", "reward_model={path: m, tokens_per_gpu: 9, weight: 0}"], "reward_model.weight=0"),

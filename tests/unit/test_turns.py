@@ -134,11 +134,18 @@ def test_what_it_may_not(body: str, tmp_path: Path) -> None:
         call_turn(str(path), [], "", {})
 
 
-def test_a_file_without_one_says_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("", "has no function respond; it defines answer"),
+        (":answer", r"must take \(messages, ground_truth, extra_info\)"),
+    ],
+)
+def test_a_file_without_one_says_what_it_has(name: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "talk.py"
-    path.write_text("def answer():\n    return None\n")
-    with pytest.raises(FunctionUnusable, match="has no function respond; it defines answer"):
-        call_turn(str(path), [], "", {})
+    path.write_text("def answer(data_source):\n    return None\n")
+    with pytest.raises(FunctionUnusable, match=expected):
+        call_turn(f"{path}{name}", [], "", {})
 
 
 def call(expression: str, name: str = "calculate") -> str:
