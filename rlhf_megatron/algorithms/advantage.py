@@ -115,23 +115,40 @@ def pass_at_k_advantages(
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """Quantities that estimators see of the rows of a whole step, [R] each; all but lengths and groups are float64."""
+    """Quantities that estimators see of the trajectories of a whole step, [N] each; all but lengths and groups are
+    float64.
+
+    Attributes:
+        of_rows: [R], the trajectory of each row; None where they are the same.
+    """
 
     rewards: Tensor  # less the penalties of a row's tokens
     group_id: Tensor
     lengths: Tensor  # of sampled tokens
     baseline_rewards: Tensor | None = None
+    of_rows: Tensor | None = None
 
 
 def outcomes(numbers: RowNumbers, penalties: Tensor | None = None) -> Outcomes:
-    """The outcomes of rows, whose tokens' ``penalties`` are summed [R]."""
-    rewards, baseline = numbers.rewards.double(), numbers.baseline_rewards
+    """The outcomes of the trajectories of rows, whose tokens' ``penalties`` are summed [R]; rows of one trajectory have
+    one reward, and all of their penalties and tokens count."""
+    of_rows = None if numbers.trajectory_id is None else numbers.trajectories
+    first = numbers.of_trajectories()
+    rewards, baseline = first.rewards.double(), first.baseline_rewards
     return Outcomes(
-        rewards if penalties is None else rewards - penalties,
-        numbers.group_id,
-        numbers.response_lengths,
+        rewards if penalties is None else rewards - _sums(penalties, of_rows),
+        first.group_id,
+        _sums(numbers.response_lengths, of_rows),
         None if baseline is None else baseline.double(),
+        of_rows,
     )
+
+
+def _sums(values: Tensor, of_rows: Tensor | None) -> Tensor:
+    """[R], [R] -> [N]: the sum over the rows of each trajectory; without several, themselves."""
+    if of_rows is None or not len(of_rows):
+        return values
+    return values.new_zeros(int(of_rows.max()) + 1).index_add(0, of_rows, values)
 
 
 def _grpo(rows: Outcomes, settings: AlgorithmSection) -> Tensor:
@@ -209,7 +226,10 @@ def row_advantages(rows: Outcomes, settings: AlgorithmSection) -> Tensor | None:
     """[R] float32: the advantage of each row of a whole step by ``settings.advantage``, which all of its sampled tokens
     have; None where each token has its own."""
     estimator = OF_ROWS.get(settings.advantage)
-    return estimator(rows, settings).float() if estimator else None
+    if estimator is None:
+        return None
+    advantages = estimator(rows, settings).float()
+    return advantages if rows.of_rows is None else advantages[rows.of_rows]
 
 
 def token_advantages(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals = ALONE) -> RolloutBatch:

@@ -26,8 +26,17 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, c
     return on_marked(per_row, response_mask, cu_seqlens)
 
 
-def row_weights(response_lengths: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
-    """response_lengths [R] of a WHOLE minibatch -> [R] float32: the ``token_weights`` of each row's sampled tokens."""
+def row_weights(
+    response_lengths: Tensor, aggregation: str, constant: float | None = None, trajectories: Tensor | None = None
+) -> Tensor:
+    """response_lengths [R] of a WHOLE minibatch -> [R] float32: the ``token_weights`` of each row's sampled tokens.
+
+    Rows with the same number in ``trajectories`` [R] weigh as one response of all their tokens.
+    """
+    if trajectories is not None:
+        of_rows = trajectories.unique(return_inverse=True)[1]
+        whole = response_lengths.new_zeros(int(of_rows.max()) + 1 if len(of_rows) else 0)
+        return row_weights(whole.index_add(0, of_rows, response_lengths), aggregation, constant)[of_rows]
     rows, tokens_of_row = max(1, len(response_lengths)), response_lengths.double()
     match aggregation:
         case "token_mean":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import signal
 import struct
@@ -67,6 +68,12 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._try()
+
+    def with_names(self, names: Mapping[str, Any]) -> ChatTemplate:
+        """Return the same template, in the same process, with these names to read beside its own."""
+        other = copy.copy(self)
+        other._names = {**self._names, **names}
+        return other
 
     def render_each(
         self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True

@@ -28,6 +28,7 @@ class RolloutBatch:
     row_id: Tensor  # [R] int64: unique in the step, the same in every layout
     weight_version: Tensor  # [R] int64: of the weights that sampled the row; the oldest, where it was resumed
     truncated: Tensor  # [R] bool: cut off at the length limit
+    trajectory_id: Tensor | None = None  # [R] int64: rows of one trajectory share it; None: each row is a whole one
     scores: Tensor | None = None  # [R] float32: rewards before penalties; None: the same as rewards
     turn_rewards: Tensor | None = None  # [T] float32: of each turn on its last token, parts of its row's reward
     old_logprobs: Tensor | None = None  # [T] float32: under the actor before this step's updates
@@ -126,7 +127,7 @@ TOKEN_FIELDS = frozenset(
 )
 
 
-_WHOLE_NUMBERS = frozenset(["tokens", "cu_seqlens", "group_id", "row_id", "weight_version"])
+_WHOLE_NUMBERS = frozenset(["tokens", "cu_seqlens", "group_id", "row_id", "weight_version", "trajectory_id"])
 _FLAGS = frozenset(["response_mask", "truncated"])
 
 
@@ -229,6 +230,7 @@ def batch_from_rows(
     *,
     group_id: Sequence[int] | None = None,
     row_id: Sequence[int] | None = None,
+    trajectory_id: Sequence[int] | None = None,
     weight_version: int | Sequence[int] = 0,
     truncated: Sequence[bool] | None = None,
     rewards: Sequence[float] | None = None,
@@ -237,7 +239,8 @@ def batch_from_rows(
     expert_choices: Sequence[Tensor | None] | None = None,
     choices: ChoiceShape | None = None,
 ) -> RolloutBatch:
-    """Packs rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own.
+    """Packs rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own, and
+    without ``trajectory_id`` a trajectory.
 
     ``sampled``: which tokens of a response were; None: all. ``turn_rewards``: of each row's first turns, where
     batches have them. With ``choices`` the batch has ``expert_choices``.
@@ -264,6 +267,7 @@ def batch_from_rows(
         row_id=torch.tensor(range(count) if row_id is None else row_id, dtype=torch.int64),
         weight_version=torch.tensor(versions, dtype=torch.int64),
         truncated=torch.tensor([False] * count if truncated is None else truncated, dtype=torch.bool),
+        trajectory_id=None if trajectory_id is None else torch.tensor(trajectory_id, dtype=torch.int64),
         turn_rewards=of_turns,
         expert_choices=choices.of_rows(lengths.tolist(), expert_choices or [None] * count) if choices else None,
     )

@@ -28,6 +28,7 @@ class RowNumbers:
     holder: Tensor  # the rank of the world that holds the row's tokens
     truncated: Tensor  # bool
     rewards: Tensor  # float32
+    trajectory_id: Tensor | None = None  # None: each row is a whole one
     scores: Tensor | None = None  # float32
     baseline_rewards: Tensor | None = None  # float32
 
@@ -40,6 +41,19 @@ class RowNumbers:
     def groups(self) -> int:
         """The number of groups."""
         return len(self.group_id.unique())
+
+    @property
+    def trajectories(self) -> Tensor:
+        """[R] int64: which trajectory each row belongs to, counted from 0."""
+        ids = self.row_id if self.trajectory_id is None else self.trajectory_id
+        return ids.unique(return_inverse=True)[1]
+
+    def of_trajectories(self) -> RowNumbers:
+        """The numbers of the first row of each trajectory, in their order; where each has one: itself."""
+        if self.trajectory_id is None:
+            return self
+        index, order = self.trajectories.sort(stable=True)
+        return self.select(order[index.diff(prepend=torch.tensor([-1])) != 0])
 
     @property
     def tokens(self) -> int:
@@ -58,19 +72,27 @@ class RowNumbers:
     def table(self) -> Tensor:
         """[R, columns] int64, from which ``from_table`` makes the same again; without scores and baselines."""
         columns = [getattr(self, name) for name in _WHOLE]
-        return torch.stack([*columns, self.truncated.long(), self.rewards.double().view(torch.int64)], dim=1)
+        trajectory = self.row_id if self.trajectory_id is None else self.trajectory_id
+        rewards = self.rewards.double().view(torch.int64)
+        return torch.stack([*columns, trajectory, self.truncated.long(), rewards], dim=1)
 
 
 _WHOLE = ("row_id", "group_id", "lengths", "response_lengths", "completion_lengths", "weight_version", "holder")
 # Of these a batch has its own, which follow the numbers.
-_OF_BATCHES = ("row_id", "group_id", "weight_version", "truncated", "rewards", "scores", "baseline_rewards")
+_OF_BATCHES = (
+    *("row_id", "group_id", "weight_version", "truncated", "rewards"),
+    *("trajectory_id", "scores", "baseline_rewards"),
+)
 
 
 def from_table(table: Tensor) -> RowNumbers:
     """The numbers of a ``RowNumbers.table``."""
     whole = {name: table[:, index].contiguous() for index, name in enumerate(_WHOLE)}
-    truncated, rewards = table[:, len(_WHOLE)].bool(), table[:, len(_WHOLE) + 1].contiguous().view(torch.float64)
-    return RowNumbers(**whole, truncated=truncated, rewards=rewards.float())
+    trajectory, truncated, rewards = (table[:, len(_WHOLE) + index].contiguous() for index in range(3))
+    own = None if torch.equal(trajectory, whole["row_id"]) else trajectory
+    return RowNumbers(
+        **whole, truncated=truncated.bool(), rewards=rewards.view(torch.float64).float(), trajectory_id=own
+    )
 
 
 def checked_numbers(fields: Mapping[str, Any]) -> RowNumbers:
@@ -80,7 +102,8 @@ def checked_numbers(fields: Mapping[str, Any]) -> RowNumbers:
     """
     numbers, rows = RowNumbers(**fields), len(fields["row_id"])
     for name, value in fields.items():
-        dtype = torch.int64 if name in _WHOLE else torch.bool if name == "truncated" else torch.float32
+        whole = name in _WHOLE or name == "trajectory_id"
+        dtype = torch.int64 if whole else torch.bool if name == "truncated" else torch.float32
         if value.shape != (rows,) or value.dtype != dtype:
             raise ValueError(f"{name} is a tensor of {list(value.shape)} {value.dtype}, and not one for {rows} rows")
         if not bool(value.isfinite().all()):
@@ -154,7 +177,8 @@ def joined(parts: Sequence[SpreadRows]) -> SpreadRows:
     fields = {name: torch.cat([getattr(numbers, name) for numbers in every]) for name in names[0]}
     numbers = dataclasses.replace(every[0], **fields)
     # What the numbers say of a row, a part's batch may or may not say.
-    held = concatenate([part.held.with_fields(scores=None, baseline_rewards=None) for part in parts])
+    unsaid = {"trajectory_id": None, "scores": None, "baseline_rewards": None}
+    held = concatenate([part.held.with_fields(**unsaid) for part in parts])
     return dataclasses.replace(parts[0], numbers=numbers, held=held)
 
 

@@ -6,6 +6,7 @@ transformers and sentencepiece are imported when a tokenizer is loaded, so that 
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from abc import ABC, abstractmethod
@@ -44,6 +45,7 @@ class Tokenizer(ABC):
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     vocab_size: int
+    _template: ChatTemplate | None
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -70,6 +72,17 @@ class Tokenizer(ABC):
             DataError: there is no chat template, or the template refuses these messages.
         """
         return text_of_rendered(self.render_each([messages], add_generation_prompt)[0])
+
+    def with_template_names(self, **names: Any) -> Tokenizer:
+        """Return the same tokenizer, whose chat template reads these names too, such as ``tools``."""
+        other = copy.copy(self)
+        other._template = self._template.with_names(names) if self._template else None
+        return other
+
+    @property
+    def of_transformers(self) -> Any:
+        """The tokenizer of transformers; None for a bare sentencepiece file."""
+        return None
 
     @abstractmethod
     def is_special(self, token_id: int) -> bool:
@@ -205,6 +218,11 @@ class HuggingFaceTokenizer(Tokenizer):
             f"tokenizer: {self.path} cannot be loaded ({reason_of(error)}); model.tokenizer must be a Hugging Face "
             "folder with tokenizer.json (or tokenizer_config.json), or a sentencepiece .model file"
         )
+
+    @property
+    def of_transformers(self) -> Any:
+        """See `Tokenizer.of_transformers`."""
+        return self._inner
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.encode_many`."""

@@ -27,6 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
@@ -142,7 +143,7 @@ def check(recipe: RolloutRecipe, world: int) -> None:
             "actor.lora.path: an evaluation reads model.path alone; name an export, which has the adapters merged, and "
             "leave it out"
         )
-    if recipe.reward.rule == "none" and not recipe.has_environment:
+    if recipe.reward.rule == "none" and not recipe.plays:
         raise RecipeError("reward.rule=none: an evaluation asks no reward model; name a rule, or leave it out")
     tensor = recipe.rollout.layout.tensor
     if world % tensor:
@@ -156,7 +157,7 @@ def answer(
     prompts: Sequence[Prompt],
     engine: RolloutEngine,
     scorer: Scorer | None,
-    partner: Partner | None,
+    partner: Partner | AgentProgram | None,
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> pa.Table:

@@ -267,7 +267,7 @@ class Collector:
             "rollout/weight_version": float(spoken.mean()) if len(spoken) else 0.0,
             "reward/latency_ms": context.seconds("score") * 1000.0,
         }
-        scored = batch.select(batch.rewards.isfinite())
+        scored = batch.select(batch.rewards.isfinite()).of_trajectories()
         if not scored.rows:
             return metrics
         teaching = scored.group_id[informative_rows(scored.rewards, scored.group_id)].unique()
@@ -372,14 +372,18 @@ def _groups(parts: Sequence[SpreadRows]) -> int:
 
 
 def _joined(parts: Sequence[SpreadRows]) -> SpreadRows:
-    """The rows of all parts with their groups renumbered from 0 in their order."""
-    groups, number = [], 0
+    """The rows of all parts with their groups and trajectories renumbered from 0 in their order."""
+    groups, trajectories, number, begun = [], [], 0, 0
     for part in parts:
         ids = part.numbers.group_id.unique_consecutive(return_inverse=True)[1] + number
         groups.append(ids)
         number += part.groups
-    whole = joined(parts)
-    return whole.with_fields(row_id=torch.arange(whole.rows), group_id=torch.cat(groups))
+        trajectories.append(part.numbers.trajectories + begun)
+        begun = int(trajectories[-1].max()) + 1 if part.rows else begun
+    several = any(part.numbers.trajectory_id is not None for part in parts)
+    whole = joined([part.with_fields(trajectory_id=None) for part in parts])
+    ids = torch.cat(trajectories) if several else None
+    return whole.with_fields(row_id=torch.arange(whole.rows), group_id=torch.cat(groups), trajectory_id=ids)
 
 
 def _cut(parts: Sequence[SpreadRows], groups: int) -> tuple[SpreadRows, SpreadRows]:

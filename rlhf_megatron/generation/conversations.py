@@ -15,8 +15,10 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
+from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
+from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.partners import Partner, Trajectory, why_failed
 from rlhf_megatron.generation.prompt_groups import Group, turns_of_model
 from rlhf_megatron.recipe import RolloutRecipe
@@ -179,13 +181,17 @@ class Conversations:
 
 def conversations_of(
     recipe: RolloutRecipe,
-    partner: Partner | None,
+    partner: Partner | AgentProgram | None,
     groups: Sequence[Group],
     responses_per_prompt: int,
     tokenizer: Tokenizer,
     seed_of: Callable[[int], int],
-) -> Conversations | None:
-    """Returns the turns of these groups, where responses have several; see Conversations."""
+) -> Conversations | AgentTurns | None:
+    """Returns the turns of these groups, where responses have several; see Conversations and AgentTurns."""
+    if recipe.rollout.agent is not None:
+        program = partner if isinstance(partner, AgentProgram) else None
+        return AgentTurns(recipe, program, groups, responses_per_prompt, tokenizer, seed_of)
     if recipe.rollout.multi_turn is None:
         return None
+    assert not isinstance(partner, AgentProgram)
     return Conversations(recipe, partner, groups, responses_per_prompt, tokenizer, seed_of)

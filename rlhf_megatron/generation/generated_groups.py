@@ -19,6 +19,7 @@ from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows, concatenate, no_rows
 from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import Conversations
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
 from rlhf_megatron.generation.replica import Replica
@@ -28,6 +29,8 @@ from rlhf_megatron.rewards.user_function import LARGEST_SCORE
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord
 from rlhf_megatron.topology.row_exchange import gather_rows
+
+_MOST_BRANCHES = 2**20  # of a trajectory
 
 OnGroup = Callable[[int, Sequence[Completion]], None]
 
@@ -58,7 +61,7 @@ class GroupScoring:
         responses_per_prompt: int,
         tokenizer: Tokenizer,
         on_group: OnGroup | None = None,
-        conversations: Conversations | None = None,
+        conversations: Conversations | AgentTurns | None = None,
     ) -> None:
         """``groups`` as asked for: row ``i * responses + k`` is response k to the prompt of group i.
 
@@ -147,11 +150,12 @@ class GroupPacker:
         groups: Sequence[Group],
         choices: ChoiceShape | None = None,
         has_turn_rewards: bool = False,
+        has_branches: bool = False,
     ) -> None:
         """``groups`` as asked for; with ``choices``, those of experts are packed too, and rewards of turns if they
-        have some."""
+        have some. ``has_branches``: those of a trajectory are rows of their own."""
         self._executor, self._replica, self._groups, self._choices = executor, replica, groups, choices
-        self._has_turn_rewards = has_turn_rewards
+        self._has_turn_rewards, self._has_branches = has_turn_rewards, has_branches
         self._packed: dict[int, Future[RolloutBatch]] = {}
 
     def begin(self, index: int, rows: Sequence[Completion]) -> None:
@@ -164,13 +168,19 @@ class GroupPacker:
         parts = [self._packed[index].result() for index in groups if index in self._packed]
         return concatenate(parts) if parts else no_rows(self._choices, self._has_turn_rewards)
 
-    def _pack(self, prompt: Prompt, index: int, rows: Sequence[Completion]) -> RolloutBatch:
+    def _pack(self, prompt: Prompt, index: int, trajectories: Sequence[Completion]) -> RolloutBatch:
+        rows, ids, numbers = list(trajectories), [row.row_id for row in trajectories], None
+        if self._has_branches:
+            parts = [(each.row_id, k, row) for each in trajectories for k, row in enumerate((*each.branches, each))]
+            rows, numbers = [row for _, _, row in parts], [trajectory for trajectory, _, _ in parts]
+            ids = [trajectory * _MOST_BRANCHES + k for trajectory, k, _ in parts]
         return batch_from_rows(
             [completion.prompt_token_ids or prompt.token_ids for completion in rows],
             [completion.token_ids for completion in rows],
             [completion.logprobs for completion in rows],
             group_id=[index] * len(rows),
-            row_id=[completion.row_id for completion in rows],
+            row_id=ids,
+            trajectory_id=numbers,
             weight_version=[completion.weight_version for completion in rows],
             truncated=[completion.finish_reason == "length" for completion in rows],
             sampled=[completion.sampled for completion in rows],
@@ -201,7 +211,7 @@ class GeneratedGroups:
         scoring: GroupScoring,
         packer: GroupPacker,
         record: GenerationRecord,
-        conversations: Conversations | None = None,
+        conversations: Conversations | AgentTurns | None = None,
     ) -> None:
         """``chosen``: the numbers of the groups that are not left, of all replicas, rising."""
         self.asked = groups
@@ -223,9 +233,9 @@ class GeneratedGroups:
     def gather(self, team: dist.ProcessGroup | None = None) -> SpreadRows:
         """Returns all replicas' rows in the order of their ids, this rank's with tokens; collective over ``team``."""
         rows = gather_rows(self._packer.batch(self._chosen), team)
-        scored = torch.tensor([completion.row_id for completion in self.completions], dtype=torch.int64)
-        rewards = torch.zeros(rows.rows)
-        rewards[torch.searchsorted(rows.numbers.row_id, scored)] = torch.tensor([each.value for each in self.scores()])
+        values = {row.row_id: score.value for row, score in zip(self.completions, self.scores(), strict=True)}
+        ids = rows.numbers.row_id if rows.numbers.trajectory_id is None else rows.numbers.trajectory_id
+        rewards = torch.tensor([values.get(trajectory, 0.0) for trajectory in ids.tolist()])
         dist.all_reduce(rewards, group=team)
         self.tokens = rows.numbers.tokens
         return rows.with_fields(rewards=rewards)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rlhf_megatron.generation.agent_turns import AgentCounts
 from rlhf_megatron.generation.conversations import TurnCounts
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.rewards.score import Score, reward_metrics, reward_totals
@@ -57,6 +58,20 @@ def generation_metrics(
     seconds = torch.tensor(total[len(names) :]).view_as(seconds)
     mean = float(seconds.mean(1).sum())
     return metrics | {"rollout/replica_imbalance": float(seconds.amax(1).sum()) / mean if mean else 1.0}
+
+
+def agent_metrics(counts: Sequence[AgentCounts], replica: Replica, team: Team) -> dict[str, float]:
+    """Returns what programs have asked of all replicas, and how they ended; collective over ``team``."""
+    names = {
+        "requests": "requests",
+        "branches": "branches",
+        "refused": "refusals",
+        "ended": "ends",
+        "failed": "failures",
+    }
+    own = [float(sum(getattr(each, name) for each in counts)) if replica.leads else 0.0 for name in names]
+    total = sum_over_ranks(own, team.group)
+    return {f"rollout/agent_{name}": value for name, value in zip(names.values(), total, strict=True)}
 
 
 def _speculation(metrics: dict[str, float]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
 from rlhf_megatron.rewards import user_environment as environment
 from rlhf_megatron.rewards import worker
@@ -162,9 +163,11 @@ class _Instance:
         closing.add_done_callback(self._closing.discard)
 
 
-def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | None:
+def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | AgentProgram | None:
     """Loads who replies on a rank that ``leads`` a replica, where responses have several turns."""
     section = recipe.rollout.multi_turn
+    if recipe.rollout.agent is not None and leads:
+        return AgentProgram(recipe.rollout.agent, needs_reward=recipe.reward.rule == "none")
     if section is None or not leads:
         return None
     return TurnFunction(section) if section.function is not None else TurnEnvironment(section)

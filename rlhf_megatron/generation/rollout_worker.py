@@ -12,12 +12,14 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import Conversations, conversations_of
 from rlhf_megatron.generation.generated_groups import GeneratedGroups, GroupPacker, GroupScoring
-from rlhf_megatron.generation.generation_metrics import generation_metrics, scoring_metrics
+from rlhf_megatron.generation.generation_metrics import agent_metrics, generation_metrics, scoring_metrics
 from rlhf_megatron.generation.partners import Partner
 from rlhf_megatron.generation.prompt_groups import (
     Group,
@@ -72,7 +74,7 @@ class RolloutWorker:
         tokenizer: Tokenizer,
         weight_sync: WeightSync,
         scorer: Scorer | None,
-        partner: Partner | None,
+        partner: Partner | AgentProgram | None,
         reward_model: RewardModel | None,
         choices: ChoiceShape | None = None,
     ) -> None:
@@ -117,7 +119,14 @@ class RolloutWorker:
         """
         goal = None if wanted is None else self._goal(groups, wanted)
         choices, has_turn_rewards = self.choices if for_training else None, self.has_turn_rewards
-        packer = GroupPacker(self._packing_thread, self._replica, groups, choices, has_turn_rewards)
+        packer = GroupPacker(
+            self._packing_thread,
+            self._replica,
+            groups,
+            choices,
+            has_turn_rewards,
+            self._context.recipe.has_branches,
+        )
         seed = self._context.recipe.seed
         conversations = conversations_of(
             self._context.recipe,
@@ -205,7 +214,7 @@ class RolloutWorker:
         requests: GroupedRequests,
         sampling: Sampling,
         scoring: GroupScoring,
-        conversations: Conversations | None,
+        conversations: Conversations | AgentTurns | None,
         goal: StepGoal | None,
     ) -> tuple[list[Completion], GenerationRecord]:
         """(what this replica has answered of the requests, what its engine did); nothing on ranks without one."""
@@ -244,11 +253,15 @@ class RolloutWorker:
 
     def generation_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
         """Returns what replicas did in these calls; collective over the team."""
-        turns = None
+        turns, every = None, [generated.conversations for generated in calls]
         if self._section.multi_turn:
-            turns = [generated.conversations.counts for generated in calls if generated.conversations]
+            turns = [each.counts for each in every if isinstance(each, Conversations)]
         records, completions = [each.record for each in calls], [row for each in calls for row in each.completions]
-        return generation_metrics(records, completions, turns, self._replica, self._team)
+        metrics = generation_metrics(records, completions, turns, self._replica, self._team)
+        if self._section.agent:
+            counts = [each.counts for each in every if isinstance(each, AgentTurns)]
+            metrics |= agent_metrics(counts, self._replica, self._team)
+        return metrics
 
     def scoring_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
         """Returns the scoring outcomes of these calls, and the parts of their rewards; collective."""

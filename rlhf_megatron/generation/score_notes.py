@@ -29,8 +29,9 @@ class ScoreNotes:
         for prompt, completion, score in zip(generated.prompts, generated.completions, generated.scores(), strict=True):
             parts = dict(zip((f"reward_{name}" for name in self._part_names), score.parts, strict=False))
             note = {"data_source": prompt.data_source, "ground_truth": str(prompt.ground_truth), **parts}
-            row = [*(completion.prompt_token_ids or prompt.token_ids), *completion.token_ids]
-            self._notes[digest_of(row)] = note
+            for branch in (*completion.branches, completion):
+                row = [*(branch.prompt_token_ids or prompt.token_ids), *branch.token_ids]
+                self._notes[digest_of(row)] = note
         for digest in list(self._notes)[: -self._most]:
             del self._notes[digest]
 

@@ -79,7 +79,10 @@ class RowsReader:
 
     def _checked(self, numbers: RowNumbers, fields: Mapping[str, Tensor]) -> RolloutBatch:
         """The rows of these numbers and tokens."""
-        of_rows = ("rewards", "group_id", "row_id", "weight_version", "truncated", "scores", "baseline_rewards")
+        of_rows = (
+            *("rewards", "group_id", "row_id", "weight_version", "truncated"),
+            *("trajectory_id", "scores", "baseline_rewards"),
+        )
         known = {name: value for name in of_rows if (value := getattr(numbers, name)) is not None}
         cu_seqlens = boundaries(numbers.lengths)
         of_tokens = {name: value for name, value in fields.items() if name != "turn_rewards"}

@@ -148,6 +148,8 @@ def _function_files(recipe: Recipe) -> Iterator[Path]:
     functions = [recipe.data.dataset]
     if isinstance(recipe, RLRecipe):
         functions += [source.function for source in (recipe.reward, *recipe.reward.parts)]
+        if recipe.rollout.agent:
+            functions.append(recipe.rollout.agent.function)
         if recipe.rollout.multi_turn:
             functions += [recipe.rollout.multi_turn.function, recipe.rollout.multi_turn.environment]
     for function in functions:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.own_rows import open_rows
 from rlhf_megatron.data.prompts import RESPONSES, LeftOut, Prompt, PromptDataset, open_columns
 from rlhf_megatron.data.rows import (
@@ -25,6 +26,7 @@ from rlhf_megatron.data.rows import (
 )
 from rlhf_megatron.data.tokenizer import recipe_tokenizer
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.partners import Trajectory, make_partner, why_failed
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.monitor.run_folder import RunFolder
@@ -204,6 +206,12 @@ def turns_check(recipe: Recipe) -> list[Check]:
     if partner is None or not isinstance(recipe, RLRecipe):
         return []
     tokenizer = recipe_tokenizer(recipe)
+    if isinstance(partner, AgentProgram):
+        try:
+            AgentTurns(recipe, partner, [], 1, tokenizer, int)
+        finally:
+            partner.close()
+        return [Check("turns", "ok", f"{partner.specification} and its parsers are there; no trajectory was played")]
     columns = ["data_source", "prompt", "reward_model"]
     rows = open_rows(recipe.data.training_files, recipe.data, columns, ["extra_info"])
     trajectories: list[Trajectory] = []

@@ -26,12 +26,13 @@ from rlhf_megatron.recipe.roles import (
     RewardModelSection,
     RoleSection,
 )
-from rlhf_megatron.recipe.rollout import MultiTurnSection, RolloutSection
+from rlhf_megatron.recipe.rollout import AgentSection, MultiTurnSection, RolloutSection
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
 from rlhf_megatron.recipe.world_checks import check_world, role_ranks, rollout_ranks
 
 __all__ = [
     "ActorSection",
+    "AgentSection",
     "AlgorithmSection",
     "AnyRecipe",
     "CriticSection",

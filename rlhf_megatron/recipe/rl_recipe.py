@@ -34,11 +34,22 @@ class RolloutRecipe(Recipe):
         return self.rollout.multi_turn is not None and self.rollout.multi_turn.environment is not None
 
     @property
+    def plays(self) -> bool:
+        """True if an environment or an agent gives rewards."""
+        return self.has_environment or self.rollout.agent is not None
+
+    @property
+    def has_branches(self) -> bool:
+        """True if a trajectory may have several rows."""
+        return self.rollout.agent is not None and self.rollout.agent.branches == "all"
+
+    @property
     def reward_names(self) -> list[str]:
-        """Names of the parts of a reward, the environment's the last; none where there is one part without a name."""
-        if not self.has_environment:
+        """Names of the parts of a reward, the environment's or agent's the last; none where there is one part without
+        a name."""
+        if not self.plays:
             return self.reward.part_names
-        return [*self._names_of_scores, "environment"]
+        return [*self._names_of_scores, "agent" if self.rollout.agent else "environment"]
 
     @property
     def _names_of_scores(self) -> list[str]:
@@ -79,6 +90,7 @@ class RLRecipe(RolloutRecipe):
             self._check_groups,
             self._check_critic,
             self._check_turns,
+            self._check_agent,
             self._check_rewards,
             self._check_filter_groups,
             self._check_prefill,
@@ -183,10 +195,10 @@ class RLRecipe(RolloutRecipe):
                     f"reward.length_low={source.length_low}: no response would be paid, since "
                     f"rollout.max_response_length={longest}; lower it"
                 )
-        if self.reward.rule == "none" and self.reward_model is None and not self.has_environment:
+        if self.reward.rule == "none" and self.reward_model is None and not self.plays:
             raise ValueError(
-                "reward.rule=none needs the section reward_model, or rollout.multi_turn.environment, which then "
-                "gives the reward alone"
+                "reward.rule=none needs the section reward_model, or rollout.multi_turn.environment or rollout.agent, "
+                "which then gives the reward alone"
             )
         if self.reward.rule == "none" and self.reward_model is not None and not self.reward_model.weight:
             raise ValueError(
@@ -284,6 +296,28 @@ class RLRecipe(RolloutRecipe):
         if of_turns and self.rollout.multi_turn is None:
             raise ValueError(
                 f"algorithm.{of_turns[0]}: responses have one turn; add rollout.multi_turn, or leave it out"
+            )
+
+    def _check_agent(self) -> None:
+        """Refuses what knows one row per trajectory, where there may be several."""
+        if self.rollout.agent is None:
+            return
+        if self.reward_model is not None:
+            raise ValueError(
+                "reward_model: it reads one answer to a prompt, and rollout.agent has several; leave one out"
+            )
+        if not self.has_branches:
+            return
+        last = "; set rollout.agent.branches to last, or choose another"
+        if self.algorithm.advantage in ("gae", "reinforce_plus_plus", "remax"):
+            raise ValueError(
+                f"algorithm.advantage={self.algorithm.advantage}: a trajectory of rollout.agent may have several "
+                f"rows, and one advantage{last}"
+            )
+        if self.algorithm.overlong_buffer.enable:
+            raise ValueError(
+                "algorithm.overlong_buffer: rows of one trajectory of rollout.agent would have different penalties; "
+                "set rollout.agent.branches to last, or leave it out"
             )
 
     def _check_prefill(self) -> None:

@@ -69,6 +69,26 @@ class MultiTurnSection(Section):
         return self
 
 
+class AgentSection(Section):
+    """Agents: a program of yours plays each trajectory through an OpenAI-compatible endpoint."""
+
+    function: str
+    """path/to/file.py:function (default name: run), which gets base_url, api_key and row and returns a reward."""
+    branches: Literal["all", "last"] = "all"
+    """Where a program rewrites its history another branch begins. all: each is trained, with one advantage and weight
+    per trajectory; last: the last alone."""
+    tool_parser: str | None = None
+    """vLLM's parser of tool calls, such as hermes; default: calls stay in the text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of reasoning, such as deepseek_r1; default: reasoning stays in the text."""
+    max_turns: int = Field(default=32, gt=0, le=LARGEST_INTEGER)
+    """Answers per trajectory; further requests are refused."""
+    timeout_seconds: float = Field(default=600.0, gt=0, le=LONGEST_SECONDS)
+    """Per trajectory; one that takes longer or fails is left out of training."""
+    memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
+    """Per process with its children, GB of 2^30 bytes; killed above."""
+
+
 class SpeculativeSection(Section):
     """Speculative decoding: drafts are text that was sampled before. What is sampled stays the same."""
 
@@ -109,6 +129,8 @@ class RolloutSection(Section):
     """Longest response in tokens."""
     multi_turn: MultiTurnSection | None = None
     """Your function replies between turns (docs/multi_turn.md)."""
+    agent: AgentSection | None = None
+    """Your program plays each trajectory (docs/agents.md)."""
     drawn_lengths: DrawnLengthsSection | None = None
     """For benchmarks: lognormal response lengths."""
     temperature: float = Field(default=1.0, gt=0)
@@ -193,12 +215,15 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _turns_are_of_one_generation(self) -> RolloutSection:
-        if self.multi_turn is None:
+        if self.multi_turn is None and self.agent is None:
             return self
+        if self.multi_turn and self.agent:
+            raise ValueError("agent: with multi_turn two would reply to the model; leave one out")
+        name = "multi_turn" if self.multi_turn else "agent"
         if self.partial == "resume":
-            raise ValueError("partial=resume: with multi_turn what was given up begins anew; use discard")
+            raise ValueError(f"partial=resume: with {name} what was given up begins anew; use discard")
         if self.drawn_lengths:
-            raise ValueError("drawn_lengths: with multi_turn a turn ends where the model ends it; leave one out")
+            raise ValueError(f"drawn_lengths: with {name} a turn ends where the model ends it; leave one out")
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.rewards.user_function import LARGEST_SCORE, MOST_MESSAGES, MOST_ROLE_CHARACTERS
-from rlhf_megatron.rewards.worker import DONE, ENVIRONMENT, FAILED, STARTED, TIMED_OUT, TURN, UNUSABLE, Job
+from rlhf_megatron.rewards.worker import AGENT, DONE, ENVIRONMENT, FAILED, STARTED, TIMED_OUT, TURN, UNUSABLE, Job
 from rlhf_megatron.untrusted import parse_json, shown
 
 # One line: a score or the text of an error; and the messages of a turn.
@@ -23,7 +23,7 @@ MOST_MESSAGE_CHARACTERS = 1000
 
 Message = dict[str, str]
 
-_OF_TURNS = (TURN, ENVIRONMENT)
+_OF_TURNS = (TURN, ENVIRONMENT, AGENT)
 
 
 class BadAnswer(UserError):
@@ -35,7 +35,7 @@ class Outcome:
     """The outcome of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
 
     Of a job that answers a turn and is DONE, `messages` are the next ones of the conversation, `score` is the reward of
-    what they answer, and nothing follows if it `ends`.
+    what they answer, and nothing follows if it `ends`. Of a program that is DONE, `ends` says that it gave a `score`.
 
     `awaited` is the answer to a job that only loads: whether several of its kind can be done together.
 
@@ -68,7 +68,7 @@ class Batch:
         self.outcomes: dict[int, Outcome] = {}
         self.awaited: bool | None = None
         self.most_bytes = MOST_TURN_BYTES if any(job["kind"] in _OF_TURNS for job in jobs) else MOST_LINE_BYTES
-        self.ends_itself = any(job["kind"] == ENVIRONMENT for job in jobs)
+        self.ends_itself = any(job["kind"] in (ENVIRONMENT, AGENT) for job in jobs)
         self._open = {job["nonce"]: index for index, job in enumerate(self.jobs)}
 
     @property

@@ -282,5 +282,6 @@ def _learned(lesson: Lesson, minibatch: Tensor, settings: AlgorithmSection) -> T
 
 def _row_weights(numbers: RowNumbers, minibatch: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
     """[R]: the ``row_weights`` of a minibatch, 0 for other rows."""
-    weights = row_weights(numbers.response_lengths[minibatch], aggregation, constant)
+    trajectories = None if numbers.trajectory_id is None else numbers.trajectory_id[minibatch]
+    weights = row_weights(numbers.response_lengths[minibatch], aggregation, constant, trajectories)
     return torch.zeros(numbers.rows).masked_scatter(minibatch, weights)

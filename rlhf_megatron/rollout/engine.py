@@ -51,6 +51,7 @@ class Completion:
     prompt_token_ids: list[int] | None = None  # where an environment has begun it with others than its request's
     # [tokens, layers, chosen] of prompt and response, as far as known, where the engine records them
     expert_choices: Tensor | None = dataclasses.field(default=None, compare=False)
+    branches: tuple[Completion, ...] = ()  # earlier ones of its trajectory, each a prompt and turns of its own
 
     @property
     def turns(self) -> int:
@@ -72,6 +73,19 @@ class Completion:
             logprobs=[*self.logprobs, *[0.0] * count],
             weight_versions=[*self.weight_versions, *self.weight_versions[-1:] * count],
             sampled=[*before, *[False] * count],
+        )
+
+    def cut(self, count: int) -> Completion:
+        """Return it with its first ``count`` tokens alone."""
+        prompt = len(self.prompt_token_ids or ())
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            weight_versions=self.weight_versions[:count],
+            sampled=self.sampled and self.sampled[:count],
+            finish_reason="stop",
+            expert_choices=None if self.expert_choices is None else self.expert_choices[: prompt + count],
         )
 
     def rewarded(self, reward: float) -> Completion:
@@ -138,6 +152,9 @@ class EnvironmentReply(NamedTuple):
 
     token_ids: list[int] | None  # None where the response ends
     reward: float | None = None  # None where there are none; NaN where the response is to be left out
+    branches: bool = False  # the tokens are a whole prompt, with which another branch of the trajectory begins
+    max_tokens: int | None = None  # of the next turn
+    kept: int | None = None  # how many tokens of the completion stay; None: all
 
 
 class Environment(Protocol):

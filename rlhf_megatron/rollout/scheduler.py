@@ -78,6 +78,7 @@ class GenerationScheduler:
         self._turns = EnvironmentTurns(environment, self._ranks)
         self._so_far = dict(self._requests.begun)
         self._prompts: dict[int, list[int]] = {}  # of rows that an environment has begun with others
+        self._branches: dict[int, tuple[Completion, ...]] = {}  # of rows that it has begun again
         self._first_number = self._paused.take_numbers(len(requests))
         self._number_of: dict[int, int] = {}  # the engine's number -> ours, of what is in the engine
         self._known: dict[int, int] = {}  # tokens that the engine had sampled of a paused request
@@ -287,17 +288,19 @@ class GenerationScheduler:
             self._begun += 1
             self._resumed += number in self._so_far
 
-    def _submit(self, number: int) -> None:
-        """Have the engine continue a row."""
+    def _submit(self, number: int, most: int | None = None) -> None:
+        """Have the engine continue a row, by at most so many tokens."""
         request, begun = self._requests[number], self._so_far.get(number)
         tokens = begun.token_ids if begun else []
         # A turn that drew what the one before drew would say much the same.
         spoken = begun.turns if begun and begun.sampled else 0
+        spoken += sum(branch.turns for branch in self._branches.get(number, ()))
         seed = (request.seed + spoken * _SEED_STRIDE) & 0x7FFFFFFF
         engine_number = self._first_number + number
         self._number_of[engine_number], self._known[number] = number, 0
         prompt = self._prompts.get(number, request.prompt_token_ids)
-        row, limit = [*prompt, *tokens], self._limit(number) - len(tokens)
+        row, left = [*prompt, *tokens], self._limit(number) - len(tokens)
+        limit = left if most is None else min(left, most)
         self._core.add_request(EngineRequest(engine_number, row, seed, limit, len(tokens)), self._sampling)
         self._in_flight[number] = len(tokens)
 
@@ -324,7 +327,10 @@ class GenerationScheduler:
 
     def _continue(self, answer: Answer) -> None:
         """Begin the model's next turn; or end the row, also where the answer leaves the model nothing to say."""
-        number, completion, (tokens, reward) = answer
+        number, completion, reply = answer
+        tokens, reward = reply.token_ids, reply.reward
+        if reply.kept is not None:
+            completion = completion.cut(reply.kept)
         if reward is not None:
             completion = completion.rewarded(reward)
         if tokens is None:
@@ -332,14 +338,19 @@ class GenerationScheduler:
         elif not completion.token_ids:
             if tokens:
                 self._prompts[number] = tokens
-            self._submit(number)
+            self._submit(number, reply.max_tokens)
+        elif reply.branches:
+            self._branches[number] = (*self._branches.get(number, ()), completion)
+            self._prompts[number] = tokens
+            self._so_far.pop(number, None)
+            self._submit(number, reply.max_tokens)
         elif len(completion.token_ids) + len(tokens) >= self._limit(number):
             cut = dataclasses.replace(completion, finish_reason="length")
             if not self._turns.take(number, cut):
                 self._ended.append(self._end(number, cut))
         else:
             self._so_far[number] = completion.answered(tokens)
-            self._submit(number)
+            self._submit(number, reply.max_tokens)
 
     def _end(self, number: int, completion: Completion) -> tuple[int, Completion]:
         group = self._group_of[number]
@@ -349,7 +360,8 @@ class GenerationScheduler:
         self._has_ended = True
         if completion.token_ids:  # else its environment did not begin
             self._lengths.learn(len(completion.token_ids))
-        return number, completion
+        branches = self._branches.pop(number, ())
+        return number, dataclasses.replace(completion, branches=branches) if branches else completion
 
     def _completion(self, number: int, output: EngineOutput) -> Completion:
         request, begun, known = self._requests[number], self._so_far.get(number), self._known[number]

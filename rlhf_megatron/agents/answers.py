@@ -1,0 +1,86 @@
+"""From the tokens of a turn to what a program is told: text, reasoning, tool calls, and where a stop text ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from rlhf_megatron.agents.protocol import Message, Question, arguments_of
+from rlhf_megatron.compat.vllm import answer_parsers
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.recipe import AgentSection
+from rlhf_megatron.rollout.engine import RolloutError
+
+
+class ReadAnswer(NamedTuple):
+    """What a program is told of a turn; `kept`: how many of its tokens stay."""
+
+    message: Message
+    finish_reason: str
+    kept: int
+
+
+class AnswerReader:
+    """Reads turns with the parsers of a recipe. What it makes of a text changes no token."""
+
+    def __init__(self, section: AgentSection, tokenizer: Tokenizer) -> None:
+        """Load the parsers. Raises RolloutError where vLLM does not have one."""
+        self._tokenizer = tokenizer
+        load = answer_parsers.tool_parser, answer_parsers.reasoning_parser
+        self._tools = _loaded("tool_parser", section.tool_parser, load[0], tokenizer)
+        self._reasoning = _loaded("reasoning_parser", section.reasoning_parser, load[1], tokenizer)
+
+    def read(self, token_ids: Sequence[int], finish_reason: str, question: Question, identity: str) -> ReadAnswer:
+        """Return what the program is told of a turn; ids of its calls follow from ``identity``."""
+        text, kept = self._stopped(token_ids, question.stop)
+        message: Message = {"role": "assistant", "content": text}
+        if self._reasoning:
+            reasoning, message["content"] = self._reasoning(text)
+            if reasoning:
+                message["reasoning_content"] = reasoning
+        calls: list[tuple[str, str]] = []
+        if self._tools and question.tools:
+            message["content"], calls = self._tools(message["content"], question.tools)
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{identity}_{index}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments_of(arguments, name)},
+                }
+                for index, (name, arguments) in enumerate(calls)
+            ]
+        reason = "tool_calls" if calls else "stop" if kept < len(token_ids) else finish_reason
+        return ReadAnswer(message, reason, kept)
+
+    def _stopped(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
+        """The text up to the first stop text, and how many tokens are needed to say that."""
+        text = self._text(token_ids)
+        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        if not places:
+            return text, len(token_ids)
+        low, high = 1, len(token_ids)
+        while low < high:
+            middle = (low + high) // 2
+            said = self._text(token_ids[:middle])
+            if any(stop in said for stop in stops):
+                high = middle
+            else:
+                low = middle + 1
+        return text[: min(places)], low
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """The text of a turn; with parsers, control tokens within it are written out, as some mark calls by them."""
+        if self._tools is None and self._reasoning is None:
+            return self._tokenizer.decode(token_ids)
+        own = token_ids[:-1] if token_ids and token_ids[-1] in self._tokenizer.stop_token_ids else token_ids
+        return self._tokenizer.decode(own, skip_special_tokens=False)
+
+
+def _loaded(key: str, name: str | None, load: Callable[[str, Any], Any], tokenizer: Tokenizer) -> Any:
+    if name is None:
+        return None
+    try:
+        return load(name, tokenizer.of_transformers)
+    except answer_parsers.UnusableParser as error:
+        raise RolloutError(f"rollout.agent.{key}={name}: {error}") from error
