@@ -141,7 +141,7 @@ def _head(identity: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def _logprobs(answer: Answer) -> dict[str, Any]:
     pairs = zip(answer.token_ids, answer.logprobs, strict=True)
-    content = [
+    content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in pairs
     ]

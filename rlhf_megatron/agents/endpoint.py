@@ -107,8 +107,8 @@ class Endpoint:
                 raise
             except Exception as error:  # a bug of ours: the program hears of it, and the log has one line
                 print(f"agent endpoint: {type(error).__name__}: {error}"[:500], file=sys.stderr, flush=True)
-                refusal = Refusal("the endpoint failed on this request; the rank's log says why", 400, "endpoint_error")
-                return web.json_response(refusal.body(), status=refusal.status)
+                own = Refusal("the endpoint failed on this request; the rank's log says why", 400, "endpoint_error")
+                return web.json_response(own.body(), status=own.status)
 
         return guarded
 

@@ -125,7 +125,7 @@ def _output(answer: Answer, identity: str) -> list[dict[str, Any]]:
         items.append({"type": "reasoning", "id": f"rs_{identity}", "summary": summary})
     calls = message.get("tool_calls", ())
     if message.get("content") or not calls:
-        part = {"type": "output_text", "text": message.get("content") or "", "annotations": []}
+        part: dict[str, Any] = {"type": "output_text", "text": message.get("content") or "", "annotations": []}
         head = {"type": "message", "id": f"msg_{identity}", "role": "assistant", "status": status}
         items.append(head | {"content": [part]})
     for index, call in enumerate(calls):
