@@ -101,11 +101,12 @@ class AnswerTree:
         self.rendered += bool(self._answers)
         return Plan(None, chain[-1], whole, whole)
 
-    def commit(self, plan: Plan, message: Message, token_ids: Sequence[int]) -> int:
-        """Record the answer to a request: what the program is told, and what was sampled. Returns its number."""
+    def commit(self, plan: Plan, messages: Sequence[Message], token_ids: Sequence[int]) -> int:
+        """Record the answer to a request: what was sampled, and the forms in which it may come back. Returns its
+        number."""
         answer = len(self._answers)
         self._answers.append(_Answer(plan.parent, [*plan.tail, *token_ids]))
-        self._by_digest[_next_digest(plan.digest, message)] = answer
+        self._by_digest.update((_next_digest(plan.digest, message), answer) for message in messages)
         return answer
 
     def token_ids(self, answer: int) -> list[int]:

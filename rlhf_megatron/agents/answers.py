@@ -13,11 +13,18 @@ from rlhf_megatron.rollout.engine import RolloutError
 
 
 class ReadAnswer(NamedTuple):
-    """What a program is told of a turn; `kept`: how many of its tokens stay."""
+    """What a program is told of a turn; `kept`: how many of its tokens stay; `stop`: the text that ended it."""
 
     message: Message
     finish_reason: str
     kept: int
+    stop: str = ""
+
+    @property
+    def forms(self) -> list[Message]:
+        """How the turn may come back: some frameworks append the stop text, which its tokens have."""
+        with_stop = self.message | {"content": self.message["content"] + self.stop}
+        return [self.message, with_stop] if self.stop else [self.message]
 
 
 class AnswerReader:
@@ -32,7 +39,7 @@ class AnswerReader:
 
     def read(self, token_ids: Sequence[int], finish_reason: str, question: Question, identity: str) -> ReadAnswer:
         """Return what the program is told of a turn; ids of its calls follow from ``identity``."""
-        text, kept = self._stopped(token_ids, question.stop)
+        text, kept, stop = self._stopped(token_ids, question.stop)
         message: Message = {"role": "assistant", "content": text}
         if self._reasoning:
             reasoning, message["content"] = self._reasoning(text)
@@ -50,15 +57,15 @@ class AnswerReader:
                 }
                 for index, (name, arguments) in enumerate(calls)
             ]
-        reason = "tool_calls" if calls else "stop" if kept < len(token_ids) else finish_reason
-        return ReadAnswer(message, reason, kept)
+        reason = "tool_calls" if calls else "stop" if stop else finish_reason
+        return ReadAnswer(message, reason, kept, stop)
 
-    def _stopped(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
-        """The text up to the first stop text, and how many tokens are needed to say that."""
+    def _stopped(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int, str]:
+        """The text up to the first stop text, how many tokens are needed to say that, and which it is."""
         text = self._text(token_ids)
-        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        places = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
         if not places:
-            return text, len(token_ids)
+            return text, len(token_ids), ""
         low, high = 1, len(token_ids)
         while low < high:
             middle = (low + high) // 2
@@ -67,7 +74,8 @@ class AnswerReader:
                 high = middle
             else:
                 low = middle + 1
-        return text[: min(places)], low
+        place, stop = min(places)
+        return text[:place], low, stop
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """The text of a turn; with parsers, control tokens within it are written out, as some mark calls by them."""

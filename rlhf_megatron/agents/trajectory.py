@@ -212,7 +212,7 @@ class AgentTrajectory:
         kept = begin + read.kept
         self._kept = kept if kept < len(completion.token_ids) else None
         tokens, logprobs = completion.token_ids[begin:kept], completion.logprobs[begin:kept]
-        self._tree.commit(request.plan, read.message, tokens)
+        self._tree.commit(request.plan, read.forms, tokens)
         self.messages = [*request.question.messages, read.message]
         answer = Answer(read.message, read.finish_reason, len(request.plan.prompt), tokens, logprobs, number)
         if not request.answer.done():

@@ -57,6 +57,7 @@ def plain(client, told, row):
     say(client, told, messages)
     messages.append(user("And?"))
     say(client, told, messages, stop=["!"])
+    messages[-1]["content"] += "!"  # as smolagents does
     messages.append(user("Well?"))
     say(client, told, messages, max_tokens=2)
     messages.append(user("Oh."))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from rlhf_megatron.agents import chat_completions
 from rlhf_megatron.agents.answer_tree import AnswerTree, Message, Plan, digests
+from rlhf_megatron.agents.answers import AnswerReader
+from rlhf_megatron.agents.protocol import Answer
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.errors import DataError
+from rlhf_megatron.recipe import AgentSection
+from rlhf_megatron.rollout.engine import RolloutError
 from tiny_tokenizer import write_bpe_tokenizer
 
 END = "<|im_end|>"
@@ -38,7 +44,7 @@ def says(text: str, **fields: Any) -> Message:
 def answered(tree: AnswerTree, tokenizer: Tokenizer, plan: Plan, text: str, told: Message | None = None) -> list[int]:
     """Sample a text letter by letter, as no tokenizer would encode it."""
     tokens = [token for letter in text for token in tokenizer.encode(letter)] + tokenizer.encode(END)
-    tree.commit(plan, told or says(text), tokens)
+    tree.commit(plan, [told or says(text)], tokens)
     return tokens
 
 
@@ -59,10 +65,11 @@ def test_an_answer_that_was_cut_off_gets_its_end_and_the_model_did_not_say_it(
 ) -> None:
     plan = tree.plan([user("x")], tokenizer)
     tokens = tokenizer.encode("half")
-    tree.commit(plan, says("half"), tokens)
+    tree.commit(plan, [says("half"), says("half.")], tokens)
     following = tree.plan([user("x"), says("half"), user("y")], tokenizer)
     (end,) = tokenizer.encode(END)
     assert following.tail == [end, *tokenizer.encode_next_turn([user("y")])]
+    assert tree.plan([user("x"), says("half."), user("y")], tokenizer).tail == following.tail, "its other form"
 
 
 def test_what_is_rewritten_begins_anew(tree: AnswerTree, tokenizer: Tokenizer) -> None:
@@ -117,6 +124,31 @@ class Refusing:
 
 
 def test_a_tail_that_the_template_refuses_is_rendered_with_all_before_it(tree: AnswerTree) -> None:
-    tree.commit(tree.plan([user("x")], Refusing()), says("a"), [7])
+    tree.commit(tree.plan([user("x")], Refusing()), [says("a")], [7])
     plan = tree.plan([user("x"), says("a"), user("y")], Refusing())
     assert plan == Plan(None, plan.digest, [1, 2, 3], [1, 2, 3]) and tree.rendered == 1
+
+
+def test_calls_come_back_as_they_were_told(tree: AnswerTree, tokenizer: Tokenizer) -> None:
+    reader = AnswerReader(AgentSection(function="x.py", tool_parser="hermes"), tokenizer)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    asked = {"messages": [user("What is two?")], "tools": tools}
+    question = chat_completions.question_of(asked)
+    plan = tree.plan(question.messages, tokenizer, question.tools)
+    said = 'So: <tool_call>{"name": "add", "arguments": {"x": 1, "y": 2}}</tool_call>' * 2
+    tokens = tokenizer.encode(said + END)
+    read = reader.read(tokens, "stop", question, "a1")
+    assert read.finish_reason == "tool_calls" and read.kept == len(tokens) and read.message["content"] == "So: "
+    tree.commit(plan, read.forms, tokens)
+    answer = Answer(read.message, read.finish_reason, len(plan.prompt), tokens, [0.0] * len(tokens), 0)
+    told = chat_completions.completion_of(answer, "a1", {})["choices"][0]["message"]
+    assert [call["id"] for call in told["tool_calls"]] == ["call_a1_0", "call_a1_1"]
+    assert json.loads(told["tool_calls"][1]["function"]["arguments"]) == {"x": 1, "y": 2}
+    again = chat_completions.question_of({"messages": [user("What is two?"), told, user("3")], "tools": tools})
+    assert tree.plan(again.messages, tokenizer, again.tools).parent == 0
+    in_text = reader.read(tokens, "stop", chat_completions.question_of({"messages": [user("x")]}), "a2")
+    assert in_text.message["content"] == said, "without tools there are no calls"
+    broken = reader.read(tokenizer.encode("<tool_call>{oops</tool_call>"), "stop", question, "a3")
+    assert "tool_calls" not in broken.message and "{oops" in broken.message["content"]
+    with pytest.raises(RolloutError, match=r"tool_parser=hermet: vLLM has no parser hermet; it has .*hermes"):
+        AnswerReader(AgentSection(function="x.py", tool_parser="hermet"), tokenizer)

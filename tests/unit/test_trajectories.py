@@ -37,7 +37,7 @@ def merged() -> RowNumbers:
 
 @pytest.mark.parametrize("name", sorted(set(OF_ROWS) - {"remax"}))
 def test_a_trajectory_counts_once_among_those_of_its_group(name: str) -> None:
-    settings = AlgorithmSection(advantage=name)
+    settings = AlgorithmSection.model_validate({"advantage": name})
     penalties = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.0, 0.1, 0.0]).double()
     sums = torch.tensor([0.3, 0.0, 0.4, 0.0]).double()
     for of_rows, of_whole in ((None, None), (penalties, sums)):
