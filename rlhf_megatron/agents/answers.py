@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_megatron.agents.protocol import Message, Question, arguments_of
-from rlhf_megatron.compat.vllm import answer_parsers
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.recipe import AgentSection
+from rlhf_megatron.rollout import engines
 from rlhf_megatron.rollout.engine import RolloutError
 
 
@@ -33,7 +33,7 @@ class AnswerReader:
     def __init__(self, section: AgentSection, tokenizer: Tokenizer) -> None:
         """Load the parsers. Raises RolloutError where vLLM does not have one."""
         self._tokenizer = tokenizer
-        load = answer_parsers.tool_parser, answer_parsers.reasoning_parser
+        load = engines.tool_parser, engines.reasoning_parser
         self._tools = _loaded("tool_parser", section.tool_parser, load[0], tokenizer)
         self._reasoning = _loaded("reasoning_parser", section.reasoning_parser, load[1], tokenizer)
 
@@ -90,5 +90,5 @@ def _loaded(key: str, name: str | None, load: Callable[[str, Any], Any], tokeniz
         return None
     try:
         return load(name, tokenizer.of_transformers)
-    except answer_parsers.UnusableParser as error:
+    except engines.UnusableParser as error:
         raise RolloutError(f"rollout.agent.{key}={name}: {error}") from error

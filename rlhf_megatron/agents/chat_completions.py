@@ -97,22 +97,25 @@ def completion_of(answer: Answer, identity: str, body: dict[str, Any]) -> dict[s
     return _head(identity, "chat.completion", body) | {"choices": [choice], "usage": usage_of(answer)}
 
 
-def chunks_of(answer: Answer, identity: str, body: dict[str, Any]) -> Iterator[str]:
-    """Yield the data of a stream's events; an answer is whole before the first."""
+def chunks_of(answer: Answer, identity: str, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name, which is empty, and the data of a stream's events; an answer is whole before the first."""
     head, message = _head(identity, "chat.completion.chunk", body), wire_message(answer.message)
     calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", ()))]
     parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     parts += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
     parts += [{"tool_calls": [call]} for call in calls]
     for delta in parts:
-        yield json.dumps(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]})
+        yield (
+            "",
+            json.dumps(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]}),
+        )
     last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "token_ids": answer.token_ids}
     if body.get("logprobs"):
         last["logprobs"] = _logprobs(answer)
-    yield json.dumps(head | {"choices": [last]})
+    yield "", json.dumps(head | {"choices": [last]})
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield json.dumps(head | {"choices": [], "usage": usage_of(answer)})
-    yield "[DONE]"
+        yield "", json.dumps(head | {"choices": [], "usage": usage_of(answer)})
+    yield "", "[DONE]"
 
 
 def wire_message(message: Message) -> Message:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import queue
 import secrets
 import sys
@@ -139,7 +138,7 @@ class Endpoint:
         identity = trajectory.identity(answer.number)
         trajectory.note_response(f"resp_{identity}", question, answer)
         if body.get("stream"):
-            return await _streamed(request, responses.events_of(answer, identity, body), named=True)
+            return await _streamed(request, responses.events_of(answer, identity, body))
         return web.json_response(responses.response_of(answer, identity, body))
 
     async def _read(self, request: web.Request) -> tuple[AgentTrajectory, dict[str, Any], str]:
@@ -163,12 +162,12 @@ class Endpoint:
         return await trajectory.ask(question, digest, is_retry)
 
 
-async def _streamed(request: web.Request, events: Iterator[str], named: bool = False) -> web.StreamResponse:
-    """Send an answer as server-sent events; `named`: each has the type that its data say."""
+async def _streamed(request: web.Request, events: Iterator[tuple[str, str]]) -> web.StreamResponse:
+    """Send an answer as server-sent events, of which some have a name."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for data in events:
-        name = f"event: {json.loads(data)['type']}\n" if named else ""
-        await response.write(f"{name}data: {data}\n\n".encode())
+    for name, data in events:
+        head = f"event: {name}\n" if name else ""
+        await response.write(f"{head}data: {data}\n\n".encode())
     await response.write_eof()
     return response

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
+
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.untrusted import parse_json
 
 Message = dict[str, Any]
 
@@ -68,6 +70,10 @@ class Answer:
     number: int
 
 
+class _NoObject(UserError):
+    """Arguments that are no JSON."""
+
+
 def text_of(content: Any, where: str) -> str:
     """Return a message's content, a text or a list of parts of text, as text. Raises Refusal for anything else."""
     if content is None:
@@ -94,8 +100,8 @@ def arguments_of(arguments: Any, where: str) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments or "{}")
-    except ValueError:
+        return parse_json(arguments or "{}", where, _NoObject)
+    except _NoObject:
         return arguments
 
 

@@ -134,8 +134,8 @@ def _output(answer: Answer, identity: str) -> list[dict[str, Any]]:
     return items
 
 
-def events_of(answer: Answer, identity: str, body: dict[str, Any]) -> Iterator[str]:
-    """Yield the data of a stream's events; an answer is whole before the first."""
+def events_of(answer: Answer, identity: str, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name and data of a stream's events; an answer is whole before the first."""
     whole = response_of(answer, identity, body)
     begun = whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events: list[dict[str, Any]] = [
@@ -145,7 +145,7 @@ def events_of(answer: Answer, identity: str, body: dict[str, Any]) -> Iterator[s
         events += _events_of_item(item, {"output_index": index, "item_id": item["id"]})
     events.append({"type": f"response.{whole['status']}", "response": whole})
     for number, event in enumerate(events):
-        yield json.dumps(event | {"sequence_number": number})
+        yield event["type"], json.dumps(event | {"sequence_number": number})
 
 
 def _events_of_item(item: dict[str, Any], at: dict[str, Any]) -> list[dict[str, Any]]:

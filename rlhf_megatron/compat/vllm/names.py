@@ -233,6 +233,18 @@ NAMES = (
     PrivateName(_LAYERS + "quantization.base_config", "QuantizationConfig", "a method of ours"),
     PrivateName("vllm._custom_ops", "scaled_fp8_quant", "rows in 8 bits"),
     PrivateName("vllm._custom_ops", "cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias)", "their product"),
+    # Parsers of answers (compat.vllm.answer_parsers).
+    *(
+        PrivateName(module, name, "tool calls and reasoning of agents", absent="answers of agents stay text")
+        for module, name in (
+            ("vllm.tool_parsers.abstract_tool_parser", "ToolParserManager.get_tool_parser(name)"),
+            ("vllm.tool_parsers.abstract_tool_parser", "ToolParser.extract_tool_calls(model_output, request)"),
+            ("vllm.reasoning.abs_reasoning_parsers", "ReasoningParserManager.get_reasoning_parser(name)"),
+            ("vllm.reasoning.abs_reasoning_parsers", "ReasoningParser.extract_reasoning(model_output, request)"),
+            ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
+            ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionToolsParam"),
+        )
+    ),
 )
 
 REGISTRY[PACKAGES] = NAMES
