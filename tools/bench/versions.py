@@ -1,0 +1,123 @@
+"""Versions of this code beside each other: whole steps of one shape of ``step.py``, in turns, on one machine.
+
+    git archive --prefix=before/ REVISION | tar xf - -C /tmp
+    python tools/bench/versions.py before=/tmp/before after=. [--models 7B-80GB] [--rounds 2] [--output versions.json]
+
+Each version makes the shape by its own ``step_shapes.yaml`` and trains by its own ``launch/train.py``; lengths of
+responses are drawn as ``step.py`` says. Of each run the first step does not count. The output has the seconds of every
+step that counts and of its phases, by model and version, and the recipes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from launching import run
+from reports import spread, write_report
+
+# Runs with the tree's own modules: argv is the model, the number of steps and the folder.
+PREPARE = """
+import sys, yaml
+from pathlib import Path
+sys.path.insert(0, "tools/bench")
+import step
+step.prepare_environment()
+name, steps, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+shapes = yaml.safe_load(Path("tools/bench/step_shapes.yaml").read_text(encoding="utf-8"))
+shape = next(shape for shape in shapes if shape["model"] == name and shape["gpus"] == 1)
+step.prepare(shape, step.folder_with_model(folder), steps)
+"""
+
+
+def main() -> int:
+    """Runs every version once a round; returns 1 where a run failed or the last version is slower than another."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="a version of the repository")
+    parser.add_argument("--models", nargs="+", default=["7B-80GB" if torch.cuda.is_available() else "toy"])
+    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=3, help="that count, of a run (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="limit of one run (default: %(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench_versions"), help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="default: docs/results/versions.json")
+    options = parser.parse_args()
+    trees = {name: Path(folder).resolve() for name, folder in (tree.split("=", 1) for tree in options.trees)}
+    output = options.output or Path("docs/results/versions.json")
+    failed, rows = False, []
+    for model in options.models:
+        row: dict[str, Any] = {"model": model, "steps": options.steps, "runs": {name: [] for name in trees}}
+        rows.append(row)
+        for number in range(options.rounds):
+            for name, tree in trees.items():
+                folder = (options.work / f"{model}-{name}-{number}").resolve()
+                reason, result = one_run(tree, model, options.steps, folder, options.seconds)
+                failed |= bool(reason)
+                row["runs"][name].append(result or {"failed": reason})
+                print(json.dumps({"model": model, "version": name, **(result or {"failed": reason})}), flush=True)
+                row["step_seconds"] = {name: summary(runs) for name, runs in row["runs"].items() if summary(runs)}
+                write_report(output, {"rows": rows})
+    return int(failed or any(slower(row["step_seconds"]) for row in rows))
+
+
+def one_run(tree: Path, model: str, steps: int, folder: Path, seconds: float) -> tuple[str, dict[str, Any] | None]:
+    """Why a run of the version in ``tree`` failed, and else its seconds by step and phase."""
+    environment = with_package(tree, folder.parent)
+    prepare = [sys.executable, "-P", "-c", PREPARE, model, str(steps), str(folder)]
+    subprocess.run(prepare, cwd=tree, env=environment, check=True)
+    torchrun = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        reason = run("training", [*torchrun, str(tree / "launch" / "train.py"), "recipe.yaml"], seconds, folder)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    if reason:
+        return reason, None
+    (metrics,) = folder.glob("runs/*/metrics.jsonl")
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    counted = [record for record in records if "train/step_time_ms" in record][1:]
+    phases = sorted({name for record in counted for name in record if name.startswith("time/")})
+    return "", {
+        "step_seconds": [record["train/step_time_ms"] / 1000 for record in counted],
+        "phase_seconds": {name: [record.get(name, 0.0) for record in counted] for name in phases},
+        "tokens_per_gpu_per_second": [record["perf/tokens_per_gpu_per_sec"] for record in counted],
+        "recipe": (folder / "recipe.yaml").read_text(encoding="utf-8"),
+    }
+
+
+def with_package(tree: Path, folder: Path) -> dict[str, str]:
+    """The environment in which Python finds the package of ``tree``, whose kernels are a package inside it."""
+    packages = folder / f"package of {tree.name}"
+    shutil.rmtree(packages, ignore_errors=True)
+    package = packages / "rlhf_megatron"
+    package.mkdir(parents=True)
+    for entry in (tree / "rlhf_megatron").iterdir():
+        if entry.name != "kernels":
+            (package / entry.name).symlink_to(entry)
+    (package / "kernels").symlink_to(tree / "kernels")
+    path = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": f"{packages}:{path}" if path else str(packages)}
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Median and spread of all counted steps of a version."""
+    seconds = [second for result in runs for second in result.get("step_seconds", [])]
+    return spread(seconds) if seconds else {}
+
+
+def slower(seconds: dict[str, dict[str, float]]) -> bool:
+    """Tell whether the last version's median lies above the longest step of another."""
+    *earlier, last = seconds.values()
+    return any(last["median"] > each["max"] for each in earlier)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
