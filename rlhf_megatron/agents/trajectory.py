@@ -158,7 +158,8 @@ class AgentTrajectory:
             event = self._planned(self._waiting.popleft())
         if event is not None:
             future, self._future, self._kept = self._future, None, None
-            future.set_result(event)
+            if future.set_running_or_notify_cancel():  # else the generation has ended, and nobody waits
+                future.set_result(event)
 
     def _planned(self, request: _Request) -> Asked | None:
         """Return a request in tokens; None where it is refused, which its program hears."""

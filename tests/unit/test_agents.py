@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlhf_megatron.agents.answers import AnswerReader
 from rlhf_megatron.agents.program import AgentProgram
+from rlhf_megatron.agents.protocol import Question, Refusal
+from rlhf_megatron.agents.trajectory import AgentTrajectory, Event, Limits
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.generation.agent_turns import AgentTurns
@@ -20,8 +24,9 @@ from rlhf_megatron.generation.conversations import conversations_of
 from rlhf_megatron.generation.generated_groups import GroupPacker, GroupScoring
 from rlhf_megatron.generation.partners import make_partner
 from rlhf_megatron.generation.replica import ALONE
-from rlhf_megatron.recipe import RewardSection, RLRecipe
+from rlhf_megatron.recipe import AgentSection, RewardSection, RLRecipe
 from rlhf_megatron.recipe.load import make_recipe
+from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rewards.score import Score, Scorer
 from rlhf_megatron.rollout.engine import Completion, Request, RolloutError, Sampling
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
@@ -299,6 +304,22 @@ def test_failures_are_left_out_and_want_of_turns_is_none(
     error = capsys.readouterr().err
     assert error.count("rollout.agent.function: a trajectory failed and is left out: run raised KeyError") == 1
     assert batch.rows == 3 and torch.isfinite(batch.rollout_logprobs).all()
+
+
+def test_a_generation_that_ends_early_gives_its_programs_up(folder: Path) -> None:
+    tokenizer, future = load_tokenizer(folder), Future[Event]()
+    reader = AnswerReader(AgentSection(function="x.py"), tokenizer)
+    trajectory = AgentTrajectory(tokenizer, reader, tokenizer.stop_token_ids[-1], Limits(100, 50, 5), seed=1)
+    trajectory.expect(Completion(0, [], [], "stop", []), future)
+    future.cancel()
+    trajectory.end(Outcome("done", 1.0))
+
+    async def late() -> None:
+        question = Question([{"role": "user", "content": "x"}])
+        with pytest.raises(Refusal, match="this trajectory has ended"):
+            await trajectory.ask(question, "digest", is_retry=False)
+
+    asyncio.run(late())
 
 
 def test_a_program_that_cannot_work_stops_the_start(folder: Path) -> None:
