@@ -35,7 +35,8 @@ def smolagents() -> dict[str, Any]:
     from smolagents import CodeAgent, OpenAIServerModel
     from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
-    model = OpenAIServerModel(model_id="policy", api_base=os.environ["AGENT_URL"], api_key=os.environ["AGENT_KEY"])
+    at = {"api_base": os.environ["AGENT_URL"], "api_key": os.environ["AGENT_KEY"]}
+    model = OpenAIServerModel(model_id="policy", max_tokens=40, **at)
     templates = {
         **EMPTY_PROMPT_TEMPLATES,
         "system_prompt": "Write code.",
