@@ -123,3 +123,14 @@ def test_a_killed_run_resumes_bit_for_bit(
         command.finish()
     train("name=killed").check()
     assert metrics_of(folder / "runs" / "killed") == whole
+
+
+@pytest.mark.grid
+def test_a_replica_of_two_ranks_has_the_same_branches(
+    folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
+) -> None:
+    train("name=pair", "rollout.layout.tensor=2", "actor.layout.tensor=2", "steps=1").check()
+    (pair,) = metrics_of(folder / "runs" / "pair").values()
+    for name in ("rollout/agent_branches", "rollout/response_length_mean", "reward/mean"):
+        assert pair[name] == pytest.approx(whole[1][name], rel=1e-6), name
+    assert pair["train/mismatch_kl"] < 1e-9 and pair["train/rollout_logprob_abs_diff"] < 1e-5
