@@ -5,6 +5,7 @@ Named by rollout.multi_turn.environment; recipes/tiny_guess.yaml plays it. A wro
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -31,3 +32,12 @@ class Environment:
         else:
             self.high = min(self.high, guesses[-1])
         return f"more than {self.low:g}, less than {self.high:g}", -0.1, False
+
+    def state(self) -> bytes:
+        """For a killed run, which goes on from here."""
+        return json.dumps([self.low, self.high]).encode()
+
+    def load(self, row: dict[str, Any], state: bytes) -> None:
+        """In place of `reset`, where that run goes on."""
+        self.reset(row)
+        self.low, self.high = json.loads(state)

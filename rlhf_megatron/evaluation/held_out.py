@@ -74,12 +74,13 @@ def _answers(
 def _metrics_by_source(recipe: RLRecipe, table: pa.Table) -> dict[str, float]:
     headline, metrics = headline_metric(recipe), dict[str, float]()
     for source, named in metrics_of(table, recipe.seed).items():
-        mean = named.pop("score" if headline == "score" else f"mean@{recipe.evaluation.samples_per_prompt}")
+        named["accuracy"] = named.pop(f"mean@{recipe.evaluation.samples_per_prompt}")
+        main = named.pop(headline)
         metrics |= {
-            f"eval/{source}/{headline}": mean.value,
-            f"eval/{source}/{headline}_low": mean.low,
-            f"eval/{source}/{headline}_high": mean.high,
+            f"eval/{source}/{headline}": main.value,
+            f"eval/{source}/{headline}_low": main.low,
+            f"eval/{source}/{headline}_high": main.high,
         }
-        if headline == "accuracy":
+        if headline == "accuracy" or recipe.has_environment:  # by whose rewards a trajectory is right
             metrics |= {f"eval/{source}/{name}": estimate.value for name, estimate in named.items()}
     return metrics

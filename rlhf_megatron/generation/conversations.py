@@ -6,9 +6,11 @@ model's, marked as not sampled (``rollout.scheduler``).
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +21,7 @@ from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.generation.agent_turns import AgentTurns
+from rlhf_megatron.generation.journal import JournaledCall, is_failed
 from rlhf_megatron.generation.partners import Partner, Trajectory, why_failed
 from rlhf_megatron.generation.prompt_groups import Group, turns_of_model
 from rlhf_megatron.recipe import RolloutRecipe
@@ -29,11 +32,30 @@ from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, RolloutEr
 
 @dataclasses.dataclass
 class TurnCounts:
-    """Outcomes of one replica's calls."""
+    """Outcomes of one replica's calls.
+
+    Attributes:
+        answers: that the model was given; ``cut`` of them were too long.
+        ended: responses that the function or the environment ended.
+        failed: calls.
+        calls, seconds, slowest: how many were answered, and the time that they took, of all and of the longest.
+        replayed, resumed, restarted: trajectories that a killed run had begun; see JournaledCall.
+    """
 
     answers: int = 0
-    ended: int = 0  # by the function or the environment
+    ended: int = 0
     failed: int = 0
+    cut: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    replayed: int = 0
+    resumed: int = 0
+    restarted: int = 0
+
+    def count_call(self, seconds: float) -> None:
+        """Counts an answer that took so long."""
+        self.calls, self.seconds, self.slowest = self.calls + 1, self.seconds + seconds, max(self.slowest, seconds)
 
 
 class Conversations:
@@ -48,9 +70,11 @@ class Conversations:
         responses_per_prompt: int,
         tokenizer: Tokenizer,
         seed_of: Callable[[int], int],
+        journal: JournaledCall | None = None,
     ) -> None:
         """Row ``i * responses + k`` is response k to the prompt of group i. ``partner`` is on the rank that leads.
         ``seed_of``: a row's; an environment gets that of the group's first, so that all of a group begin alike.
+        ``journal``: has what there is of rows already, and gets their turns.
 
         Raises RolloutError where the chat template does not say where a turn of the model's ends.
         """
@@ -69,7 +93,14 @@ class Conversations:
         self._trajectories: dict[int, Trajectory] = {}  # by row, of those that have begun and not ended
         self._openings: dict[int, list[Message]] = {}  # by row: what was observed before the first turn
         self._answers: dict[int, list[list[Message]]] = defaultdict(list)  # by row, then by the turn that it follows
+        self._answered: dict[int, float] = {}  # seconds until an answer came, by row
         self.counts = TurnCounts()
+        self._journal = journal
+        if journal:
+            self.counts.replayed, self.counts.resumed = journal.replayed, journal.resumed
+            self.counts.restarted = journal.restarted
+        for row_id, row in journal.rows.items() if journal else ():
+            self._openings[row_id], self._answers[row_id] = row.opening, list(row.answers)
 
     def goes_on(self, completion: Completion) -> bool:
         """See Environment."""
@@ -85,16 +116,27 @@ class Conversations:
     def ask(self, completion: Completion) -> Future[Any]:
         """See Environment."""
         assert self._partner is not None, "only the rank that leads asks"
-        row_id = completion.row_id
-        if row_id not in self._trajectories:
-            self._trajectories[row_id] = self._partner.begin(self._row(row_id))
-        trajectory = self._trajectories[row_id]
+        trajectory, asked = self._trajectory(completion.row_id), time.monotonic()
         if not completion.token_ids:
-            return trajectory.reset()
-        prompt = self._groups[row_id // self._responses].prompt
-        return trajectory.reply([*prompt.messages, *self.messages(completion)], self._ending(completion))
+            answer = trajectory.reset()
+        else:
+            prompt = self._groups[completion.row_id // self._responses].prompt
+            answer = trajectory.reply([*prompt.messages, *self.messages(completion)], self._ending(completion))
+        answer.add_done_callback(lambda _: self._answered.update({completion.row_id: time.monotonic() - asked}))
+        return answer
 
-    def _row(self, row_id: int) -> dict[str, Any]:
+    def _trajectory(self, row_id: int) -> Trajectory:
+        """The partner's side of a row, which begins or goes on here if it has not yet."""
+        assert self._partner is not None
+        if row_id not in self._trajectories:
+            attempt = self._journal.begin(row_id) if self._journal else 1
+            trajectory = self._trajectories[row_id] = self._partner.begin(self._row(row_id, attempt))
+            before = self._journal.rows.get(row_id) if self._journal else None
+            if before and before.state is not None:
+                trajectory.load(base64.b64decode(before.state))
+        return self._trajectories[row_id]
+
+    def _row(self, row_id: int, attempt: int) -> dict[str, Any]:
         group = row_id // self._responses
         prompt = self._groups[group].prompt
         return {
@@ -103,12 +145,14 @@ class Conversations:
             "ground_truth": prompt.ground_truth,
             "extra_info": prompt.extra_info,
             "seed": self._seed_of(group * self._responses),
+            "attempt": attempt,
         }
 
     def read(self, completion: Completion, outcome: Outcome) -> EnvironmentReply:
         """See Environment. Raises RolloutError where the partner does not work, or the template refuses its reply."""
         assert self._partner is not None, "only the rank that leads asks"
         row_id, messages = completion.row_id, self._partner.messages_of(outcome)
+        self.counts.count_call(self._answered.pop(row_id, 0.0))
         if messages is None:
             return self._failed(row_id, why_failed(outcome))
         reward = outcome.score if self.opens and completion.token_ids else None
@@ -118,11 +162,24 @@ class Conversations:
             return EnvironmentReply(None, reward)
         cut = [message | {"content": self._cut(message["content"])} for message in messages]
         if not completion.token_ids:
-            return self._opened(row_id, cut)
-        tokens = self._encoded(self._tokenizer.encode_next_turn, cut)
-        self._answers[row_id].append(cut)
-        self.counts.answers += 1
-        return EnvironmentReply(tokens, reward)
+            reply = self._opened(row_id, cut)
+        else:
+            reply = EnvironmentReply(self._encoded(self._tokenizer.encode_next_turn, cut), reward)
+            self._answers[row_id].append(cut)
+            self.counts.answers += 1
+        if self._journal and reply.token_ids is not None:
+            self._keep(completion.replied(reply), outcome.saved)
+        return reply
+
+    def _keep(self, completion: Completion, state: str | None = None) -> None:
+        assert self._journal is not None
+        row_id = completion.row_id
+        self._journal.keep(completion, self._openings.get(row_id, ()), self._answers[row_id], state)
+
+    def end(self, completion: Completion) -> None:
+        """Notes that a row is whole; one whose environment failed gets another chance in a run that resumes."""
+        if self._journal and not is_failed(completion):
+            self._keep(completion)
 
     def _opened(self, row_id: int, observation: list[Message]) -> EnvironmentReply:
         """The beginning of a row: the prompt's messages and what is observed."""
@@ -176,7 +233,10 @@ class Conversations:
 
     def _cut(self, text: str) -> str:
         tokens, most = self._tokenizer.encode(text), self._section.max_answer_tokens
-        return text if len(tokens) <= most else self._tokenizer.decode(tokens[:most], skip_special_tokens=False)
+        if len(tokens) <= most:
+            return text
+        self.counts.cut += 1
+        return self._tokenizer.decode(tokens[:most], skip_special_tokens=False)
 
 
 def conversations_of(
@@ -186,6 +246,7 @@ def conversations_of(
     responses_per_prompt: int,
     tokenizer: Tokenizer,
     seed_of: Callable[[int], int],
+    journal: JournaledCall | None = None,
 ) -> Conversations | AgentTurns | None:
     """Returns the turns of these groups, where responses have several; see Conversations and AgentTurns."""
     if recipe.rollout.agent is not None:
@@ -194,4 +255,4 @@ def conversations_of(
     if recipe.rollout.multi_turn is None:
         return None
     assert not isinstance(partner, AgentProgram)
-    return Conversations(recipe, partner, groups, responses_per_prompt, tokenizer, seed_of)
+    return Conversations(recipe, partner, groups, responses_per_prompt, tokenizer, seed_of, journal)

@@ -17,6 +17,19 @@ from rlhf_megatron.topology.team import Team
 TOKEN_VERSION = "rollout/token_weight_version"
 """Mean over the tokens of the rows that are given."""
 
+_OF_TURNS = {
+    "answers": "turn_answers",
+    "ended": "turn_ends",
+    "failed": "turn_failures",
+    "cut": "turn_answers_truncated",
+    "calls": "turn_calls",
+    "seconds": "turn_seconds",
+    "replayed": "trajectories_replayed",
+    "resumed": "trajectories_resumed",
+    "restarted": "trajectories_restarted",
+}
+"""Metric of each of TurnCounts."""
+
 
 def generation_metrics(
     records: Sequence[GenerationRecord],
@@ -42,11 +55,12 @@ def generation_metrics(
     own += [float(sum(map(len, versions))), float(sum(map(sum, versions)))]
     own += [float(sum(getattr(record, name) for record in records)) for name in names[7:10]]
     if turns is not None:
-        names += ("turn_answers", "turn_ends", "turn_failures")
-        own += [float(sum(getattr(counts, name) for counts in turns)) for name in ("answers", "ended", "failed")]
-    seconds = torch.zeros(len(records), replica.count, dtype=torch.float64)
+        names += tuple(_OF_TURNS.values())
+        own += [float(sum(getattr(counts, name) for counts in turns)) for name in _OF_TURNS]
+    seconds = torch.zeros(len(records) + 1, replica.count, dtype=torch.float64)  # and of the slowest answer
     if replica.leads:
-        seconds[:, replica.index] = torch.tensor([record.seconds for record in records])
+        slowest = max((counts.slowest for counts in turns or ()), default=0.0)
+        seconds[:, replica.index] = torch.tensor([*(record.seconds for record in records), slowest]).double()
     else:
         own = [0.0] * len(own)
     total = sum_over_ranks([*own, *seconds.flatten().tolist()], team.group)
@@ -56,6 +70,9 @@ def generation_metrics(
     if given:
         metrics[TOKEN_VERSION] = of_versions / given
     seconds = torch.tensor(total[len(names) :]).view_as(seconds)
+    if turns is not None:
+        metrics |= _latency(metrics, float(seconds[-1].max()))
+    seconds = seconds[:-1]
     mean = float(seconds.mean(1).sum())
     return metrics | {"rollout/replica_imbalance": float(seconds.amax(1).sum()) / mean if mean else 1.0}
 
@@ -72,6 +89,13 @@ def agent_metrics(counts: Sequence[AgentCounts], replica: Replica, team: Team) -
     own = [float(sum(getattr(each, name) for each in counts)) if replica.leads else 0.0 for name in names]
     total = sum_over_ranks(own, team.group)
     return {f"rollout/agent_{name}": value for name, value in zip(names.values(), total, strict=True)}
+
+
+def _latency(metrics: dict[str, float], slowest: float) -> dict[str, float]:
+    """Takes the seconds of all answers out of ``metrics`` and returns the milliseconds of one, and of the slowest."""
+    seconds, calls = metrics.pop("rollout/turn_seconds"), metrics["rollout/turn_calls"]
+    mean = seconds / calls if calls else 0.0
+    return {"rollout/turn_latency_ms_mean": 1000 * mean, "rollout/turn_latency_ms_max": 1000 * slowest}
 
 
 def _speculation(metrics: dict[str, float]) -> dict[str, float]:

@@ -38,6 +38,10 @@ class Trajectory(Protocol):
         """Answer the last of ``messages``; ``ending``: why the model says nothing after it, TURNS or LENGTH."""
         ...
 
+    def load(self, state: bytes) -> None:
+        """Go on, in place of ``reset``, where the environment had this state; it does so when it is asked next."""
+        ...
+
     def close(self) -> None:
         """End it; what was asked last may still go on."""
         ...
@@ -59,7 +63,7 @@ class Partner:
         self._returned = self._failures = 0
 
     def begin(self, row: dict[str, Any]) -> Trajectory:
-        """Returns its side of a row, which has prompt, data_source, ground_truth, extra_info, and seed."""
+        """Returns its side of a row, which has prompt, data_source, ground_truth, extra_info, seed, and attempt."""
         raise NotImplementedError
 
     def messages_of(self, outcome: Outcome) -> list[Message] | None:
@@ -115,6 +119,9 @@ class _Calls:
         """See Trajectory."""
         return self._function.call(messages, self._row["ground_truth"], self._row["extra_info"])
 
+    def load(self, state: bytes) -> None:
+        """See Trajectory. There is no state beside the conversation."""
+
     def close(self) -> None:
         """See Trajectory."""
 
@@ -122,10 +129,10 @@ class _Calls:
 class TurnEnvironment(Partner):
     """A class whose instances have a state: one for each row, in a process of its own while the row lasts."""
 
-    def __init__(self, section: MultiTurnSection) -> None:
-        """See Partner."""
+    def __init__(self, section: MultiTurnSection, saves: bool = False) -> None:
+        """See Partner; ``saves``: outcomes have its state, where it can be had."""
         assert section.environment is not None
-        job = {"kind": worker.ENVIRONMENT, "environment": section.environment}
+        job = {"kind": worker.ENVIRONMENT, "environment": section.environment, "saves": saves}
         self._seconds, self._closing = section.timeout_seconds, set[Future[None]]()
         super().__init__(section, environment.INTERFACE.key, section.environment, job)
 
@@ -144,6 +151,11 @@ class _Instance:
 
     def __init__(self, session: Session, job: worker.Job, row: dict[str, Any], closing: set[Future[None]]) -> None:
         self._session, self._job, self._row, self._closing = session, job, row, closing
+        self._loaded: dict[str, Any] = {}
+
+    def load(self, state: bytes) -> None:
+        """See Trajectory."""
+        self._loaded = {"row": self._row, "state": state}
 
     def reset(self) -> Future[Outcome]:
         """See Trajectory."""
@@ -151,9 +163,10 @@ class _Instance:
 
     def reply(self, messages: Sequence[dict[str, Any]], ending: str | None) -> Future[Outcome]:
         """See Trajectory. An action that was cut off is none."""
+        loaded, self._loaded = self._loaded, {}
         if ending == environment.LENGTH:
-            return self._session.submit(self._job | {"call": environment.SCORE})
-        step = {"call": environment.STEP, "action": messages[-1]["content"], "last": ending is not None}
+            return self._session.submit(self._job | loaded | {"call": environment.SCORE})
+        step = loaded | {"call": environment.STEP, "action": messages[-1]["content"], "last": ending is not None}
         return self._session.submit(self._job | step)
 
     def close(self) -> None:
@@ -170,7 +183,7 @@ def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | AgentProgram |
         return AgentProgram(recipe.rollout.agent, needs_reward=recipe.reward.rule == "none")
     if section is None or not leads:
         return None
-    return TurnFunction(section) if section.function is not None else TurnEnvironment(section)
+    return TurnFunction(section) if section.function is not None else TurnEnvironment(section, recipe.keeps_journal)
 
 
 def why_failed(outcome: Outcome) -> str:

@@ -153,15 +153,15 @@ def groups_left(
         index, number = divmod(completion.row_id, responses_per_prompt)
         if index in begun:
             begun[index][number] = dataclasses.replace(completion, row_id=number)
-    own = {index: _numbers_of(rows.values(), responses_per_prompt) for index, rows in begun.items() if rows}
+    own = {index: begun_numbers(rows.values(), responses_per_prompt) for index, rows in begun.items() if rows}
     known: dict[int, dict[str, Any]] = {}
     for home, numbers in gather_objects((replica.index, own) if replica.leads else (None, {}), team):
         known |= {index: {"home": home} | of_group for index, of_group in numbers.items()}
     return [dataclasses.replace(groups[index], begun=begun[index], **known.get(index, {})) for index in left]
 
 
-def _numbers_of(rows: Collection[Completion], responses_per_prompt: int) -> dict[str, Any]:
-    """Numbers that all ranks know of a group that is begun."""
+def begun_numbers(rows: Collection[Completion], responses_per_prompt: int) -> dict[str, Any]:
+    """Numbers that all ranks know of a group that is begun: ``version`` and ``is_whole``."""
     is_whole = len(rows) == responses_per_prompt and all(completion.is_whole for completion in rows)
     return {
         "version": min((each.weight_version for each in rows if each.token_ids), default=None),
@@ -330,5 +330,5 @@ def _placed(group: Group, home: int, responses_per_prompt: int, replica: Replica
     if not group.begun and home == _NONE:
         return group
     home = ((group.number or 0) if home == _NONE else home) % replica.count
-    known = _numbers_of(group.begun.values(), responses_per_prompt) if group.begun else {}
+    known = begun_numbers(group.begun.values(), responses_per_prompt) if group.begun else {}
     return dataclasses.replace(group, begun=group.begun if home == replica.index else {}, home=home, **known)

@@ -20,6 +20,7 @@ from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import Conversations, conversations_of
 from rlhf_megatron.generation.generated_groups import GeneratedGroups, GroupPacker, GroupScoring
 from rlhf_megatron.generation.generation_metrics import agent_metrics, generation_metrics, scoring_metrics
+from rlhf_megatron.generation.journal import Journal
 from rlhf_megatron.generation.partners import Partner
 from rlhf_megatron.generation.prompt_groups import (
     Group,
@@ -89,6 +90,7 @@ class RolloutWorker:
         self._queues = WorkQueues(section.scheduling, replica.index or 0, replica.count)
         self._packing_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._pauses = section.updates_in_flight > 0
+        self._journal = _journal_of(context, replica)
         self._lengths: list[int] = []  # of the latest responses of all replicas
         self.sampling = Sampling(
             section.temperature,
@@ -117,6 +119,10 @@ class RolloutWorker:
         seed comes twice.
         ``for_training``: what only training reads goes with the rows.
         """
+        journal = None
+        if self._journal and for_training:
+            journal = self._journal.open(step, self.weight_sync.version, groups, responses_per_prompt)
+            groups = journal.groups
         goal = None if wanted is None else self._goal(groups, wanted)
         choices, has_turn_rewards = self.choices if for_training else None, self.has_turn_rewards
         packer = GroupPacker(
@@ -135,6 +141,7 @@ class RolloutWorker:
             responses_per_prompt,
             self._tokenizer,
             lambda row: request_seed(seed, step, first_row + row),
+            journal,
         )
         scoring = GroupScoring(
             self._scorer,
@@ -223,12 +230,18 @@ class RolloutWorker:
             return [], GenerationRecord()
         # What a replica has learned itself would be gone after a resume, and other groups would be admitted.
         engine.expect(self._lengths)
+
+        def take(completion: Completion) -> None:
+            if isinstance(conversations, Conversations):
+                conversations.end(completion)
+            scoring.take(completion)
+
         with conversations or contextlib.nullcontext():
             completions = engine.generate(
                 requests,
                 sampling,
                 lambda done, total: self._context.progress("generate", done, total),
-                scoring.take,
+                take,
                 self._queue(groups, requests, goal),
                 conversations,
                 pauses=goal is not None and self._pauses,
@@ -320,6 +333,11 @@ class RolloutWorker:
         self.weight_sync.version = checked["version"] - 1
         self._lengths = list(checked["lengths"])
 
+    def forget_journal(self, saved: int | None) -> None:
+        """Deletes what is kept of trajectories for a run that resumes, up to the step of a checkpoint."""
+        if self._journal:
+            self._journal.forget(saved)
+
     def close(self) -> None:
         """Ends the engine and the reward workers."""
         if self._scorer:
@@ -328,3 +346,9 @@ class RolloutWorker:
             self._partner.close()
         self._packing_thread.shutdown()
         self.weight_sync.close()
+
+
+def _journal_of(context: RunContext[RLRecipe], replica: Replica) -> Journal | None:
+    if not (context.recipe.keeps_journal and context.generators.here):
+        return None
+    return Journal(context.folder.journal, context.recipe, replica, context.generators)

@@ -94,6 +94,7 @@ def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> L
                 run.exports.write_between(step)
             is_due = save_is_due(recipe, step, recorder.skipped_steps.are_going_on)
             checkpoints.after(step, is_due, is_last(recipe, step), recorder.best_metric.value(step))
+            worker.forget_journal(checkpoints.saved)
         recorder.close_step(step)
     return LoopResult(history.summary(), checkpoints.saved)
 

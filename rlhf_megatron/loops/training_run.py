@@ -20,6 +20,7 @@ from rlhf_megatron.data.drawn_prompts import Readers
 from rlhf_megatron.data.opening import Data, open_data
 from rlhf_megatron.data.prompts import RESPONSES
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
+from rlhf_megatron.durable import remove
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.loops.role_building import RoleBuilder
 from rlhf_megatron.loops.step_recorder import StepRecorder
@@ -34,6 +35,7 @@ from rlhf_megatron.recipe import Recipe, RLRecipe
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime.clocks import host_identity, measure_clocks
 from rlhf_megatron.runtime.gpu_use import GpuUses
+from rlhf_megatron.runtime.recovery import RecoveryLog
 from rlhf_megatron.runtime.run_context import RecipeT, RunContext
 from rlhf_megatron.topology.exchange import sum_over_ranks
 
@@ -148,6 +150,8 @@ def set_up(
 
     checkpoints = sound_checkpoints(context.folder.checkpoints, resume, say)
     checkpoint = next(checkpoints, None)
+    if resume == "none" and context.rank == 0 and RecoveryLog(context.folder.path).is_first_attempt():
+        remove(context.folder.journal)  # before any rank looks there, which all of them do together
     first_step = _first_step(recipe, checkpoint)
     source = checkpoint.parent.parent if checkpoint else None
     report = Report(context.folder, recipe, first_step, source) if context.rank == 0 else None

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.kept_rows import TURNS
 from rlhf_megatron.untrusted import opened, reason_of
 
 Kind = Literal["training", "evaluation"]
@@ -66,6 +67,7 @@ class KeptRow:
     wrong: bool | None
     mismatch: float | None
     tokens: list[Token]
+    turn_rewards: list[float | None]  # of each turn of the model's
 
 
 def key_of(prompt: str) -> str:
@@ -129,6 +131,8 @@ def _is_known(field: pa.Field) -> bool:
         return pa.types.is_floating(kind) or pa.types.is_integer(kind)
     if name in _MARKS:
         return pa.types.is_boolean(kind)
+    if name == "turns":
+        return bool(field.type == TURNS)
     if name in _OF_TOKENS and pa.types.is_list(kind):
         inner = kind.value_type
         wanted = {"sampled": pa.types.is_boolean, "token_texts": pa.types.is_string}.get(name, pa.types.is_floating)
@@ -167,6 +171,7 @@ def _row(values: Mapping[str, Any], kind: Kind, step: int, number: int, correct_
         wrong,
         math.fsum(gaps) / len(gaps) if gaps else None,
         tokens,
+        [_number(turn.get("reward")) for turn in values.get("turns") or () if turn and turn.get("sampled")],
     )
 
 

@@ -68,9 +68,15 @@ def kept_table(held: pa.Table, outputs: pa.Table, notes: pa.Table, step: int, de
 
 
 def columns_for_people(table: pa.Table) -> dict[str, list[Any]]:
-    """The columns of a ``kept_table`` with one text or number for each row: without lists of tokens and of turns."""
+    """The columns of a ``kept_table`` with one text or number for each row, without lists of tokens; of several turns
+    their number, and their rewards in one text."""
     shown = [field.name for field in table.schema if not pa.types.is_list(field.type)]
-    return {name: table[name].to_pylist() for name in shown}
+    columns = {name: table[name].to_pylist() for name in shown}
+    own = [[turn["reward"] for turn in turns if turn["sampled"]] for turns in table["turns"].to_pylist()]
+    if all(len(rewards) < 2 for rewards in own):
+        return columns
+    texts = [", ".join("-" if each is None else f"{each:g}" for each in rewards) for rewards in own]
+    return columns | {"model_turns": [len(rewards) for rewards in own], "turn_rewards": texts}
 
 
 def _kept(

@@ -26,7 +26,8 @@ FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
 # Beginnings of the names of what depends on the machine and its load: no two runs share it.
 OF_THE_MACHINE = (
     *("time/", "start/", "memory/", "network/", "perf/", "train/step_time", "reward/latency"),
-    *("rollout/throughput", "rollout/replica_imbalance", "train/gradient_sync", "critic/gradient_sync"),
+    *("rollout/throughput", "rollout/replica_imbalance", "rollout/turn_latency"),
+    *("train/gradient_sync", "critic/gradient_sync"),
 )
 
 

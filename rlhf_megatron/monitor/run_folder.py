@@ -16,7 +16,18 @@ from rlhf_megatron.untrusted import kind_of, reason_of
 
 # What is read or added to when a run goes on; whatever else is written replaces what was there.
 _FILES = ("metrics.jsonl", "metrics.csv", "recovery.jsonl", "trackers.json")
-_FOLDERS = ("samples", "rollouts", "plots", "checkpoints", "export", "tensorboard", "timeline", "profile", "logs")
+_FOLDERS = (
+    "samples",
+    "rollouts",
+    "plots",
+    "checkpoints",
+    "export",
+    "tensorboard",
+    "timeline",
+    "profile",
+    "logs",
+    "journal",
+)
 
 
 class RunFolder:
@@ -77,6 +88,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """checkpoints/: the folder of step-N/ and `latest`."""
         return self.path / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        """journal/: step-N/ of steps that are not saved yet, trajectories of several turns as they go."""
+        return self.path / "journal"
 
     def sample_file(self, step: int) -> Path:
         """Return samples/step-N.parquet, the rows saved by the evaluation after step N."""

@@ -44,6 +44,14 @@ class RolloutRecipe(Recipe):
         return self.rollout.agent is not None and self.rollout.agent.branches == "all"
 
     @property
+    def keeps_journal(self) -> bool:
+        """True if trajectories of several turns are kept on disk as they go."""
+        turns = self.rollout.multi_turn
+        if turns is None or turns.journal is not None:
+            return turns is not None and bool(turns.journal)
+        return not self.rollout_repeats and self.checkpoint.save_interval > 0
+
+    @property
     def reward_names(self) -> list[str]:
         """Names of the parts of a reward, the environment's or agent's the last; none where there is one part without
         a name."""
@@ -291,6 +299,16 @@ class RLRecipe(RolloutRecipe):
         if self.rollout.multi_turn and self.reward_model is not None:
             raise ValueError(
                 "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
+            )
+        if self.keeps_journal and self.deterministic:
+            raise ValueError(
+                "rollout.multi_turn.journal: a trajectory that goes on is computed in other batches, and with "
+                "deterministic a killed run repeats its step; leave one out"
+            )
+        if self.keeps_journal and not self.checkpoint.save_interval:
+            raise ValueError(
+                "rollout.multi_turn.journal: without checkpoint.save_interval a killed run begins anew; set that, or "
+                "leave it out"
             )
         of_turns = self.algorithm.changed("discount_per", "credited_turns")
         if of_turns and self.rollout.multi_turn is None:

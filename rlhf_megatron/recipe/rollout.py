@@ -59,6 +59,9 @@ class MultiTurnSection(Section):
     """Per process with its children, GB of 2^30 bytes; killed above."""
     network: bool = True
     """false: processes have no network; needs network namespaces."""
+    journal: bool | None = None
+    """Keep trajectories on disk as they go, for a killed run to go on with. Default: with checkpoints and scheduling
+    queue."""
 
     @model_validator(mode="after")
     def _someone_replies(self) -> MultiTurnSection:

@@ -35,7 +35,8 @@ class Outcome:
     """The outcome of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
 
     Of a job that answers a turn and is DONE, `messages` are the next ones of the conversation, `score` is the reward of
-    what they answer, and nothing follows if it `ends`. Of a program that is DONE, `ends` says that it gave a `score`.
+    what they answer, and nothing follows if it `ends`; `saved` is the environment's state, as text in base64, if it was
+    asked for. Of a program that is DONE, `ends` says that it gave a `score`.
 
     `awaited` is the answer to a job that only loads: whether several of its kind can be done together.
 
@@ -48,6 +49,7 @@ class Outcome:
     awaited: bool = False
     messages: tuple[Message, ...] = ()
     ends: bool = False
+    saved: str | None = None
     is_transient: bool = False
 
 
@@ -110,11 +112,13 @@ def _outcome(state: Any, content: dict[str, Any], job: Job) -> Outcome:
     if job.get("load_only"):
         return Outcome(DONE, awaited=_content(content, "awaited", bool))
     if job["kind"] in _OF_TURNS:
-        ends = content.pop("done", None)
+        ends, saved = content.pop("done", None), content.pop("saved", None)
+        if saved is not None and not (job.get("saves") and isinstance(saved, str)):
+            raise BadAnswer("a state that was not asked for, or is no text")
         if type(ends) is not bool or "messages" not in content:
             raise BadAnswer("it does not hold messages, reward and done")
         messages = _messages(_content({"messages": content.pop("messages")}, "messages", list), job["most"])
-        return Outcome(DONE, _score(content, "reward"), messages=messages, ends=ends)
+        return Outcome(DONE, _score(content, "reward"), messages=messages, ends=ends, saved=saved)
     return Outcome(DONE, _score(content, "score"))
 
 

@@ -24,6 +24,8 @@ from rlhf_megatron.untrusted import reason_of
 # Ends of this process that are none of the worker's own.
 OUT_OF_MEMORY, TOO_MANY_PROCESSES, NO_NAMESPACE = 250, 251, 252
 MOST_PROCESSES = 512
+# After the rank has ended.
+SECONDS_TO_CLOSE = 6.0
 # Between two looks at rank and memory; on a machine with many processes looking is at most this part of the time, but
 # where that would leave a function alone for long.
 SECONDS_BETWEEN_LOOKS, MOST_SECONDS_BETWEEN_LOOKS = 0.2, 2.0
@@ -116,6 +118,7 @@ def watch(worker: int, rank: int, memory_bytes: int) -> int:
         if status is not None:
             return status
         if os.getppid() != rank:
+            _wait_for_end(worker)
             return 0
         begun = time.thread_time()  # of this thread alone: a busy machine makes no look longer
         reason = _excess(memory_bytes) if memory_bytes else 0
@@ -123,6 +126,13 @@ def watch(worker: int, rank: int, memory_bytes: int) -> int:
             return reason << 8
         pause = max(SECONDS_BETWEEN_LOOKS, (time.thread_time() - begun) / _PART_OF_LOOKING)
         signal.sigtimedwait({signal.SIGCHLD}, min(pause, MOST_SECONDS_BETWEEN_LOOKS))
+
+
+def _wait_for_end(worker: int) -> None:
+    """Let a worker that waits for its next job, and sees that there is none, close what it has open."""
+    deadline = time.monotonic() + SECONDS_TO_CLOSE
+    while _ended(worker) is None and time.monotonic() < deadline:
+        signal.sigtimedwait({signal.SIGCHLD}, 0.1)
 
 
 def _ended(worker: int) -> int | None:
@@ -136,7 +146,7 @@ def _ended(worker: int) -> int | None:
 
 
 def _excess(memory_bytes: int) -> int:
-    living = processes.descendants(os.getpid())
+    living = processes.own_descendants()
     if len(living) > MOST_PROCESSES:
         return TOO_MANY_PROCESSES
     return OUT_OF_MEMORY if processes.memory_bytes(living, memory_bytes) > memory_bytes else 0

@@ -1,7 +1,8 @@
 """A user's environment: a class in a file. A worker process (worker.py) holds the one instance of a trajectory.
 
 `reset(row)` returns the first observation, or None where the row's prompt says all; `step(action)` returns
-(observation, reward, done). Optional are `score(ending)`, a last reward, and `close()`. Each may be async.
+(observation, reward, done). Optional are `score(ending)`, a last reward, `close()`, and, for killed runs, `state()`,
+which returns bytes, and `load(row, state)`, in place of `reset`. Each may be async.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ INTERFACE = Interface(
     "rollout.multi_turn.environment", "Environment", (), "return an observation that says so", "class"
 )
 # What is asked of an environment.
-RESET, STEP, SCORE, CLOSE = "reset", "step", "score", "close"
+RESET, STEP, SCORE, CLOSE, STATE, LOAD = "reset", "step", "score", "close", "state", "load"
 # Why a trajectory ends: the environment says so, the model has had its turns, or its tokens.
 DONE, TURNS, LENGTH = "done", "turns", "length"
+MOST_STATE_BYTES = 2**24
 
 
 class TimedOut(BaseException):
@@ -33,17 +35,20 @@ class TimedOut(BaseException):
 
 
 class Reply(NamedTuple):
-    """One answer: messages, the reward of the action, and whether the environment ends the trajectory."""
+    """One answer: messages, the reward of the action, whether the environment ends the trajectory, and its state where
+    that was asked for and can be had."""
 
     messages: list[dict[str, str]]
     reward: float = 0.0
     done: bool = False
+    state: bytes | None = None
 
 
 class _Process:
-    """Of this process: the environment of its trajectory."""
+    """Of this process: the environment of its trajectory, and what names it."""
 
     environment: Any = None
+    specification = ""
 
 
 def load(specification: str) -> Callable[[], Any]:
@@ -66,22 +71,45 @@ def call(job: dict[str, Any]) -> Reply:
         FunctionFailure: it raised, or returned something else than it should.
         TimedOut: it took too long.
     """
+    specification = job["environment"]
     with _limited(job["timeout_seconds"]):
+        if "state" in job:
+            _begin(specification, job["row"])
+            _method(specification, LOAD, job["row"], job["state"])
         if job["call"] == RESET:
-            return _reset(job["environment"], job["row"])
+            return _with_state(job, _reset(specification, job["row"]))
         if job["call"] == STEP:
-            return _step(job["environment"], job["action"], job["last"])
+            return _with_state(job, _step(specification, job["action"], job["last"]))
         if job["call"] == SCORE:
-            return Reply([], _score(job["environment"], LENGTH))
-        _close(job["environment"])
+            return Reply([], _score(specification, LENGTH))
+        _close(specification)
         return Reply([])
 
 
-def _reset(specification: str, row: dict[str, Any]) -> Reply:
+def _begin(specification: str, row: dict[str, Any]) -> None:
     _seed(row["seed"])
-    _Process.environment = None
+    _Process.environment, _Process.specification = None, specification
     _Process.environment = _guarded(specification, load(specification))
+
+
+def _reset(specification: str, row: dict[str, Any]) -> Reply:
+    _begin(specification, row)
     return Reply(_observed(specification, RESET, _method(specification, RESET, row)))
+
+
+def _with_state(job: dict[str, Any], reply: Reply) -> Reply:
+    """A reply after which the trajectory goes on, with the environment's state if the job asks for it."""
+    environment, specification = _Process.environment, job["environment"]
+    if reply.done or job.get("last") or not job.get("saves"):
+        return reply
+    if not (hasattr(environment, STATE) and hasattr(environment, LOAD)):
+        return reply
+    state = _method(specification, STATE)
+    if state is not None and not isinstance(state, bytes):
+        raise _wrong(specification, STATE, state, "bytes or None", TypeError())
+    if state is not None and len(state) > MOST_STATE_BYTES:
+        raise FunctionFailure(f"{specification}: state returned {len(state):,} bytes; at most {MOST_STATE_BYTES:,}")
+    return reply._replace(state=state)
 
 
 def _step(specification: str, action: str, last: bool) -> Reply:
@@ -112,8 +140,15 @@ def _close(specification: str) -> None:
         _guarded(specification, environment.close)
 
 
-def _method(specification: str, name: str, argument: Any) -> Any:
-    return _guarded(specification, lambda: getattr(_Process.environment, name)(argument))
+def close_left(seconds: float) -> None:
+    """Close an environment that is still open, since nobody will ask any more; raises as `call` does."""
+    if _Process.environment is not None:
+        with _limited(seconds):
+            _close(_Process.specification)
+
+
+def _method(specification: str, name: str, *arguments: Any) -> Any:
+    return _guarded(specification, lambda: getattr(_Process.environment, name)(*arguments))
 
 
 def _guarded(specification: str, function: Callable[[], Any]) -> Any:

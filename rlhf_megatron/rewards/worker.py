@@ -11,6 +11,7 @@ must not get the answers, and a module that it changes must not change them. Whe
 from __future__ import annotations
 
 import asyncio
+import base64
 import builtins
 import contextlib
 import fcntl
@@ -36,6 +37,8 @@ USER_FUNCTION, TURN, ENVIRONMENT, AGENT = "user_function", "turn", "environment"
 STARTED, DONE, FAILED, UNUSABLE, TIMED_OUT = "started", "done", "failed", "unusable", "timed_out"
 # Jobs that are awaited, and those of an environment, end here at their limit, before the pool kills the process.
 SECONDS_TO_CANCEL = 2.0
+# An environment that is open as its rank ends has so long for its close.
+SECONDS_TO_CLOSE = 5.0
 
 # Of the pipes to the rank: beyond what a function closes, counts up or gets for its own files.
 LOWEST_DESCRIPTOR = 200
@@ -128,6 +131,7 @@ def main(address_space_bytes: int) -> NoReturn:
         while (jobs := read_jobs(stream)) is not None:
             answer(jobs, answers)
             asked.check()
+        user_environment.close_left(SECONDS_TO_CLOSE)
         status = 0
     except BrokenPipeError:  # of answers alone: the rank is gone, and has told why itself
         status = 0
@@ -276,7 +280,8 @@ def compute(job: Job) -> Answer:
 def reply_of(reply: user_environment.Reply, most: int) -> Answer:
     """Return the answer for a turn, with at most so many characters of each message."""
     cut = [message | {"content": message["content"][:most]} for message in reply.messages]
-    return {"state": DONE, "messages": cut, "reward": reply.reward, "done": reply.done}
+    saved = {} if reply.state is None else {"saved": base64.b64encode(bytes(reply.state)).decode()}
+    return {"state": DONE, "messages": cut, "reward": reply.reward, "done": reply.done, **saved}
 
 
 def score(job: Job) -> float:

@@ -93,6 +93,13 @@ class Completion:
         rewards = [*(self.turn_rewards or ()), 0.0][: max(self.turns, 1)]
         return dataclasses.replace(self, turn_rewards=[*rewards[:-1], rewards[-1] + reward])
 
+    def replied(self, reply: EnvironmentReply) -> Completion:
+        """Return it up to the model's next turn, after a reply; the tokens of an opening are the prompt's."""
+        rewarded = self if reply.reward is None else self.rewarded(reply.reward)
+        if not self.token_ids:
+            return dataclasses.replace(rewarded, prompt_token_ids=reply.token_ids or None, finish_reason="abort")
+        return dataclasses.replace(rewarded.answered(reply.token_ids or ()), finish_reason="abort")
+
     @property
     def is_whole(self) -> bool:
         """True if it is complete."""

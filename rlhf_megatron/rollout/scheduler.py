@@ -77,7 +77,8 @@ class GenerationScheduler:
         self._begun_tokens = begun / max(len(requests), 1)
         self._turns = EnvironmentTurns(environment, self._ranks)
         self._so_far = dict(self._requests.begun)
-        self._prompts: dict[int, list[int]] = {}  # of rows that an environment has begun with others
+        # Of rows that an environment has begun with others.
+        self._prompts = {number: of for number, row in self._so_far.items() if (of := row.prompt_token_ids)}
         self._branches: dict[int, tuple[Completion, ...]] = {}  # of rows that it has begun again
         self._first_number = self._paused.take_numbers(len(requests))
         self._number_of: dict[int, int] = {}  # the engine's number -> ours, of what is in the engine
@@ -283,7 +284,7 @@ class GenerationScheduler:
             if request:
                 self._number_of[request.number] = number
                 self._in_flight[number], self._known[number] = request.begun_with, request.tokens - request.begun_with
-            elif not self._turns.open(number, self._requests[number].row_id):
+            elif number in self._so_far or not self._turns.open(number, self._requests[number].row_id):
                 self._submit(number)
             self._begun += 1
             self._resumed += number in self._so_far

@@ -164,6 +164,10 @@ class RecoveryLog:
         """The lines since a person has started the run: none, if that was now."""
         return self._of_this_launch(self.lines())
 
+    def is_first_attempt(self) -> bool:
+        """Returns whether this launch has not been started again by itself; call it after ``begin``."""
+        return sum(line["what"] in _BEGINNINGS for line in self.of_this_launch()) <= 1
+
     def launch(self) -> str:
         """The name that all attempts share that follow from one start by a person; call it after ``begin``."""
         beginning = _last_beginning(self.lines())

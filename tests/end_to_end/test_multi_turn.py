@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,39 @@ class Environment:
 FAILURES = {2: "raise KeyError(action)", 3: "time.sleep(60)", 4: "os._exit(1)"}
 WHERE = "\n        ".join(f"if len(action) % 8 == {size}: {failure}" for size, failure in FAILURES.items())
 BADLY = GAME.replace("# A FAILURE", WHERE)
+# Half of the games can be saved. All write down what is done to them, and one kills its rank in the second step.
+KILLING = """
+import json, os, signal
+HERE = os.path.dirname(__file__)
+class Environment:
+    def reset(self, row):
+        self.row, self.said = row, []
+        self.note("reset")
+    def step(self, action):
+        self.said.append(len(action))
+        self.note("step")
+        if len(self.said) == 2 and os.path.exists(f"{HERE}/runs/journaled/checkpoints/latest"):
+            self.kill_rank()
+        return f"{len(self.said)}", len(action) % 5 / 4, len(action) % 8 == 1
+    def kill_rank(self):
+        try:
+            os.close(os.open(f"{HERE}/killed", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        with open(f"/proc/{os.getppid()}/stat") as supervisor:
+            os.kill(int(supervisor.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        signal.pause()
+    def state(self):
+        return json.dumps(self.said).encode() if self.row["seed"] % 2 else None
+    def load(self, row, state):
+        self.row, self.said = row, json.loads(state)
+        self.note("load")
+    def note(self, what):
+        with open(f"{HERE}/ledger.jsonl", "a") as ledger:
+            row = self.row
+            line = [what, row["seed"], row["attempt"], row["prompt"][0]["content"], self.said]
+            ledger.write(json.dumps(line) + "\\n")
+"""
 REWARD = """
 import json
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -105,6 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("turns")
     for name, text in (("talk.py", TALK), ("game.py", GAME), ("badly.py", BADLY), ("reward.py", REWARD)):
         (path / name).write_text(text)
+    (path / "killing.py").write_text(KILLING)
     (path / "slow.py").write_text(TALK.replace("    said =", "    time.sleep(0.8)\n    said ="))
     (path / "always.py").write_text("def respond(messages, ground_truth, extra_info):\n    return 7\n")
     (path / "turns.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -234,6 +269,33 @@ def test_a_killed_run_goes_on_to_the_last_bit(
     assert metrics_of(folder / "runs" / "killed") == played
 
 
+def test_a_killed_run_goes_on_with_the_trajectories_that_it_had_begun(folder: Path) -> None:
+    turns = "rollout.multi_turn={environment: killing.py, max_assistant_turns: 3, timeout_seconds: 20}"
+    queue = ("rollout.scheduling=queue", "deterministic=false", "reward={rule: none}")
+    with torchrun(2, TRAIN, "turns.yaml", "name=journaled", turns, *queue, folder=folder, restarts=1) as command:
+        command.finish().check()
+    run = folder / "runs" / "journaled"
+    metrics = metrics_of(run)
+    begun = {
+        step: [values[f"rollout/trajectories_{what}"] for what in ("replayed", "resumed", "restarted")]
+        for step, values in metrics.items()
+    }
+    # The checkpoint of the second step is not to be seen yet when the third is killed: its trajectories are there.
+    assert begun[1] == [0, 0, 0] and begun[2] == [16, 0, 0] and sum(begun[3]) > 0
+    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    begins = Counter((what, attempt) for what, _, attempt, _, _ in ledger if what != "step")
+    assert (begins["reset", 2], begins["load", 2]) == (begun[3][2], begun[3][1])
+    assert 48 - begun[3][2] <= begins["reset", 1] <= 48, "no other is begun twice"
+    rows = [row for step in metrics for row in pq.read_table(run / "rollouts" / f"step-{step}.parquet").to_pylist()]
+    assert len(rows) == 48 and all(values["train/mismatch_kl"] < 1e-9 for values in metrics.values())
+    # What is trained on is what the games have said: no turn is lost or comes twice.
+    for row in rows:
+        assert [turn["text"].split("user\n")[1][0] for turn in row["turns"][1::2]] == ["1", "2"][
+            : len(row["turns"]) // 2
+        ]
+    assert not any(run.glob("journal/*")), "the last checkpoint has all"
+
+
 def test_a_replica_of_two_ranks_hears_the_same(
     folder: Path, played: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:
@@ -250,7 +312,15 @@ def test_an_environment_that_fails_or_takes_too_long_costs_its_response_alone(
 ) -> None:
     slow = (*PLAYED, "rollout.multi_turn.environment=badly.py", "rollout.multi_turn.timeout_seconds=2", "steps=2")
     queue = ("rollout.scheduling=queue", "deterministic=false", "rollout.oversample=1.5")
-    finished = train("name=badly", *slow, *queue).check()
+    critic = (
+        "algorithm={advantage: gae, discount_per: turn, gamma: 0.9, gae_lambda: 0.9}",
+        "critic={tokens_per_gpu: 512, optimizer: {learning_rate: 1.0e-3}}",
+    )
+    held_out = (
+        "data.validation_files=[held_out.parquet]",
+        "evaluation={at_start: false, temperature: 1.0, samples_per_prompt: 2, correct_from: 16}",
+    )
+    finished = train("name=badly", *slow, *queue, *critic, *held_out).check()
     assert "rollout.multi_turn.environment: a trajectory failed and is left out: " in finished.err
     for step, metrics in metrics_of(folder / "runs" / "badly").items():
         assert metrics["rollout/turn_failures"] > 0 and metrics["rollout/turn_answers"] > 0
@@ -258,6 +328,10 @@ def test_an_environment_that_fails_or_takes_too_long_costs_its_response_alone(
         file = folder / "runs" / "badly" / "rollouts" / f"step-{step}.parquet"
         rewards = pq.read_table(file).column("reward").to_pylist()
         assert len(rewards) == 16 - metrics["reward/masked"] and all(reward >= 8 for reward in rewards)
+        assert metrics["critic/loss"] > 0 and metrics["rollout/turn_calls"] > 16
+    [source] = {name.split("/")[1:-1][0] for name in metrics if name.startswith("eval/")}
+    evaluated = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith(f"eval/{source}")}
+    assert 0 < evaluated["accuracy"] <= evaluated["pass@2"] <= 1 and evaluated["score"] > 0
 
 
 def test_a_replica_that_waits_for_answers_does_not_hang(folder: Path, train: Callable[..., Finished]) -> None:
@@ -268,12 +342,16 @@ def test_a_replica_that_waits_for_answers_does_not_hang(folder: Path, train: Cal
 
 def test_evaluations_have_turns_too(folder: Path, whole: dict[int, dict[str, float]]) -> None:
     held_out = ("name=evaluated", "data.validation_files=[held_out.parquet]", "evaluation.temperature=1.0")
-    with torchrun(2, "launch/evaluate.py", "turns.yaml", *held_out, folder=folder) as command:
+    samples = ("evaluation.samples_per_prompt=2", "evaluation.correct_from=17")
+    with torchrun(2, "launch/evaluate.py", "turns.yaml", *held_out, *samples, *PLAYED, folder=folder) as command:
         command.finish().check()
     [file] = (folder / "runs" / "evaluated").rglob("*.parquet")
     responses = pq.read_table(file).column("response").to_pylist()
-    assert len(responses) == 6
+    assert len(responses) == 12
     assert any(re.search(r"user\n\d+: \d+\n", response) for response in responses), "the whole conversation is kept"
+    found = json.loads((folder / "runs" / "evaluated" / "evaluation.json").read_text())
+    [metrics] = found["metrics"].values()
+    assert 0 < metrics["mean@2"]["value"] <= metrics["pass@2"]["value"] and found["unscored_samples"] == 0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -47,6 +49,9 @@ class Environment:
                 pass
         if action == "die":
             os._exit(3)
+        if action == "grow":
+            self.kept = [bytearray(os.urandom(2**20)) for _ in range(600)]
+            time.sleep(600)
         if action == "pair":
             return "x", 1.0
         if action == "infinite":
@@ -177,6 +182,41 @@ def test_a_process_that_is_lost_costs_its_trajectory_alone(
     assert wait_for(tmp_path / "closed.jsonl", 1) == [["a"]]
 
 
+def test_one_that_takes_more_memory_than_it_may_costs_its_trajectory_alone(game: Path, tmp_path: Path) -> None:
+    environment = TurnEnvironment(MultiTurnSection(environment=str(game), timeout_seconds=60.0, memory_limit_gb=0.3))
+    large, other = (environment.begin(row(tmp_path)) for _ in range(2))
+    text_of(large.reset()), text_of(other.reset())
+    outcome = large.reply(said("grow"), None).result(60)
+    assert outcome.state == DIED and "used more memory than memory_limit_gb allows" in outcome.message
+    assert text_of(other.reply(said("a"), None)) == "a"
+    for each in (large, other):
+        each.close()
+    environment.close()
+    assert wait_for(tmp_path / "closed.jsonl", 1) == [["a"]]
+
+
+RANK = """
+import os, signal, sys
+from rlhf_megatron.generation.partners import TurnEnvironment
+from rlhf_megatron.recipe import MultiTurnSection
+game, log, how = sys.argv[1:]
+environment = TurnEnvironment(MultiTurnSection(environment=game))
+row = {"prompt": [], "data_source": "", "ground_truth": "", "extra_info": {"log": log}, "seed": 1, "attempt": 1}
+begun = [environment.begin(row) for _ in range(2)]
+for each in begun:
+    each.reset().result()
+    each.reply([{"role": "assistant", "content": how}], None).result()
+os.kill(os.getpid(), signal.Signals[how])
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_a_rank_that_is_killed_leaves_no_environment_open(how: str, game: Path, tmp_path: Path) -> None:
+    log = tmp_path / "closed.jsonl"
+    subprocess.run([sys.executable, "-P", "-c", RANK, str(game), str(log), how], timeout=120)
+    assert wait_for(log, 2) == [[how], [how]]
+
+
 def test_a_beginning_that_fails_says_why(environment: TurnEnvironment, tmp_path: Path) -> None:
     begun = environment.begin(row(tmp_path, "fails"))
     outcome = begun.reset().result(60)
@@ -231,5 +271,7 @@ def test_the_game_of_the_recipes() -> None:
     assert game.step("what?") == ("a number", -0.1, False)
     assert game.step("5 or 1") == ("more than -inf, less than 1", -0.1, False)
     assert game.step("-9") == ("more than -9, less than 1", -0.1, False)
+    saved, game = game.state(), module.Environment()
+    game.load({"ground_truth": "-3"}, saved)
     assert game.step("4") == ("more than -9, less than 1", -0.1, False)
     assert game.step("-3") == (None, 1.0, True)

@@ -59,6 +59,7 @@ def test_tables_of_several_ranks_become_one() -> None:
     assert (third["prompt"], third["reward"], third["step"]) == ("<3>", 0.5, 5)
     shown = columns_for_people(table)
     assert shown["response"][1] == "<14>" and "tokens" not in shown and "turns" not in shown
+    assert (shown["model_turns"][0], shown["turn_rewards"][0]) == (2, "-0.25, 1.5")
 
 
 def test_the_latest_outputs_of_a_row_count() -> None:

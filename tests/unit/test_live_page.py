@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import watch
 
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.kept_files import key_of, read_rows
+from rlhf_megatron.monitor.kept_rows import TURNS
 from rlhf_megatron.monitor.page_process import PageProcess
 from rlhf_megatron.monitor.page_server import TOKEN_VARIABLE, PageServer, page_token
 from rlhf_megatron.monitor.rollout_view import Filters, filters_of, rollouts_view
@@ -186,6 +190,18 @@ def test_a_small_file_that_decodes_to_much_is_not_read(run: Path, monkeypatch: p
     write_rows(run, 6, [kept(6, 0, 1.0, response="x" * 2**16) for _ in range(100)])
     with pytest.raises(MonitorError, match="decodes to more than 2,097,152 bytes"):
         read_rows(run, "training", 6, 1.0)
+
+
+def test_turns_are_told_apart_with_their_rewards(server: PageServer, run: Path) -> None:
+    turns = [("<b>", 0.25), (" four", None), ("<|end|>", -1.5)]
+    said = [{"sampled": reward is not None, "text": text, "reward": reward} for text, reward in turns]
+    rows = pa.Table.from_pylist([kept(6, 0, -1.25, sampled=[False, False, True, False, True])])
+    path = run / "rollouts" / "step-6.parquet"
+    pq.write_table(rows.append_column("turns", pa.array([said], TURNS)), path)
+    text = opened(server, "/rollouts?step=6")[1]
+    shown = re.findall(r'<b class="turn">(.*?)</b>', text)
+    assert shown == ["turn 1: +0.25", "turn 2: -1.5"]
+    assert '<b class="turn">' not in opened(server, "/rollouts?step=4")[1]
 
 
 def test_a_secret_in_a_response_is_hidden(run: Path) -> None:

@@ -1,0 +1,347 @@
+"""Trajectories of several turns on disk as they go, so that a killed run goes on with them: journal/step-N/.
+
+A replica's leading rank adds a line at each turn. A run that resumes before the step finds them by their prompts: whole
+trajectories are not generated again, those whose environment has told its state go on with their next turn, others
+begin again. A step's folder is deleted when a checkpoint has the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.durable import remove
+from rlhf_megatron.errors import DataError, UserError
+from rlhf_megatron.generation.prompt_groups import Group, begun_numbers
+from rlhf_megatron.generation.replica import Replica
+from rlhf_megatron.recipe import RLRecipe
+from rlhf_megatron.rewards.answers import Message
+from rlhf_megatron.rewards.user_function import split_specification
+from rlhf_megatron.rollout.engine import Completion
+from rlhf_megatron.topology.exchange import from_rank, gather_objects
+from rlhf_megatron.topology.team import Team
+from rlhf_megatron.untrusted import opened, parse_json, read_bytes, reason_of
+
+_FORMAT = 1
+_STEP = re.compile(r"step-(\d+)")
+_FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # call of the step, attempt, replica
+_MOST_LINE_BYTES = 2**26
+_NEVER = 2**53  # a step
+
+# Of a trajectory: the number of its prompt in the run, or its place in the call, and that of the response.
+Name = tuple[int, int]
+
+
+@dataclasses.dataclass
+class JournalRow:
+    """One trajectory so far.
+
+    Attributes:
+        prompt: digest of the prompt's tokens.
+        attempts: how often it was begun or gone on with.
+        completion: up to the model's next turn; its row id is the number of the response. None: it begins again.
+        opening: what was observed before the first turn.
+        answers: what followed each turn.
+        state: of its environment, in base64; None where it has told none.
+    """
+
+    prompt: str
+    attempts: int
+    completion: Completion | None = None
+    opening: list[Message] = dataclasses.field(default_factory=list)
+    answers: list[list[Message]] = dataclasses.field(default_factory=list)
+    state: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing of it is left to generate."""
+        return self.completion is not None and self.completion.is_whole
+
+    @property
+    def length(self) -> int:
+        """Number of tokens after the prompt."""
+        return len(self.completion.token_ids) if self.completion else 0
+
+    def add(self, line: Mapping[str, Any], response: int, version: int) -> None:
+        """Append what a line of the file has; raises KeyError, TypeError or ValueError where it is none."""
+        before = self.completion or Completion(response, [], [], "abort", [])
+        tokens, runs, logprobs = line["tokens"], line["sampled"], line["logprobs"]
+        if sum(runs) != len(tokens) or sum(runs[::2]) != len(logprobs) or not all(type(each) is int for each in tokens):
+            raise ValueError("tokens, marks and logprobs of other lengths")
+        marks = [number % 2 == 0 for number, length in enumerate(runs) for _ in range(length)]
+        drawn, rewards = iter(logprobs), line["rewards"]
+        own = before.sampled or [True] * len(before.token_ids)
+        self.completion = dataclasses.replace(
+            before,
+            token_ids=[*before.token_ids, *tokens],
+            logprobs=[*before.logprobs, *(float(next(drawn)) if mark else 0.0 for mark in marks)],
+            weight_versions=[*before.weight_versions, *[version] * len(tokens)],
+            sampled=None if before.sampled is None and all(marks) else [*own, *marks],
+            finish_reason=str(line["finish"]),
+            turn_rewards=None if rewards is None else [float(each) for each in rewards],
+            prompt_token_ids=line.get("prompt_tokens", before.prompt_token_ids),
+        )
+        self.opening, self.state = line.get("opening", self.opening), line["state"]
+        self.answers = [*self.answers, *line["answers"]]
+
+
+class JournaledCall:
+    """The journal of one call of ``generate``, on one rank. Only a replica's leader writes.
+
+    Attributes:
+        groups: as asked for, with what there is of them.
+        rows: trajectories that this replica has begun before, by the row's id.
+        replayed, resumed, restarted: how many of these are whole, go on, and begin again.
+    """
+
+    def __init__(self, groups: Sequence[Group], responses: int, rows: Mapping[int, JournalRow]) -> None:
+        """Writes nothing before ``begin_file``."""
+        self.groups, self.rows, self._responses = groups, rows, responses
+        self._file: IO[str] | None = None
+        self._written: dict[int, tuple[int, int]] = {}  # tokens and answers, by row
+        self.replayed = sum(row.is_whole for row in rows.values())
+        self.restarted = sum(row.completion is None for row in rows.values())
+        self.resumed = len(rows) - self.replayed - self.restarted
+
+    def begin_file(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Opens the file, and writes what there is so far."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8", buffering=1)  # of a killed process, whole lines stay
+        except OSError as error:
+            print(f"warning: {path}: cannot be written: {reason_of(error)}", file=sys.stderr, flush=True)
+        self._write(about)
+        for row_id, row in self.rows.items():
+            self._begin(row_id, row.attempts)
+            if row.completion:
+                self.keep(dataclasses.replace(row.completion, row_id=row_id), row.opening, row.answers, row.state)
+
+    def begin(self, row_id: int) -> int:
+        """Notes that a trajectory begins or goes on; returns for which time, 1 for the first."""
+        if row_id in self.rows:
+            return self.rows[row_id].attempts
+        self._begin(row_id, 1)
+        return 1
+
+    def _begin(self, row_id: int, attempts: int) -> None:
+        group, response = divmod(row_id, self._responses)
+        self._written[row_id] = 0, 0
+        name, prompt = (_number(self.groups, group), response), _digest_of(self.groups[group].prompt)
+        self._write({"row": name, "attempts": attempts, "prompt": prompt})
+
+    def keep(
+        self,
+        completion: Completion,
+        opening: Sequence[Message],
+        answers: Sequence[Sequence[Message]],
+        state: str | None,
+    ) -> None:
+        """Adds what is new of a trajectory, of which all is given."""
+        row_id, count = completion.row_id, len(completion.token_ids)
+        if self._file is None:
+            return
+        if row_id not in self._written:
+            self._begin(row_id, 1)
+        tokens, known = self._written[row_id]
+        self._written[row_id] = count, len(answers)
+        sampled = (completion.sampled or [True] * count)[tokens:]
+        group, response = divmod(row_id, self._responses)
+        line: dict[str, Any] = {
+            "row": (_number(self.groups, group), response),
+            "tokens": completion.token_ids[tokens:],
+            "sampled": _run_lengths(sampled),
+            "logprobs": [value for value, own in zip(completion.logprobs[tokens:], sampled, strict=True) if own],
+            "answers": [list(each) for each in answers[known:]],
+            "rewards": completion.turn_rewards,
+            "finish": completion.finish_reason,
+            "state": state,
+        }
+        if not tokens:
+            prompt = completion.prompt_token_ids
+            line |= {"opening": list(opening)} | ({"prompt_tokens": prompt} if prompt else {})
+        self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk costs what a killed run would go on with, not the run
+            print(f"warning: {self._file.name}: cannot be written: {reason_of(error)}", file=sys.stderr, flush=True)
+            self._file = None
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Journal:
+    """The journal of a run, on one rank of the team that generates. Every call is collective over it."""
+
+    def __init__(self, folder: Path, recipe: RLRecipe, replica: Replica, team: Team) -> None:
+        """``folder`` is the run's journal/."""
+        self._folder, self._replica, self._team = folder, replica, team
+        self._needs_state, self._most_tokens = recipe.has_environment, recipe.rollout.max_response_length
+        self._recipe = _digest_of_recipe(recipe)
+        self._step = self._call = 0
+        self._is_first = replica.leads and replica.index == 0
+
+    def open(self, step: int, version: int, groups: Sequence[Group], responses: int) -> JournaledCall:
+        """Returns the journal of the step's next call of ``generate``, by weights of ``version``."""
+        self._step, self._call = step, self._call + 1 if step == self._step else 0
+        about = {"format": _FORMAT, "recipe": self._recipe, "version": version}
+        files = from_rank(self._files() if self._is_first else [], self._team.ranks[0], self._team.group)
+        call = JournaledCall(*self._restored(files, about, groups, responses))
+        if self._replica.leads:
+            attempt = 1 + max((int(_FILE.fullmatch(name)[2]) for name in files), default=-1)  # type: ignore[index]
+            call.begin_file(self._path(f"{self._call}-{attempt}-{self._replica.index}.jsonl"), about)
+        if files:
+            gather_objects(None, self._team.group)  # what went into new files is there
+            for name in files if self._is_first else ():
+                remove(self._path(name))
+        return call
+
+    def forget(self, saved: int | None) -> None:
+        """Deletes the steps up to that of a checkpoint."""
+        if saved is not None and self._is_first:
+            self._delete(range(saved + 1))
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"step-{self._step}" / name
+
+    def _files(self) -> list[str]:
+        """Names of the files of this call; without any, later steps are not those that follow."""
+        found = [_FILE.fullmatch(path.name) for path in self._path("").glob("*")]
+        names = sorted(match[0] for match in found if match and int(match[1]) == self._call)
+        if not names:
+            self._delete(range(self._step + 1, _NEVER))
+        return names
+
+    def _delete(self, steps: range) -> None:
+        for path in list(self._folder.iterdir()) if self._folder.is_dir() else []:
+            found = _STEP.fullmatch(path.name)
+            if found and int(found[1]) in steps:
+                remove(path)
+
+    def _restored(
+        self, files: Sequence[str], about: Mapping[str, Any], groups: Sequence[Group], responses: int
+    ) -> tuple[Sequence[Group], int, dict[int, JournalRow]]:
+        """The groups as all know them, with the responses that are this replica's, and its rows. Where two replicas
+        have a group, since one was killed as it took over, the one with more of it goes on."""
+        if not files:
+            return groups, responses, {}
+        own = self._own_rows(files, about, groups, responses)
+        tokens = {index: sum(row.length for row in rows.values()) for index, rows in own.items()}
+        told = {index: (tokens[index], begun_numbers(_begun(rows).values(), responses)) for index, rows in own.items()}
+        holders: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        mine = (self._replica.index, told) if self._replica.leads else (None, {})
+        for home, of_replica in gather_objects(mine, self._team.group):
+            for index, (count, numbers) in of_replica.items():
+                if index not in holders or count > holders[index][0]:
+                    holders[index] = count, home, numbers
+        shared, kept = list(groups), dict[int, JournalRow]()
+        for index, (_, home, numbers) in holders.items():
+            is_mine = home == self._replica.index
+            kept |= {index * responses + number: row for number, row in own[index].items()} if is_mine else {}
+            begun = _begun(own[index]) if is_mine else {}
+            shared[index] = dataclasses.replace(groups[index], home=home, begun=begun, **numbers)
+        return shared, responses, kept
+
+    def _own_rows(
+        self, files: Sequence[str], about: Mapping[str, Any], groups: Sequence[Group], responses: int
+    ) -> dict[int, dict[int, JournalRow]]:
+        """This replica's share of the files: rows by group and response."""
+        if self._replica.index is None:
+            return {}
+        indices = {_number(groups, index): index for index in range(len(groups))}
+        found: dict[int, dict[int, JournalRow]] = {}
+        for name in files[self._replica.index :: self._replica.count]:
+            for (number, response), row in _read(self._path(name), about).items():
+                index = indices.get(number)
+                if index is None or response >= responses or _digest_of(groups[index].prompt) != row.prompt:
+                    continue
+                rows = found.setdefault(index, {})
+                if response not in rows or rows[response].length <= row.length:
+                    rows[response] = self._usable(row)
+        return found
+
+    def _usable(self, row: JournalRow) -> JournalRow:
+        """The row as it goes on in this attempt: without its tokens where nothing can follow them."""
+        if row.is_whole:
+            return row
+        row.attempts += 1
+        if row.length >= self._most_tokens or (self._needs_state and row.state is None):
+            return JournalRow(row.prompt, row.attempts)
+        return row
+
+
+def _begun(rows: Mapping[int, JournalRow]) -> dict[int, Completion]:
+    return {response: row.completion for response, row in rows.items() if row.completion}
+
+
+def _read(path: Path, about: Mapping[str, Any]) -> dict[Name, JournalRow]:
+    """The rows of a file, up to where it was cut off; none where it is of another recipe or other weights."""
+    rows: dict[Name, JournalRow] = {}
+    try:
+        lines = _lines(path)
+        if next(lines, None) != about:
+            return {}
+        for line in lines:
+            name = int(line["row"][0]), int(line["row"][1])
+            if "attempts" in line:
+                rows[name] = JournalRow(str(line["prompt"]), int(line["attempts"]))
+            else:
+                rows[name].add(line, name[1], about["version"])
+    except (UserError, KeyError, TypeError, ValueError, IndexError):
+        return rows  # the last line of a process that was killed
+    return rows
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    with opened(path, DataError) as file:
+        for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""):
+            yield parse_json(line, str(path), DataError, finite=False)
+
+
+def _run_lengths(marks: Sequence[bool]) -> list[int]:
+    """Lengths of the runs of equal marks, of which the first is of True, and may be empty."""
+    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
+    return [*([0] if runs and not runs[0][0] else []), *(length for _, length in runs)]
+
+
+def is_failed(completion: Completion) -> bool:
+    """Returns whether a trajectory is left out of training, since its environment failed."""
+    return any(map(math.isnan, completion.turn_rewards or ()))
+
+
+def _number(groups: Sequence[Group], index: int) -> int:
+    number = groups[index].number
+    return index if number is None else number
+
+
+def _digest_of(prompt: Prompt) -> str:
+    return hashlib.blake2b(json.dumps(list(prompt.token_ids)).encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_recipe(recipe: RLRecipe) -> str:
+    """A digest of what decides what trajectories are, the function's or environment's file included."""
+    turns, rollout = recipe.rollout.multi_turn, recipe.rollout
+    assert turns is not None
+    sections = {name: getattr(recipe, name) for name in ("model", "data", "batch", "algorithm", "reward")}
+    sections |= {"turns": turns, "optimizer": recipe.actor.optimizer}
+    values = {name: section.model_dump(mode="json") for name, section in sections.items()}
+    values |= {"seed": recipe.seed, "sampling": [rollout.temperature, rollout.top_p, rollout.top_k]}
+    values |= {"tokens": rollout.max_response_length, "begun": [rollout.oversample, rollout.steps_ahead]}
+    file, _ = split_specification(turns.function or turns.environment or "")
+    content = read_bytes(file, DataError)
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode() + content, digest_size=8).hexdigest()
