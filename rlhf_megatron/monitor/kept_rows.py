@@ -72,7 +72,8 @@ def columns_for_people(table: pa.Table) -> dict[str, list[Any]]:
     their number, and their rewards in one text."""
     shown = [field.name for field in table.schema if not pa.types.is_list(field.type)]
     columns = {name: table[name].to_pylist() for name in shown}
-    own = [[turn["reward"] for turn in turns if turn["sampled"]] for turns in table["turns"].to_pylist()]
+    turns = table["turns"].to_pylist() if "turns" in table.column_names else []
+    own = [[turn["reward"] for turn in of_row if turn["sampled"]] for of_row in turns]
     if all(len(rewards) < 2 for rewards in own):
         return columns
     texts = [", ".join("-" if each is None else f"{each:g}" for each in rewards) for rewards in own]
