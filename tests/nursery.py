@@ -51,6 +51,7 @@ IMPORTS = (
     "rlhf_megatron.loops.reward_modeling",
     "rlhf_megatron.loops.sft",
     "rlhf_megatron.rollout.vllm.vllm_engine",
+    "rlhf_megatron.regather.learned_rollout",
     # What a run imports as it makes its engine, and as it ends: half of its time on a CPU.
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.worker.cpu_worker",
@@ -60,9 +61,18 @@ IMPORTS = (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.pool.flash_maxsim",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.distributed.device_communicators.cpu_communicator",
     "numpy.ma",
     "rlhf_megatron.monitor.page",
     "rlhf_megatron.monitor.plots",
+)
+# What comes after the patches of Megatron in a run too.
+IMPORTS_OF_PATCHED = (
+    "rlhf_megatron.models.delta_net",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.mimo",
 )
 TORCHRUN = ["-m", "torch.distributed.run"]
 COMMAND_LINE = ["-m", "rlhf_megatron.runtime.command_line"]
@@ -312,6 +322,15 @@ def end_with(action: Callable[[], None]) -> None:
     os._exit(status)
 
 
+def prepare_megatron() -> None:
+    """Patches it, which each process does once."""
+    from rlhf_megatron.compat import megatron
+
+    megatron.install()
+    for module in IMPORTS_OF_PATCHED:
+        importlib.import_module(module)
+
+
 def prepare_vllm() -> None:
     """Does what an engine would do in each fork: its kernels for CPUs take a search of all modules, its log of all
     loggers."""
@@ -344,6 +363,7 @@ def main() -> None:
     prepare_environment()
     for module in IMPORTS:
         importlib.import_module(module)
+    prepare_megatron()
     prepare_vllm()
     keep_what_is_imported()
     request = serve(connection)

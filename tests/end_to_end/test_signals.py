@@ -14,14 +14,14 @@ import yaml
 from end_to_end.commands import ROOT, Command, torchrun
 from end_to_end.runs import SUPERVISED, TRAIN, decisions, logged, make_model, make_sums, metrics_of, wait_for
 
-STEPS = SUPERVISED["steps"]
+STEPS = 150
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with random weights, and data."""
     path = tmp_path_factory.mktemp("signals")
-    (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED))
+    (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED | {"steps": STEPS}))
     make_model(path, layers=1)
     make_sums(path, 60)
     return path
