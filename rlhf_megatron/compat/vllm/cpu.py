@@ -25,6 +25,7 @@ def install() -> None:
     take_unpacked_convolutions()
     name_shared_memory_by_job()
     turn_heads_apart()
+    keep_latent_weights_unpacked()
 
 
 @patch(
@@ -87,6 +88,29 @@ def turn_heads_apart() -> None:
         return way(self, positions, query, key)
 
     RotaryEmbedding.forward_cpu = forward_cpu
+
+
+@patch(
+    *PACKAGES,
+    **KNOWN,
+    why="on CPUs with AMX vLLM has latent attention from packed copies of its weights, which go stale, in bfloat16 and "
+    "with the widths of DeepSeek-V3 alone",
+)
+def keep_latent_weights_unpacked() -> None:
+    """Have latent attention computed by vLLM's reference for CPUs, in versions that have another."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if not hasattr(AttentionBackendEnum, "AMX_MLA"):
+        return
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(platform: Any, vllm_config: Any) -> None:
+        if getattr(vllm_config.model_config, "use_mla", False):
+            vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+        original(platform, vllm_config)
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 @patch(

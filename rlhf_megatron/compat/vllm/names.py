@@ -206,6 +206,11 @@ NAMES = (
         for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
     ),
     PrivateName(
+        "vllm.platforms.cpu",
+        "CpuPlatform.check_and_update_config(vllm_config)",
+        "latent attention from weights as they are, on CPUs",
+    ),
+    PrivateName(
         "vllm.distributed.device_communicators.cpu_communicator",
         "_CPUSHMDistributed.make_group_name",
         "shared memory on CPUs is named by job",
