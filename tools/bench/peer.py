@@ -47,7 +47,7 @@ SECONDS_FOR_ONE_PROCESS = 570.0
 # Of a GPU of 141 GB, about what ours gives its engine: TRL has a share for weights and cache together. Whether the
 # engine's memory is given back while the model learns: where the rest would not fit beside it.
 ENGINE_MEMORY = {"0.5B": (0.35, False), "7B": (0.42, True)}
-# Of a micro-batch of TRL's, which has all of its logits in memory; ours may be larger.
+# Of a micro-batch of TRL's: our choice, not its limit, since it computes logprobs in chunks; ours may be larger.
 TRL_TOKENS_AT_ONCE = 16384
 
 
