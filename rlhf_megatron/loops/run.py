@@ -174,6 +174,7 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, data_skips: dict[
         run.recorder.abandon()
         raise
     folder = run.exports.write_last(result.saved_step)
+    run.recorder.log_model(recipe.steps, folder)
     run.close()
     if run.context.rank == 0:
         recovery.append("done", recipe.steps, "all steps are done")

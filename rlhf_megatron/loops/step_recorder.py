@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -134,6 +135,14 @@ class StepRecorder:
         self._context.network.close()
         if self._report:
             self._report.console.close()
+
+    def log_model(self, step: int, folder: Path | None) -> None:
+        """Hands the last export to trackers, where the recipe says so; ``folder``: None where there was none."""
+        if self._report and self._context.recipe.monitor.log_model:
+            if folder:
+                self._report.model(step, folder)
+            else:
+                self._context.say("warning: monitor.log_model: nothing was exported at the end; no model is logged")
 
     def close(self) -> None:
         """Draws the plots and restores the terminal."""

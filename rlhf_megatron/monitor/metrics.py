@@ -19,7 +19,7 @@ from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.kept_rows import columns_for_people
 from rlhf_megatron.monitor.records import MOST_BYTES, lines_of, record_of
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.monitor.trackers import TableTracker, Tracker, check_trackers, make_tracker
+from rlhf_megatron.monitor.trackers import ModelTracker, TableTracker, Tracker, check_trackers, make_tracker
 from rlhf_megatron.untrusted import check_regular, opened, reason_of
 
 FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
@@ -98,6 +98,16 @@ class MetricsLogger:
             except Exception as error:
                 text = f"tracker {name} got no rollouts of step {step}: {reason_of(error)}"
                 print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def log_model(self, step: int, folder: Path) -> None:
+        """Hand an exported model to the trackers that keep models; one that fails is warned of."""
+        for name, tracker in self._trackers.items():
+            if isinstance(tracker, ModelTracker):
+                try:
+                    tracker.log_model(step, folder)
+                except Exception as error:
+                    text = f"tracker {name} got no model of step {step}: {reason_of(error)}"
+                    print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _write_waiting(self, name: str, tracker: Tracker) -> None:
         """Writes what a local file has not got yet; warns where it has no room, once until it has."""

@@ -67,6 +67,10 @@ class Report:
         """Hands kept rows to the trackers that show tables."""
         self._logger.log_rollouts(step, table)
 
+    def model(self, step: int, folder: Path) -> None:
+        """Hands an exported model to the trackers that keep models."""
+        self._logger.log_model(step, folder)
+
     def close(self) -> None:
         """Draws the plot, writes the page and gives the terminal back."""
         self.console.close()

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import errno
 import importlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -54,6 +55,14 @@ class TableTracker(Protocol):
 
     def log_rollouts(self, step: int, columns: Mapping[str, list[Any]]) -> None:
         """Show rows of one step, a list for each column."""
+
+
+@runtime_checkable
+class ModelTracker(Protocol):
+    """A tracker that also keeps models."""
+
+    def log_model(self, step: int, folder: Path) -> None:
+        """Keep the model of a folder in Hugging Face's format, as it is after a step."""
 
 
 class JsonlTracker:
@@ -241,6 +250,14 @@ class MlflowTracker:
     def log_rollouts(self, step: int, columns: Mapping[str, list[Any]]) -> None:
         """Send a table of the step."""
         self._mlflow.log_table(dict(columns), artifact_file=f"rollouts/step-{step}.json")
+
+    def log_model(self, step: int, folder: Path) -> None:
+        """Log the folder's files as they are, without loading them, as the run's model of the transformers flavour."""
+        flavour = importlib.import_module("mlflow.transformers")
+        packages = [f"{name}=={importlib.metadata.version(name)}" for name in ("transformers", "torch")]
+        flavour.log_model(
+            str(folder.resolve()), name="model", task="text-generation", step=step, pip_requirements=packages
+        )
 
     def close(self) -> None:
         """End the run on the server."""

@@ -156,6 +156,8 @@ class MonitorSection(Section):
     """Responses kept per evaluation in samples/step-N.parquet."""
     page: PageSection = PageSection()
     """Serves the run's page while it goes on."""
+    log_model: bool = False
+    """Logs the last export with mlflow, as a model of its transformers flavour."""
     rollouts: RolloutsSection = RolloutsSection()
     """Rows of training that are kept, with the logprobs of both sides."""
     timeline: TimelineSection = TimelineSection()
@@ -168,6 +170,12 @@ class MonitorSection(Section):
         twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"trackers: {twice} is named twice, and would get each number twice; name it once")
+        return self
+
+    @model_validator(mode="after")
+    def _someone_takes_the_model(self) -> MonitorSection:
+        if self.log_model and "mlflow" not in self.trackers:
+            raise ValueError("log_model=true: mlflow alone takes a model; add it to trackers, or leave log_model out")
         return self
 
     @model_validator(mode="after")

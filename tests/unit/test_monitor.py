@@ -25,7 +25,9 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
+from hugging_face import make_model
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor import environment_report as environment
 from rlhf_megatron.monitor import metrics, trackers
@@ -37,6 +39,7 @@ from rlhf_megatron.monitor.recipe_versions import version_at, versions_of, write
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.run_report import Report
 from rlhf_megatron.recipe import load_recipe
+from tiny_tokenizer import write_bpe_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -409,6 +412,20 @@ def test_rows_are_a_table_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [run] = mlflow.search_runs(experiment_names=["rlhf_megatron"], output_format="list")
     path = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path="rollouts/step-3.json")
     assert json.loads(Path(path).read_text()) == SHOWN
+
+
+def test_an_export_is_a_model_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed (extra: trackers)")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)  # where mlflow keeps what is no number
+    exported = write_bpe_tokenizer(make_model(tmp_path / "exported", vocabulary=400))
+    with MetricsLogger(prepared(tmp_path), Settings(("jsonl", "mlflow"))) as logger:
+        logger.log_model(3, exported)
+    [run] = mlflow.search_runs(experiment_names=["rlhf_megatron"], output_format="list")
+    [output] = run.outputs.model_outputs
+    loaded = mlflow.transformers.load_model(f"models:/{output.model_id}", return_type="components")["model"]
+    for name, weight in load_file(exported / "model.safetensors").items():
+        torch.testing.assert_close(loaded.state_dict()[name].to(weight.dtype), weight, atol=0, rtol=0)
 
 
 def test_prometheus_reads_the_newest_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,7 @@ REFUSED = [
     ([PROFILES % ("", "update")], "ranks=[]"),
     ([PROFILES % ("0", "")], "phases=[]"),
     (["monitor.trackers=[jsonl, csv, jsonl]"], "jsonl is named twice"),
+    (["monitor.log_model=true"], "mlflow alone takes a model"),
     (["rollout.max_num_batched_tokens=255"], "is below max_num_seqs=256"),
     (["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=149", "rollout.max_num_seqs=9"], "150"),
     (["actor.optimizer.weight_decay=1e4"], "takes all of each weight away"),
