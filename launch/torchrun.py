@@ -4,7 +4,7 @@ A store has no authentication, torchrun unpickles what is in it, and torchrun al
 Here it listens on the address of --rdzv-endpoint and --local-addr, or on 127.0.0.1 with --standalone.
 
 Ranks that refuse their input (exit status 2) are not started again. What they have said stands alone, and the status
-is 2.
+is 2. A node that hears nothing of the node of the rendezvous for ``--rdzv-conf lost_seconds=180`` ends.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.distributed.launcher import api
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.runtime.command import INPUT_STATUS, command
 from rlhf_megatron.runtime.rank_logs import FOLDER
+from rlhf_megatron.runtime.rendezvous_watch import LOST_SECONDS, watch_rendezvous
 from rlhf_megatron.topology.open_files import raise_file_limit
 from rlhf_megatron.topology.store import serve_store
 from rlhf_megatron.untrusted import reason_of, shown
@@ -86,6 +87,8 @@ def main() -> int:
         config, program, arguments = configured(options)
     except (ValueError, AssertionError) as error:
         raise error if isinstance(error, UserError) else UserError(f"torchrun: {reason_of(error)}") from error
+    if store is None and config.rdzv_backend == "c10d":
+        watch_rendezvous(*parse_rendezvous_endpoint(config.rdzv_endpoint, DEFAULT_PORT), lost_seconds_of(config))
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     logging.getLogger(LOGGER).addFilter(is_news)
     try:
@@ -149,6 +152,18 @@ def configured(options: argparse.Namespace) -> tuple[api.LaunchConfig, Any, list
     if options.master_port is None:
         options.master_port = 29500
     return run.config_from_args(options)
+
+
+def lost_seconds_of(config: api.LaunchConfig) -> float:
+    """The seconds without an answer of the rendezvous after which its node is lost; raises UserError."""
+    given = config.rdzv_configs.get("lost_seconds", LOST_SECONDS)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--rdzv-conf: lost_seconds={shown(given, 40)}: must be a time above 0")
+    return seconds
 
 
 def status_of(error: ChildFailedError) -> int:

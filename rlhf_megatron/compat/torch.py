@@ -123,11 +123,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+_VARIANTS = 128  # torch refuses a ninth; models, roles, passes with and without gradients each need some
+
+
 def with_constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function to which Python's floats are constants, of which each value has code of its own."""
     from torch._dynamo import config
 
-    return config.patch(specialize_float=True)(compiled)  # type: ignore[no-any-return]
+    return config.patch(specialize_float=True, recompile_limit=_VARIANTS)(compiled)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -65,11 +65,6 @@ class Hosts:
                 reason = getattr(error, "stderr", str(error)).strip().splitlines()[0]
                 pytest.skip(f"links cannot be shaped by {kind[0]} here: {reason}")
 
-    def set_retries(self, host: int, retries: int) -> None:
-        """Sets how often a host's kernel sends a packet again before it takes the other end for lost."""
-        setting = f"echo {retries} > /proc/sys/net/ipv4/tcp_retries2"
-        run("ip", "netns", "exec", self.names[host], "sh", "-c", setting)
-
     def vanish(self, host: int, command: Command) -> float:
         """Pulls a host's cable and kills all that runs on it; returns the time."""
         self.plug(host, "down")
@@ -93,13 +88,16 @@ class Hosts:
         counts = [answer[0]["stats64"]["tx"] for answer in answers]
         return sum(count["bytes"] - HEADERS * count["packets"] for count in counts)
 
-    def start(self, host: int, folder: Path, ranks: int, script: str, *arguments: str, restarts: int = 0) -> Command:
+    def start(
+        self, host: int, folder: Path, ranks: int, script: str, *arguments: str, restarts: int = 0, ours: str = ""
+    ) -> Command:
         """torchrun with so many ranks on a host, as docs/recovery.md shows it; the first host has the
-        rendezvous."""
-        launcher = ["-m", "torch.distributed.run", f"--nnodes={len(self.names)}", f"--nproc-per-node={ranks}"]
+        rendezvous. ``ours``: launch/torchrun.py, with more of --rdzv-conf."""
+        launcher = [str(ROOT / "launch" / "torchrun.py")] if ours else ["-m", "torch.distributed.run"]
+        launcher += [f"--nnodes={len(self.names)}", f"--nproc-per-node={ranks}"]
         launcher += [f"--max-restarts={restarts}", "--rdzv-backend=c10d", "--rdzv-id=cable"]
         # A namespace has no host name of its own by which torchrun could tell whether the rendezvous is its.
-        launcher += [f"--rdzv-endpoint={self.addresses[0]}:29500", f"--rdzv-conf=is_host={host == 0}"]
+        launcher += [f"--rdzv-endpoint={self.addresses[0]}:29500", f"--rdzv-conf={ours or f'is_host={host == 0}'}"]
         launcher += [f"--local-addr={self.addresses[host]}", str(ROOT / script), *arguments]
         on_node = str(ROOT / "tests" / "end_to_end" / "on_node.py")
         return Command([sys.executable, "-P", on_node, self.names[host], *launcher], folder)

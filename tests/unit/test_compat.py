@@ -10,8 +10,10 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names
+from rlhf_megatron.compat import torch as torch_patches
 from rlhf_megatron.compat.patches import PATCHES, Patch, warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName, missing, missing_of_installed
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
@@ -135,3 +137,11 @@ def test_vllm_is_known_to_its_own_folders_only() -> None:
                 assert not module.startswith(("rlhf_megatron.compat.vllm", "rlhf_megatron.rollout.vllm.vllm_engine")), (
                     own
                 )
+
+
+def test_a_compiled_function_has_code_for_more_floats_than_torch_allows() -> None:
+    times = torch_patches.with_constant_floats(
+        torch.compile(lambda values, factor: values * factor, dynamic=True, fullgraph=True, backend="eager")
+    )
+    for factor in range(20):
+        assert times(torch.ones(3), factor + 0.5).tolist() == [factor + 0.5] * 3
