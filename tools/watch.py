@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 
 from rlhf_megatron.errors import MonitorError
-from rlhf_megatron.monitor.page_server import Pages, PageServer, is_loopback, listening_socket, page_token, url_of
+from rlhf_megatron.monitor.access import is_loopback
+from rlhf_megatron.monitor.page_server import Pages, PageServer, listening_socket, page_token, url_of
 from rlhf_megatron.monitor.run_choice import runs_by_label
 from rlhf_megatron.runtime.command import ArgumentParser, command
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 from rlhf_megatron.child_python import child_command
+from rlhf_megatron.monitor.access import TOKEN_VARIABLE, is_loopback
 from rlhf_megatron.monitor.page_server import (
-    TOKEN_VARIABLE,
     Pages,
     PageServer,
-    is_loopback,
     listening_socket,
     page_token,
     url_of,

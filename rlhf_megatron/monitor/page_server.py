@@ -5,10 +5,9 @@ Reads the runs' folders at each request and writes nothing. One process serves i
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import hmac
 import http.server
-import ipaddress
 import os
 import secrets
 import socket
@@ -20,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.access import Access, Tokens, bearer_token, given_tokens
 from rlhf_megatron.monitor.page import correct_from, overview_values, view_of
 from rlhf_megatron.monitor.rendering import policy, render, render_part
 from rlhf_megatron.monitor.rollout_view import filters_of, rollouts_view
 from rlhf_megatron.monitor.run_files import FilesOfRun
 from rlhf_megatron.monitor.run_view import RunView
-from rlhf_megatron.redaction import read_secret
 from rlhf_megatron.untrusted import reason_of, shown
 
-TOKEN_VARIABLE = "RLHF_MEGATRON_PAGE_TOKEN"
-SHORTEST_TOKEN = 16
 SECONDS_OF_A_CONNECTION, MOST_CONNECTIONS = 15.0, 32
 TOKENS_OF_A_RESPONSE = 1500
 _LONGEST_QUERY = 4096
@@ -37,12 +34,7 @@ _LONGEST_QUERY = 4096
 
 def page_token() -> str:
     """Return the token that opens a page: of the environment, else a new one. Raises MonitorError for a short one."""
-    given = read_secret(TOKEN_VARIABLE)
-    if given and (len(given) < SHORTEST_TOKEN or not given.isascii() or not given.isprintable()):
-        raise MonitorError(
-            f"the token in {TOKEN_VARIABLE} is not {SHORTEST_TOKEN} printable ASCII characters or more; choose another"
-        )
-    return given or secrets.token_urlsafe(24)
+    return given_tokens().page or secrets.token_urlsafe(24)
 
 
 def listening_socket(address: str, port: int, where: str) -> socket.socket:
@@ -55,14 +47,6 @@ def listening_socket(address: str, port: int, where: str) -> socket.socket:
             f"{where}: cannot listen on {shown(address, 60)}:{port} ({reason_of(error)}); choose another port, or 0 "
             "for any that is free"
         ) from error
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def url_of(address: str, port: int, token: str) -> str:
@@ -78,13 +62,13 @@ class Pages:
         self._lock = threading.Lock()
         self._views: dict[str, tuple[object, RunView]] = {}
 
-    def overview(self) -> str:
-        """Return the whole page of the runs."""
-        return render("overview.html.j2", self._title, live=True, **self._overview_values())
+    def overview(self, access: Access = "all") -> str:
+        """Return the whole page of the runs, as far as a reader may read it."""
+        return render("overview.html.j2", self._title, live=True, **self._overview_values(access))
 
-    def part(self) -> str:
+    def part(self, access: Access = "all") -> str:
         """Return the overview's content alone."""
-        return render_part("overview.html.j2", **self._overview_values())
+        return render_part("overview.html.j2", **self._overview_values(access))
 
     def rollouts(self, query: Mapping[str, str]) -> str:
         """Return the page of kept rows; raises MonitorError for a filter that is none."""
@@ -97,9 +81,13 @@ class Pages:
         """Return a page that says one thing."""
         return render("message.html.j2", self._title, live=True, message=text)
 
-    def _overview_values(self) -> dict[str, Any]:
+    def _overview_values(self, access: Access) -> dict[str, Any]:
         with self._lock:
-            return overview_values([self._view(label, folder) for label, folder in self._runs.items()], self._runs)
+            views = [self._view(label, folder) for label, folder in self._runs.items()]
+            if access == "all":
+                return overview_values(views, self._runs)
+            without_text = [dataclasses.replace(view, samples=[]) for view in views]
+            return overview_values(without_text, self._runs) | {"rollouts": None}
 
     def _view(self, label: str, folder: Path) -> RunView:
         """The view of a run; that of its files as they are is made once, and once more where it may be silent."""
@@ -132,6 +120,7 @@ class PageServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, pages: Pages, token: str, listening: socket.socket) -> None:
         self.pages, self.token = pages, token
+        self.tokens = Tokens(token, given_tokens().metrics)
         self.address_family = listening.family
         super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
@@ -175,18 +164,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(400, "the address has too many fields\n", "text/plain")
             return
         query = dict(pairs)
-        if "token" in query and self._is_token(query["token"]):
-            self._let_in(path)
-        elif self._may_read():
-            self._serve(path, query)
+        access = self._access()
+        if self.server.tokens.access(query.get("token", "")):
+            self._let_in(path, query["token"])
+        elif access:
+            self._serve(path, query, access)
         else:
             self._answer(403, "open the address with its token, as the command printed it\n", "text/plain")
 
     do_HEAD = do_GET
 
-    def _serve(self, path: str, query: Mapping[str, str]) -> None:
+    def _serve(self, path: str, query: Mapping[str, str], access: Access) -> None:
         pages = self.server.pages
-        routes = {"/": pages.overview, "/part": pages.part, "/rollouts": lambda: pages.rollouts(query)}
+        routes = {
+            "/": lambda: pages.overview(access),
+            "/part": lambda: pages.part(access),
+            "/rollouts": lambda: pages.rollouts(query),
+        }
+        if path == "/rollouts" and access != "all":
+            self._answer(403, "this token opens numbers alone; prompts and responses need the page's\n", "text/plain")
+            return
         if path not in routes:
             self._answer(404, "there is no such page\n", "text/plain")
             return
@@ -201,24 +198,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except Exception as error:  # one page that cannot be made must not end the server's others
             self._answer(500, f"the page cannot be made ({type(error).__name__})\n", "text/plain")
 
-    def _let_in(self, path: str) -> None:
+    def _let_in(self, path: str, token: str) -> None:
         """The token moves from the address, which browsers remember and show, into a cookie."""
         self.send_response(303)
         self.send_header("Location", path if path in ("/", "/rollouts") else "/")
-        self.send_header("Set-Cookie", f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict")
+        self.send_header("Set-Cookie", f"{self.server.cookie}={token}; Path=/; HttpOnly; SameSite=Strict")
         self.send_header("Content-Length", "0")
         self._send_guards()
         self.end_headers()
 
-    def _may_read(self) -> bool:
-        scheme, _, bearer = self.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
-            return True
+    def _access(self) -> Access | None:
+        """What this request may read, by the token in its header or cookie."""
         cookies = (pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";"))
-        return any(name == self.server.cookie and self._is_token(value) for name, _, value in cookies)
-
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode("utf-8", "replace"), self.server.token.encode())
+        own = [value for name, _, value in cookies if name == self.server.cookie]
+        tokens = [bearer_token(self.headers.get("Authorization", "")), *own]
+        return next(filter(None, map(self.server.tokens.access, tokens)), None)
 
     def _answer(self, status: int, text: str, kind: str = "text/html") -> None:
         body = text.encode("utf-8", "replace")

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from rlhf_megatron.durable import move_aside, whole_file, write_text
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.access import METRICS_VARIABLE, given_tokens, guarded, is_loopback
 from rlhf_megatron.monitor.records import MOST_BYTES, record_of, set_damaged_aside, set_huge_aside
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.redaction import redact
@@ -273,6 +274,7 @@ class PrometheusTracker:
         client = _import("prometheus_client", "prometheus-client")
         self._client, self._run, self._registry = client, run_folder.name, client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
+        tokens = given_tokens()
         try:
             self._server, self._thread = client.start_http_server(port, address, self._registry)
         except OSError as error:
@@ -281,7 +283,10 @@ class PrometheusTracker:
                 "port, or 0 for any that is free"
             ) from error
         self.port: int = self._server.server_port
-        print(f"metrics for Prometheus: http://{address}:{self.port}/metrics", flush=True)
+        if tokens.is_any:
+            self._server.set_app(guarded(self._server.get_app(), tokens))
+        is_open = "" if tokens.is_any or is_loopback(address) else f"open to all ({METRICS_VARIABLE} is not set), "
+        print(f"metrics for Prometheus: {is_open}http://{address}:{self.port}/metrics", flush=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Replace the values of the metrics that this step has."""

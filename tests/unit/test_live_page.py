@@ -15,10 +15,11 @@ import pytest
 import watch
 
 from rlhf_megatron.errors import MonitorError
+from rlhf_megatron.monitor.access import METRICS_VARIABLE, TOKEN_VARIABLE
 from rlhf_megatron.monitor.kept_files import key_of, read_rows
 from rlhf_megatron.monitor.kept_rows import TURNS
 from rlhf_megatron.monitor.page_process import PageProcess
-from rlhf_megatron.monitor.page_server import TOKEN_VARIABLE, PageServer, page_token
+from rlhf_megatron.monitor.page_server import PageServer, page_token
 from rlhf_megatron.monitor.rollout_view import Filters, filters_of, rollouts_view
 from rlhf_megatron.recipe import RecipeError, load_recipe
 from rlhf_megatron.recipe.operations import PageSection
@@ -73,6 +74,26 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(server: PageServer) -
 def test_nothing_is_told_without_the_token(server: PageServer, path: str, headers: dict[str, str]) -> None:
     status, text, _ = get(server.server_port, path, **headers)
     assert (status, text) == (403, "open the address with its token, as the command printed it\n")
+
+
+def test_a_token_for_numbers_opens_no_prompts_and_no_responses(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setenv(METRICS_VARIABLE, "numbers-of-the-test")
+    with watch.server_of([str(run)], "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        cookie = get(server.server_port, "/?token=numbers-of-the-test")[2]["Set-Cookie"].partition(";")[0]
+        for path in ("/", "/part"):
+            whole, (status, numbers, _) = opened(server, path)[1], get(server.server_port, path, Cookie=cookie)
+            assert "question 1?" in whole and "an answer" in whole
+            assert status == 200 and "question 1?" not in numbers and "an answer" not in numbers
+            assert "reward/mean" in numbers or "Reward" in numbers
+        status, text, _ = get(server.server_port, "/rollouts", Authorization="Bearer numbers-of-the-test")
+        assert status == 403 and text.startswith("this token opens numbers alone")
+        assert get(server.server_port, "/", Authorization="Bearer another-token-here")[0] == 403
+        server.shutdown()
+    monkeypatch.setenv(METRICS_VARIABLE, TOKEN)
+    with pytest.raises(MonitorError, match=f"{METRICS_VARIABLE} has the token of {TOKEN_VARIABLE}"):
+        page_token()
 
 
 @pytest.mark.parametrize("path", ["/recipe.yaml", "/../one/recipe.yaml", "/rollouts/step-2.parquet", "/part/"])

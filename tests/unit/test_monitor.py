@@ -450,6 +450,22 @@ def test_prometheus_reads_the_newest_values(tmp_path: Path, capsys: pytest.Captu
         urllib.request.urlopen(url, timeout=10)
 
 
+def test_prometheus_asks_for_the_token_where_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_MEGATRON_METRICS_TOKEN", "a-token-of-the-test")
+    settings = {"monitor": {"prometheus": {"address": "127.0.0.1", "port": 0}}}
+    with MetricsLogger(prepared(tmp_path, "run-1"), Settings(("prometheus",)), settings) as logger:
+        url = capsys.readouterr().out.split()[-1]
+        logger.log(1, {"train/loss": 2.0})
+        for header in ({}, {"Authorization": "Bearer a-token"}, {"Authorization": "Basic a-token-of-the-test"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(url, headers=header), timeout=10)
+        asked = urllib.request.Request(url, headers={"Authorization": "Bearer a-token-of-the-test"})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert "rlhf_megatron_train_loss" in answer.read().decode()
+
+
 # Console
 
 
