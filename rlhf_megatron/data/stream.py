@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,6 +89,7 @@ class PromptStream:
         }
         self._drawn, self._left_out = 0, 0  # prompts handed out, and rows that were left out before them
         self._positions = (0,) * len(datasets)
+        self._waited = 0.0  # seconds for prompts since `take_wait_ms`
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-reader")
         self._restart()
 
@@ -106,9 +108,10 @@ class PromptStream:
         """
         if count <= 0:
             raise ValueError(f"cannot draw {count} prompts; ask for one or more")
-        prompts = []
+        begun, prompts = time.perf_counter(), []
         for drawn in self._taken(count) if self._readers.count == 1 else itertools.islice(self._coming, count):
             prompts.append(drawn.prompt)
+        self._waited += time.perf_counter() - begun
         self._drawn += count
         self._positions, self._left_out = drawn.positions, drawn.left_out
         return prompts
@@ -144,7 +147,10 @@ class PromptStream:
                 for location in locations
             ]
 
-        return self._reader.submit(read_now).result()  # not beside what reads ahead
+        begun = time.perf_counter()
+        prompts = self._reader.submit(read_now).result()  # not beside what reads ahead
+        self._waited += time.perf_counter() - begun
+        return prompts
 
     def state(self) -> dict[str, Any]:
         """Return what `load` needs to go on behind the last prompt that was handed out (plain JSON values)."""
@@ -188,6 +194,11 @@ class PromptStream:
         epochs = [position / len(dataset) for position, dataset in zip(self._positions, self._datasets, strict=True)]
         names = [f"data/epoch/{name}" for name in self._names] if len(epochs) > 1 else ["data/epoch"]
         return {**dict(zip(names, epochs, strict=True)), "data/rows_left_out": float(self._left_out)}
+
+    def take_wait(self) -> dict[str, float]:
+        """Return the metric of the milliseconds since the last call that were spent waiting for prompts."""
+        waited, self._waited = self._waited, 0.0
+        return {"perf/data_loading_time_ms": waited * 1000.0}
 
     def data_sources(self) -> list[str]:
         """Return the distinct data sources of all parts; reads that column of every file."""

@@ -91,7 +91,8 @@ class StepRecorder:
         """
         context = self._context
         measured = self._measured(tokens, trained_on)
-        self.log(step, {**self._train.metrics(), **metrics, **measured, **self._start_metrics})
+        of_data = {**self._train.metrics(), **self._train.take_wait()}
+        self.log(step, {**of_data, **metrics, **measured, **self._start_metrics})
         self._start_metrics = {}
         for role in self._roles:
             bad_gradients = role.take_bad_gradients()
@@ -164,12 +165,14 @@ class StepRecorder:
             **self._gpus.metrics(),
             "train/step_time_ms": elapsed * 1000.0,
             "perf/tokens_per_gpu_per_sec": tokens / elapsed / context.world_size,
+            "perf/samples_per_sec": trained_on.rows / elapsed,
             **context.network.metrics(context.phases.times(), elapsed, tokens),
             **training_speed(context.recipe, self._roles[0], trained_on, context.seconds("update")),
             **{
-                f"{'train' if role is self._roles[0] else role.name}/gradient_sync_ms": role.take_gradient_sync_ms()
+                f"{'train' if role is self._roles[0] else role.name}/{name}": milliseconds
                 for role in self._roles
                 if role.learns
+                for name, milliseconds in role.take_times_ms().items()
             },
         }
         actor_peaks = [peaks[phase] for phase in ("logprobs", "update") if phase in peaks]

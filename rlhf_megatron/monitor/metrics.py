@@ -27,7 +27,7 @@ FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
 OF_THE_MACHINE = (
     *("time/", "start/", "memory/", "network/", "perf/", "train/step_time", "reward/latency"),
     *("rollout/throughput", "rollout/replica_imbalance", "rollout/turn_latency"),
-    *("train/gradient_sync", "critic/gradient_sync"),
+    *(f"{role}/{part}" for role in ("train", "critic") for part in ("gradient_sync", "forward_time", "backward_time")),
 )
 
 

@@ -5,6 +5,7 @@ What is read of the model and what becomes of it are given; this knows the packi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import deterministic_kernels
 from rlhf_megatron.models.flops import attention_cost
 from rlhf_megatron.models.packed_sequences import PackedSequences
+from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.roles.outputs import Output, Scalars, joined
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.pipeline import PipelineLinks
@@ -62,6 +64,7 @@ class Passes:
         self._row_alignment = 2 * layout.context if layout.context > 1 else 1
         self._alignment = self._row_alignment * (layout.tensor if config.sequence_parallel else 1)
         self._communicator = PipelineLinks(groups, config)
+        self._training, self._forward = Stopwatch(), Stopwatch()  # of passes with gradients, and their forward part
 
     def run(
         self,
@@ -94,9 +97,10 @@ class Passes:
             self._micro_batch, batch, fields=fields, per_row=output.per_row, alignment=length, prompted=prompted
         )
         iterators = [map(prepare, own) for _ in range(chunks)]
-        with deterministic_kernels(self._config.deterministic_mode):
+        step = functools.partial(self._forward_step, output=output, loss_of=loss_of, is_timed=not forward_only)
+        with deterministic_kernels(self._config.deterministic_mode), _timed(self._training, not forward_only):
             schedule(
-                forward_step_func=functools.partial(self._forward_step, output=output, loss_of=loss_of),
+                forward_step_func=step,
                 data_iterator=iterators if chunks > 1 else iterators[0],
                 model=self._chunks,
                 num_microbatches=len(own),
@@ -107,6 +111,12 @@ class Passes:
                 p2p_communicator=self._communicator,
             )
         return self._imbalance(batch, own, prompted)
+
+    def take_times_ms(self) -> tuple[float, float]:
+        """Returns this rank's milliseconds since the last call in the forward part of passes with gradients, and in
+        the rest of them: backward, gradient reduction, waits for other pipeline stages. Waits for the device."""
+        forward = self._forward.take()
+        return forward, max(0.0, self._training.take() - forward)
 
     def own_rows(self, lengths: Tensor, rows_together: int = 1) -> list[int]:
         """This data-parallel rank's share of rows of which every rank has all, of these lengths."""
@@ -194,7 +204,12 @@ class Passes:
         return choices.chunk(groups.tp.size())[groups.tp.rank()]
 
     def _forward_step(
-        self, micro_batches: Iterator[MicroBatch], model: Any, output: Output, loss_of: Callable[..., Tensor]
+        self,
+        micro_batches: Iterator[MicroBatch],
+        model: Any,
+        output: Output,
+        loss_of: Callable[..., Tensor],
+        is_timed: bool,
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         micro = next(micro_batches)
         # Transformer Engine's context parallelism asks for the boundaries with padding, which here are the boundaries.
@@ -218,10 +233,16 @@ class Passes:
 
         def finish(parts: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             # Megatron wants a count of tokens too; the loss carries its weights already.
-            whole = joined(parts.unbind(), micro, self._groups.cp)
-            return loss_of(whole, micro), torch.zeros([], dtype=torch.int), {}
+            with _timed(self._forward, is_timed):
+                whole = joined(parts.unbind(), micro, self._groups.cp)
+                return loss_of(whole, micro), torch.zeros([], dtype=torch.int), {}
 
-        of_model = model(
-            micro.tokens[None], micro.positions[None], None, packed_seq_params=packed, output_processor=read
-        )
+        with _timed(self._forward, is_timed):
+            of_model = model(
+                micro.tokens[None], micro.positions[None], None, packed_seq_params=packed, output_processor=read
+            )
         return of_model, finish
+
+
+def _timed(stopwatch: Stopwatch, is_timed: bool) -> contextlib.AbstractContextManager[None]:
+    return stopwatch.running() if is_timed else contextlib.nullcontext()

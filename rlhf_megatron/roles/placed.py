@@ -31,6 +31,7 @@ from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.team import Team, whole_world
 
 Value = TypeVar("Value")
+TIMES = ("gradient_sync_ms", "forward_time_ms", "backward_time_ms")
 
 
 class AdaptersNotFinite(NotFiniteError):
@@ -174,11 +175,11 @@ class PlacedRole:
         learn meanwhile."""
         return self.local.update(batch, fields, objective, **how) if self.local else {}
 
-    def take_gradient_sync_ms(self) -> float:
-        """The mean of ``Trainer.take_gradient_sync_ms`` over the role's ranks, on every rank of the world."""
-        trainer = self.local.trainer if self.local else None
-        own = trainer.take_gradient_sync_ms() if trainer else 0.0
-        return sum_over_ranks([own])[0] / len(self.ranks)
+    def take_times_ms(self) -> dict[str, float]:
+        """The means of ``Role.take_times_ms`` over the role's ranks, on every rank of the world."""
+        own = self.local.take_times_ms() if self.local else dict.fromkeys(TIMES, 0.0)
+        sums = sum_over_ranks([own[name] for name in TIMES])
+        return {name: total / len(self.ranks) for name, total in zip(TIMES, sums, strict=True)}
 
     def take_bad_gradients(self) -> str:
         """``Trainer.take_bad_gradients`` on every rank of the world; "" of a role that does not learn."""

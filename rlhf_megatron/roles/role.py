@@ -213,6 +213,13 @@ class Role:
             outputs.copy_(self._reduction.gather_outputs(loss.outputs, *outputs.shape))
         return self._reduction.mean_metrics(loss.metrics) | step
 
+    def take_times_ms(self) -> dict[str, float]:
+        """Returns this rank's milliseconds in updates since the last call, by part: ``forward_time``,
+        ``backward_time`` (``Passes.take_times_ms``) and ``gradient_sync`` (``Trainer.take_gradient_sync_ms``)."""
+        forward, backward = self._passes.take_times_ms()
+        sync = self.trainer.take_gradient_sync_ms() if self.trainer else 0.0
+        return {"gradient_sync_ms": sync, "forward_time_ms": forward, "backward_time_ms": backward}
+
     def _take_step(self, run_passes: Callable[[], dict[str, float]], loss: StepLoss) -> dict[str, float]:
         """Runs the passes of a step and the optimizer; returns their metrics, without those of the objective."""
         trainer = self.trainer

@@ -196,6 +196,12 @@ def test_memory_balance_and_speed_are_logged(tensor_parallel: dict[int, dict[str
         assert trained == pytest.approx(stepped), "every token that was generated is trained on, once"
         assert "perf/mfu_training" not in metrics, "a CPU has no peak to compare with"
         assert 0 < metrics["train/gradient_sync_ms"] < 1000 * metrics["time/update"]
+        forward, backward = metrics["train/forward_time_ms"], metrics["train/backward_time_ms"]
+        assert min(forward, backward) > 0 and forward + backward < 1000 * metrics["time/update"]
+        assert metrics["train/gradient_sync_ms"] < backward
+        rows = RECIPE["batch"]["prompts_per_step"] * RECIPE["batch"]["responses_per_prompt"]
+        assert metrics["perf/samples_per_sec"] * metrics["train/step_time_ms"] / 1000 == pytest.approx(rows)
+        assert 0 < metrics["perf/data_loading_time_ms"] < metrics["train/step_time_ms"]
     parts = ("launch", "data", "actor", "reference", "engine", "regather", "evaluate")
     assert sum(tensor_parallel[1][f"start/{part}"] for part in parts) <= tensor_parallel[1]["start/total"]
     assert "start/total" not in tensor_parallel[2]

@@ -283,6 +283,8 @@ def test_an_epoch_has_every_usable_row_once(tokenizer: Tokenizer, tmp_path: Path
     stream.next(1)
     assert stream.metrics()["data/rows_left_out"] == 6.0
     assert 3.0 < stream.metrics()["data/epoch"] < 3.2
+    waits = [stream.take_wait()["perf/data_loading_time_ms"] for _ in range(2)]
+    assert waits[0] > 0.0 == waits[1]
     with pytest.raises(ValueError, match="cannot draw 0 prompts"):
         stream.next(0)
 
