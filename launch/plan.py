@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_megatron.data.epochs import planned_in_steps
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.planning.layout_search import Candidate, find_layouts, nearest_layout
 from rlhf_megatron.planning.model_folders import planned_architectures
@@ -36,7 +37,9 @@ def main() -> int:
     world = number_of_gpus("--world", arguments.world)
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise UserError(f"--price={arguments.price}: must be 0 or more")
-    recipe = planned(load_rl(arguments.recipe, arguments.overrides))
+    recipe = planned_in_steps(planned(load_rl(arguments.recipe, arguments.overrides)))
+    if not recipe.steps:
+        raise UserError("epochs: the training files are not on this machine to count them; give steps too")
     candidates = find_layouts(recipe, world)
     if not candidates:
         nearest = nearest_layout(recipe, world)

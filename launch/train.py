@@ -61,9 +61,11 @@ def main() -> int:
 
 def show_plan(recipe: AnyRecipe, world_size: int) -> int:
     """Prints the plan and what checks of files saw, then every mistake that was found; returns the exit status."""
+    from rlhf_megatron.data.epochs import planned_in_steps
     from rlhf_megatron.planning.report import plan_errors, plan_text
     from rlhf_megatron.preflight.file_checks import check_lines, file_checks, mistakes_of
 
+    recipe = planned_in_steps(recipe)
     errors, checks, plan = plan_errors(recipe, world_size), file_checks(recipe), list[str]()
     errors = errors or errors_of([lambda: plan.append(plan_text(recipe, world_size))])
     if plan:

@@ -45,6 +45,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, Served] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []
+        self.away = 0  # so many requests are answered with 503 first
 
     @property
     def address(self) -> str:
@@ -96,6 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append((self.command, path, {name.lower(): value for name, value in self.headers.items()}))
+        if self.server.away:
+            self.server.away -= 1
+            return self._refuse(503, "")
         match = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?(/.*)?", path)
         match = match or re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/(resolve)/([^/]+)/(.+)", path)
         if match is None:

@@ -33,11 +33,13 @@ class Data:
         train: the training prompts.
         validation: what is evaluated on, in its order; None where the recipe has nothing.
         notes: lines for the person who watches.
+        rows: training rows of an epoch: those that can be used, where all were checked; else all that are not held out.
     """
 
     train: PromptStream
     validation: list[Prompt] | None
     notes: list[str]
+    rows: float
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,15 @@ def open_data(
     total = sum(map(len, datasets))
     notes = []
     keys: set[int] = set()
+    rows = total * (1 - section.validation_fraction)
     if total <= CHECKED_ROWS:
-        left_out = 0
+        left_out = rows = 0
         for dataset in datasets:
             usable, too_long = _sort_out(dataset.read_all())
             if not usable:
                 raise dataset.none_left(len(dataset))
             left_out += too_long
+            rows += len(usable)
             keys.update(usable)
         notes += _left_out_note(section, "training", left_out, total)
     else:
@@ -99,7 +103,8 @@ def open_data(
                 f"warning: {shared} of {seen} validation prompts are also in data.train_files; take them out there, or "
                 "the evaluation says nothing about new prompts"
             )
-    return Data(PromptStream(datasets, section, seed, readers), validation.prompts if validation else None, notes)
+    stream = PromptStream(datasets, section, seed, readers)
+    return Data(stream, validation.prompts if validation else None, notes, rows)
 
 
 def open_validation(

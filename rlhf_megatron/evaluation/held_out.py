@@ -58,7 +58,9 @@ def _answers(
 ) -> pa.Table | None:
     """The ``sample_table`` of all replicas, on rank 0."""
     settings = recipe.evaluation
-    sampling = dataclasses.replace(worker.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=-1)
+    sampling = dataclasses.replace(
+        worker.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=-1, by_length=()
+    )
     groups = [Group(prompt) for prompt in prompts]
     samples = settings.samples_per_prompt
     generated = worker.generate(groups, samples, sampling, NO_STEP, for_training=False)  # the same seeds every time

@@ -5,7 +5,6 @@ It is collected as the loop asks for it, or ahead of it by ranks that only gener
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -95,7 +94,8 @@ class Collector:
                 "rollout/groups_surplus": float(_groups([surplus])),
                 "rollout/groups": float(_groups([rows])),
             }
-        metrics |= self._train.metrics()  # where the data stand, which only ranks that draw prompts know
+        # Where the data stand, and how long it took, which only ranks that draw prompts know.
+        metrics |= self._train.metrics() | self._train.take_wait()
         return Collected(rows, metrics, sum(each.tokens for each in sampled + greedy))
 
     @property
@@ -172,7 +172,7 @@ class Collector:
         rows = self._answers(groups, responses, sampling, step, sampled, first_group * responses, wanted)
         self._waiting += sampled[-1].left
         if recipe.algorithm.advantage == "remax":
-            sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+            sampling = sampling.greedy()
             answered, group_of_row = rows.numbers.group_id.unique(return_inverse=True)
             asked = [Group(groups[index].drawn) for index in answered.tolist()]
             baselines = self._answers(asked, 1, sampling, step, greedy).numbers.rewards

@@ -62,7 +62,7 @@ class Group:
 def requests_for(
     groups: Sequence[Group],
     responses_per_prompt: int,
-    max_tokens: int,
+    max_tokens_of: Callable[[int], int],
     seed_of: Callable[[int], int],
     replica: int = 0,
     in_order: bool = False,
@@ -73,7 +73,7 @@ def requests_for(
 
     What comes last is what all replicas wait for, so it should not take long: it has short prompts, unless groups are
     to be answered ``in_order``. Response k of group i is row ``i * responses_per_prompt + k``, with the sampling seed
-    ``seed_of`` its row, and ``limit_of`` tokens at most where that is given.
+    ``seed_of`` its row, at most ``max_tokens_of`` its prompt's length, and ``limit_of`` its row where that is given.
     """
 
     everything = range(responses_per_prompt)
@@ -89,7 +89,7 @@ def requests_for(
         group, requests = groups[index], []
         for number in lacking.get(index, everything):
             row, key = index * responses_per_prompt + number, None if group.number is None else (group.number, number)
-            begun, most = _begun(group, number, max_tokens), limit_of(row) if limit_of else None
+            begun, most = _begun(group, number, max_tokens_of), limit_of(row) if limit_of else None
             requests.append(Request(row, group.prompt.token_ids, seed_of(row), index, begun, most, key))
         return requests
 
@@ -102,7 +102,7 @@ def requests_for(
         first + offset: completion
         for first, index in zip(firsts, order, strict=False)
         for offset, number in enumerate(lacking.get(index, ()))
-        if (completion := _begun(groups[index], number, max_tokens))
+        if (completion := _begun(groups[index], number, max_tokens_of))
     }
     return GroupedRequests(order, sizes, prompt_tokens, begun, make)
 
@@ -112,10 +112,10 @@ def _lacking(group: Group, numbers: Iterable[int]) -> list[int]:
     return [number for number in numbers if number not in group.begun or not group.begun[number].is_whole]
 
 
-def _begun(group: Group, number: int, max_tokens: int) -> Completion | None:
+def _begun(group: Group, number: int, max_tokens_of: Callable[[int], int]) -> Completion | None:
     """What there is of a response; None where that is of a recipe that allowed more tokens."""
     begun = group.begun.get(number)
-    return begun if begun and len(begun.token_ids) < max_tokens else None
+    return begun if begun and len(begun.token_ids) < max_tokens_of(group.drawn.length) else None
 
 
 def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:

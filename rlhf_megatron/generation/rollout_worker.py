@@ -36,9 +36,10 @@ from rlhf_megatron.generation.staleness import StepGoal
 from rlhf_megatron.generation.waiting_rows import OwnTensors
 from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.recipe import RLRecipe
+from rlhf_megatron.recipe.rollout import PromptLengthSection, RolloutSection
 from rlhf_megatron.rewards.score import Scorer
 from rlhf_megatron.roles.reward_model import RewardModel
-from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Sampling, request_seed
+from rlhf_megatron.rollout.engine import Completion, GenerationRecord, Sampling, SamplingOfLength, request_seed
 from rlhf_megatron.rollout.grouped_requests import GroupedRequests
 from rlhf_megatron.rollout.response_lengths import LATEST
 from rlhf_megatron.rollout.work_queue import WorkQueue, WorkQueues
@@ -98,6 +99,7 @@ class RolloutWorker:
             section.top_k,
             section.max_response_length,
             () if section.drawn_lengths else tokenizer.stop_token_ids,
+            [_sampling_of_length(section, entry) for entry in section.by_prompt_length],
         )
 
     def generate(
@@ -202,7 +204,7 @@ class RolloutWorker:
         return requests_for(
             groups,
             responses_per_prompt,
-            sampling.max_tokens,
+            lambda length: sampling.of_prompt(length).max_tokens,
             lambda row: request_seed(seed, step, first_row + row),
             self._replica.index or 0,
             in_order=self._pauses,
@@ -346,6 +348,14 @@ class RolloutWorker:
             self._partner.close()
         self._packing_thread.shutdown()
         self.weight_sync.close()
+
+
+def _sampling_of_length(section: RolloutSection, entry: PromptLengthSection) -> SamplingOfLength:
+    """What an entry says, and of the section what it does not."""
+    chosen = entry.model_dump()
+    keys = ("top_p", "top_k", "max_response_length")
+    top_p, top_k, most = (getattr(section, key) if chosen[key] is None else chosen[key] for key in keys)
+    return SamplingOfLength(entry.up_to, top_p, top_k, most)
 
 
 def _journal_of(context: RunContext[RLRecipe], replica: Replica) -> Journal | None:

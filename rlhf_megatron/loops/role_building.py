@@ -64,7 +64,7 @@ class RoleBuilder:
                 make_layout(section.layout or recipe.actor.layout, len(ranks)),
                 ranks,
                 section,
-                dtype=recipe.model.dtype,
+                dtype=recipe.dtype_of(section),
                 seed=recipe.seed,
                 temperature=recipe.temperature,
                 optimizer=optimizer,

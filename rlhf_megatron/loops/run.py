@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.errors import TransientRewardError
+from rlhf_megatron.hub import HubUnreachable
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import check_trackers
 from rlhf_megatron.recipe import Recipe, RLRecipe, UserError, check_world
 from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
 from rlhf_megatron.runtime.claim import Claim
 from rlhf_megatron.runtime.health_rules import HealthStop
-from rlhf_megatron.runtime.recovery import RecoveryLog, RepeatedFault
-from rlhf_megatron.runtime.signals import stop_signals, stop_status
+from rlhf_megatron.runtime.recovery import NETWORK, RecoveryLog, RepeatedFault
+from rlhf_megatron.runtime.signals import stop_signals, stop_status, wait_unless_stopped
 from rlhf_megatron.runtime.skipped_steps import TooManySkippedSteps
 from rlhf_megatron.runtime.watchdog import forget_hang, watchdog
 from rlhf_megatron.topology.exchange import from_rank
@@ -123,12 +125,16 @@ def _begin(recipe: Recipe, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dic
     decided: Any = None
     if rank == 0:
         adaptation, reduced = adapt(recipe, recovery.of_this_launch())
+        wait = recovery.seconds_to_wait(recipe.retry)
         refusal = recovery.begin(recipe.retry.max_repeats, reduced)
-        decided = refusal, adaptation, recovery.starts()
+        decided = refusal, adaptation, recovery.starts(), wait
         forget_hang(recovery.path.parent, recovery.starts())
-    refusal, adaptation, starts = from_rank(decided)
+        if wait and not refusal:
+            print(f"waiting {wait:g} s after a fault (retry.interval_seconds, retry.network)", flush=True)
+    refusal, adaptation, starts, wait = from_rank(decided)
     if refusal:
         raise RepeatedFault(refusal)
+    wait_unless_stopped(wait)
     watchdog.watch(recovery.path.parent, starts, rank, dist.get_world_size(), recipe.retry)
     return with_budgets(recipe, adaptation.budgets), adaptation.skips
 
@@ -137,7 +143,15 @@ def _kind(error: Exception) -> dict[str, Any]:
     """Details of a fault for the next attempt, beside its text."""
     if isinstance(error, TooManySkippedSteps):
         return error.details
-    return {"kind": "out_of_memory"} if is_out_of_memory(error) else {}
+    if is_out_of_memory(error):
+        return {"kind": "out_of_memory"}
+    return {"kind": NETWORK} if _is_of_network(error) else {}
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """True for a service or the hub that cannot be reached, where an error or its causes say so."""
+    kinds = (TransientRewardError, HubUnreachable)
+    return error is not None and (isinstance(error, kinds) or _is_of_network(error.__cause__))
 
 
 def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, data_skips: dict[int, dict[str, Any]]) -> int:
@@ -177,7 +191,7 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, data_skips: dict[
     run.recorder.log_model(recipe.steps, folder)
     run.close()
     if run.context.rank == 0:
-        recovery.append("done", recipe.steps, "all steps are done")
+        recovery.append("done", run.recipe.steps, "all steps are done")
         if result.evaluations:
             headline = headline_metric(recipe) if isinstance(recipe, RLRecipe) else HEADLINES[recipe.loop]
             print(f"held-out {headline} {result.evaluations['first']:.2f} -> {result.evaluations['last']:.2f}")

@@ -17,6 +17,7 @@ from rlhf_megatron.checkpoint.manager import Checkpoints, sound_checkpoints
 from rlhf_megatron.checkpoint.parts import Part, SpreadPart
 from rlhf_megatron.checkpoint.storage import forget_best, step_of
 from rlhf_megatron.data.drawn_prompts import Readers
+from rlhf_megatron.data.epochs import in_steps
 from rlhf_megatron.data.opening import Data, open_data
 from rlhf_megatron.data.prompts import RESPONSES
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
@@ -140,6 +141,7 @@ def set_up(
             recipe.evaluation.max_prompts,
             _readers(context) if recipe.loop == "rl" else None,
         )
+    recipe = context.recipe = in_steps(recipe, data.rows)
     roles = RoleBuilder(context, architecture)
     actor = _build_actor(recipe, roles)
     exports = Exports(context, actor)
@@ -156,7 +158,7 @@ def set_up(
     source = checkpoint.parent.parent if checkpoint else None
     report = Report(context.folder, recipe, first_step, source) if context.rank == 0 else None
     context.console = report.console if report else None
-    for line in (*notes, *architecture.notes, *data.notes):
+    for line in (*notes, *architecture.notes, *data.notes, *_length_notes(recipe, data)):
         context.say(line)
     if gpus.problem:
         context.say(f"warning: the use of GPUs is not logged: {gpus.problem}")
@@ -165,6 +167,12 @@ def set_up(
     return TrainingRun(
         context, architecture, tokenizer, data, roles, actor, exports, recorder, checkpoint, checkpoints, at_end
     )
+
+
+def _length_notes(recipe: Recipe, data: Data) -> list[str]:
+    if recipe.epochs is None:
+        return []
+    return [f"epochs={recipe.epochs:g}: {recipe.steps} steps, of {data.rows:,.0f} training rows"]
 
 
 def _readers(context: RunContext[Any]) -> Readers | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -27,6 +29,8 @@ class Profiler:
             raise MonitorError("monitor.profile.tool: nsys records GPUs, and there is none; set it to torch")
         self._section, self._run, self._rank = section, run, rank
         self._step: int | None = None  # the one that is recorded
+        self._began = 0.0
+        self._timer: threading.Timer | None = None  # ends what nsys records, within a phase too
         self._nests = False
         self._times: Counter[str] = Counter()  # of each phase in this step
 
@@ -35,14 +39,29 @@ class Profiler:
         if step in self._section.steps and self._rank in self._section.ranks:
             self._step = step
             self._times.clear()
+            self._began = time.monotonic()
             if self._section.tool == "nsys":
                 torch.cuda.profiler.start()
+                self._start_timer()
 
     def end(self) -> None:
         """It has ended, and nsys closes what it has recorded."""
         if self._step is not None and self._section.tool == "nsys":
-            torch.cuda.profiler.stop()
-        self._step = None
+            if self._timer:
+                self._timer.cancel()
+                self._timer.join()
+            torch.cuda.profiler.stop()  # which does nothing where that was done already
+        self._step, self._timer = None, None
+
+    def _start_timer(self) -> None:
+        if self._section.duration_seconds is not None:
+            self._timer = threading.Timer(self._section.duration_seconds, torch.cuda.profiler.stop)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _is_over(self) -> bool:
+        limit = self._section.duration_seconds
+        return limit is not None and time.monotonic() - self._began >= limit
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -52,7 +71,7 @@ class Profiler:
         elif self._section.tool == "nsys":
             with torch.cuda.nvtx.range(name):
                 yield
-        elif name in self._section.phases and not self._nests:
+        elif name in self._section.phases and not self._nests and not self._is_over():
             with self._recorded(self._step, name):
                 yield
         else:

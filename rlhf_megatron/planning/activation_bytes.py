@@ -91,7 +91,7 @@ def _tensor_sums(
     passes: _Passes,
 ) -> None:
     tokens, outputs = (count / layout.data / layout.context for count in _tokens(recipe, name))
-    section, vector = recipe.roles[name], model.hidden * ELEMENT_BYTES[recipe.model.dtype]
+    section, vector = recipe.roles[name], model.hidden * _element_bytes(recipe, name)
     of_stage = layout.size // layout.pipeline
     sizes = []
     for stage in range(layout.pipeline):
@@ -118,7 +118,7 @@ def _between_stages(
 ) -> None:
     tokens = _tokens(recipe, name)[0] / layout.data / layout.context
     cut = layout.tensor if _is_sequence_parallel(recipe.roles[name], model) else 1
-    size = tokens * model.hidden * ELEMENT_BYTES[recipe.model.dtype] / cut
+    size = tokens * model.hidden * _element_bytes(recipe, name) / cut
     for group in layout.groups_along("pipeline"):
         for chunk in range(layout.virtual_pipeline):
             turns = [*group, group[0]] if chunk < layout.virtual_pipeline - 1 else group
@@ -145,7 +145,7 @@ def _to_experts(
     for group in layout.expert_groups_along("expert"):
         layers = stage_layer_indices(model, layout, group[0] // of_stage)
         routed = sum(_has_experts(model, layer) for layer in layers)
-        size = tokens * model.experts.chosen * model.hidden * ELEMENT_BYTES[recipe.model.dtype] * routed * ways
+        size = tokens * model.experts.chosen * model.hidden * _element_bytes(recipe, name) * routed * ways
         of_group = [hosts[at] for at in group]
         edges.spread(of_group, of_group, size * len(group))
 
@@ -162,7 +162,7 @@ def _keys_and_values(
     if layout.context == 1:
         return
     tokens = _tokens(recipe, name)[0] / layout.data / layout.context
-    of_token = kv_cache_bytes_per_token(model, layout.tensor, ELEMENT_BYTES[recipe.model.dtype]) / layout.pipeline
+    of_token = kv_cache_bytes_per_token(model, layout.tensor, _element_bytes(recipe, name)) / layout.pipeline
     size = tokens * of_token * (layout.context - 1) * (passes.forward + 2 * passes.backward)
     for group in layout.groups_along("context"):
         edges.ring([hosts[at] for at in group], size)
@@ -174,3 +174,7 @@ def _has_experts(model: Architecture, layer: int) -> bool:
 
 def _is_sequence_parallel(section: RoleSection, model: Architecture) -> bool:
     return section.sequence_parallel or bool(model.experts)
+
+
+def _element_bytes(recipe: RLRecipe, name: str) -> int:
+    return ELEMENT_BYTES[recipe.dtype_of(recipe.roles[name])]

@@ -163,6 +163,9 @@ def _batch_lines(recipe: Recipe, world_size: int, memory: Estimate) -> Iterator[
     data = len(role_ranks(recipe, "actor", world_size)) // recipe.actor.layout.model_gpus
     rows = batch.prompts_per_step * batch.rows_per_prompt
     updates = batch.updates_per_step
+    if recipe.epochs is not None:
+        of_run = f"{recipe.steps} steps, by all rows of the files" if recipe.steps else "steps are counted by the run"
+        yield f"{recipe.epochs:g} epochs: {of_run}"
     if isinstance(recipe, RLRecipe):
         yield f"{batch.prompts_per_step} prompts x {batch.rows_per_prompt} responses = {rows} rows"
         if memory.rollout is not None:
@@ -209,7 +212,9 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
             yield f"rollout: KV cache of responses in flight, in {where} during updates: {rollout.kv_cache:.1f}"
         if isinstance(recipe, RLRecipe) and recipe.why_weights_are_copied:
             yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
-    limit = recipe.cluster.gpu_memory_gb
+    limit, reserve = recipe.cluster.planned_memory_gb, recipe.cluster.memory_reserve_gb
+    if reserve:
+        yield f"{reserve:g} of {recipe.cluster.gpu_memory_gb:g} are kept free (cluster.memory_reserve_gb)"
     for phase, needed in memory.phases.items():
         verdict = f"does NOT fit: {_advice(recipe, phase, actor)}" if needed > limit else "fits"
         if verdict == "fits" and needed > TIGHT * limit:

@@ -195,7 +195,7 @@ def _check_window(
     fused = section.transformer_implementation != "local"
     if architecture.window is None or not fused or section.cp_comm_type != "p2p" or layout.context == 1:
         return
-    if transformer_engine_can(layout.context, recipe.model.dtype == "float32"):
+    if transformer_engine_can(layout.context, recipe.dtype_of(section) == "float32"):
         raise RecipeError(
             f"{name}.cp_comm_type=p2p: Transformer Engine's ring has no sliding window, and the model has one of "
             f"{architecture.window} tokens (sliding_window); use a2a or all_gather, or {name}.layout.context=1"

@@ -33,7 +33,7 @@ def exchange_seconds(
     elements = max(stage.gradients for stage in stages) * GB / _GRADIENT_BYTES
     second_for_each_byte = (ranks - 1) / ranks / ring(recipe.cluster, ranks, layout.tensor)
     gradients = _GRADIENT_BYTES * elements * second_for_each_byte * (1 if optimizer.distributed else 2)
-    weight_bytes = _GRADIENT_BYTES if section.adapters else ELEMENT_BYTES[recipe.model.dtype]
+    weight_bytes = _GRADIENT_BYTES if section.adapters else ELEMENT_BYTES[recipe.dtype_of(section)]
     weights = weight_bytes * elements * second_for_each_byte * optimizer.distributed
     of_rank = tokens / recipe.batch.minibatches_per_step / layout.data
     micro_batches = max(1.0, of_rank / (section.tokens_per_gpu * layout.context))

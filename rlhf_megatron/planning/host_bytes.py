@@ -146,7 +146,7 @@ def _gradients(
     """The sums of each data-parallel group, of the experts of theirs, in all updates of a step."""
     edges, optimizer = Edges(), section.learns_by
     assert optimizer is not None
-    weight_bytes = _GRADIENT_BYTES if section.adapters else ELEMENT_BYTES[recipe.model.dtype]
+    weight_bytes = _GRADIENT_BYTES if section.adapters else ELEMENT_BYTES[recipe.dtype_of(section)]
     reduced = _GRADIENT_BYTES * (2 if backend == "gloo" or not optimizer.distributed else 1)
     of_element = (reduced + weight_bytes * optimizer.distributed) * recipe.batch.updates_per_step
     of_stage = layout.size // layout.pipeline

@@ -74,7 +74,7 @@ def nearest_layout(recipe: RLRecipe, world: int) -> str:
     if not _caches_a_sequence(memory):
         return f"none has room for the KV cache of one sequence of full length; the nearest: {layout}"
     phase, needed = max(memory.phases.items(), key=lambda item: item[1])
-    usable = TIGHT * recipe.cluster.gpu_memory_gb
+    usable = TIGHT * recipe.cluster.planned_memory_gb
     return f"the nearest needs {needed:.1f} GB in phase {phase}, and {usable:.1f} GB are planned with: {layout}"
 
 
@@ -188,7 +188,7 @@ def _candidate(
         return None
     overrides, changed, memory = tried
     fullest = max(memory.phases.values())
-    if not _caches_a_sequence(memory) or fullest > TIGHT * recipe.cluster.gpu_memory_gb:
+    if not _caches_a_sequence(memory) or fullest > TIGHT * recipe.cluster.planned_memory_gb:
         return None
     time = expected_time(changed, architectures, world)
     return Candidate(overrides, changed, fullest, time) if time else None

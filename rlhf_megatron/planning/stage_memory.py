@@ -84,7 +84,7 @@ def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = T
 
 def all_logits(recipe: Recipe, section: RoleSection, architecture: Architecture) -> float:
     """GB of all logits of the largest micro-batch of an update, on each GPU of the last stage."""
-    layout, size = layout_of(recipe, section), ELEMENT_BYTES[recipe.model.dtype]
+    layout, size = layout_of(recipe, section), ELEMENT_BYTES[recipe.dtype_of(section)]
     tokens = micro_batch_tokens(recipe, section) // layout.context
     return size * tokens * architecture.padded_vocabulary(layout.tensor) / layout.tensor / GB
 
@@ -108,7 +108,7 @@ def repeated_keys(recipe: Recipe, section: RoleSection, tokens: int) -> float:
 def role_memory(recipe: Recipe, section: RoleSection, architecture: Architecture, gpus: int) -> list[StageMemory]:
     """Return the memory of every pipeline stage of a role on ``gpus``."""
     layout, learning = make_layout(layout_of(recipe, section), gpus), section.learns_by
-    size = ELEMENT_BYTES[recipe.model.dtype]
+    size = ELEMENT_BYTES[recipe.dtype_of(section)]
     tokens = micro_batch_tokens(recipe, section)
     forward_tokens = micro_batch_tokens(recipe, section, gradients=False) // layout.context
     longest = recipe.longest_sequence

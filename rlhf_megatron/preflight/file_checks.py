@@ -141,7 +141,7 @@ def written_files(recipe: Recipe) -> tuple[machine.Files, machine.Files]:
     """The checkpoints that lie in the run's folder at a time, the one that is being written included, and exports."""
     section, architectures = recipe.checkpoint, planned_architectures(recipe)
     kept = section.keep_last_k + 1 + (section.keep_best is not None) if section.save_interval else 0
-    in_between = (recipe.steps - 1) // section.export_interval if section.export_interval else 0
+    in_between = max(0, recipe.steps - 1) // section.export_interval if section.export_interval else 0
     return (
         machine.Files(kept, checkpoint_bytes(recipe, architectures)),
         machine.Files(in_between + section.export_at_end, export_bytes(recipe, architectures)),

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,12 +22,14 @@ from rlhf_megatron.hub import (
     DEFAULT_REVISION,
     DESCRIPTION,
     WEIGHTS,
+    HubUnreachable,
     Repository,
     commit_of,
     folder_of,
     is_hub_name,
 )
 from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.slurm import NetworkRetrySection
 from rlhf_megatron.untrusted import parse_json, read_text, reason_of, shown
 
 FILE = "hub.json"
@@ -96,8 +100,26 @@ def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -
     if not places:
         return recipe
     known = recorded(run) or saved()
-    found = {each.repository.text: known.get(each.repository.text) or commit_of(each.repository) for each in places}
-    return with_folders(recipe, True, _record(run, found))
+
+    def fetch() -> _Recipe:
+        found = {each.repository.text: known.get(each.repository.text) or commit_of(each.repository) for each in places}
+        return with_folders(recipe, True, _record(run, found))
+
+    retry: Any = getattr(recipe, "retry")  # noqa: B009
+    return _patiently(fetch, retry.network)
+
+
+def _patiently(work: Callable[[], _Recipe], section: NetworkRetrySection) -> _Recipe:
+    """Return what ``work`` does, tried again while the hub is away; raises HubUnreachable after the last try."""
+    for retry in range(section.max_retries):
+        try:
+            return work()
+        except HubUnreachable as error:
+            wait = section.seconds_before(retry)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"warning: {error} (in {wait:g} s, {retry + 1} of {section.max_retries})", file=sys.stderr)
+            time.sleep(wait)
+    return work()
 
 
 def recorded(run: Path) -> Commits:

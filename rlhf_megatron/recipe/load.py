@@ -35,6 +35,13 @@ _LONGEST_KEY = 100  # beyond it, no key that is meant is looked for
 _FREE_TEXT = frozenset(["system_prompt", "pattern"])
 _MOST_CHARACTERS = 4096  # of a path in Linux
 _GENERATING = ("rollout", "reward")  # the sections that an evaluation reads beside those of all loops
+# Keys of other projects that would do nothing here, or could not.
+_WITHOUT_SENSE = {
+    "cudnn_benchmark": "cuDNN would choose between algorithms of convolutions, and no layer has one; leave it out",
+    "disaggregated_prefill": "a replica prefills and decodes in one engine, and vLLM's connectors hand requests from "
+    "one engine to another; use enable_chunked_prefill and max_num_batched_tokens",
+}
+_WITHOUT_SENSE["kv_transfer_config"] = _WITHOUT_SENSE["disaggregated_prefill"]
 AnyKind = TypeVar("AnyKind", bound=Recipe)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # tabs and line breaks are odd, and can be seen
 _OF_A_SHELL = re.compile(r"~/|\$\{|\$\w+/")
@@ -324,6 +331,8 @@ def _problem_of_text(text: str) -> str | None:
 def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
     """The nearest key of the same section; failing that, the same or a near name anywhere in a recipe."""
     name = name[:_LONGEST_KEY]
+    if name in _WITHOUT_SENSE:
+        return f": {_WITHOUT_SENSE[name]}"
     here = difflib.get_close_matches(name, list(section.model_fields), 1, 0.6)
     if here:
         return f"; did you mean {prefix}{here[0]}?"

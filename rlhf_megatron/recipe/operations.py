@@ -100,6 +100,8 @@ class ProfileSection(Section):
         Literal["generate", "score", "sleep", "logprobs", "update_critic", "update", "regather", "evaluate", "save"]
     ] = Field(default=["logprobs", "update_critic", "update", "regather"])
     """Recorded by torch; generate may give gigabytes."""
+    duration_seconds: float | None = Field(default=None, gt=0, le=LONGEST_SECONDS)
+    """From a step's start, end of recording: with nsys at once, with torch no phase begins to be recorded after it."""
 
     @model_validator(mode="after")
     def _something_is_recorded(self) -> ProfileSection:
@@ -204,7 +206,23 @@ class ClusterSection(Section):
     """GPUs per node."""
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
     """GB of 2^30 bytes; `--dry-run` compares its estimate."""
+    memory_reserve_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
+    """Of these, kept free in plans, beside the 5% that what estimates leave out may take."""
     gpu: Literal["A100", "A800", "B200", "GB200", "H100", "H20", "H200", "H800", "L40S"] | None = None
     """For `--dry-run`'s step time."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
     """Inter-node bandwidth per GPU, for the estimate of a weight sync."""
+
+    @model_validator(mode="after")
+    def _memory_is_left(self) -> ClusterSection:
+        if self.memory_reserve_gb >= self.gpu_memory_gb:
+            raise ValueError(
+                f"memory_reserve_gb={self.memory_reserve_gb:g} leaves nothing of gpu_memory_gb={self.gpu_memory_gb:g}; "
+                "lower it"
+            )
+        return self
+
+    @property
+    def planned_memory_gb(self) -> float:
+        """What plans may fill of a GPU, in GB of 2^30 bytes."""
+        return self.gpu_memory_gb - self.memory_reserve_gb

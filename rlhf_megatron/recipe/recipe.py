@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,13 +27,14 @@ from rlhf_megatron.untrusted import shown
 
 # Keys at the top level in the order that a reader wants: what is run, with which models, how it learns, how it is kept.
 READING_ORDER = (
-    *("name", "loop", "steps", "seed", "deterministic", "run_root", "model", "data", "batch"),
+    *("name", "loop", "steps", "epochs", "seed", "deterministic", "run_root", "model", "data", "batch"),
     *("actor", "reference", "critic", "reward_model", "rollout", "regather", "algorithm", "reward"),
     *("evaluation", "checkpoint", "monitor", "health", "cluster", "retry", "slurm"),
 )
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 # A folder's name has up to 255, and runs of a sweep or a study get a few more behind it.
 _LONGEST_NAME = 200
+_ROUNDING = 1e-6  # of a step, for a number of epochs such as 2/3
 
 
 def check_run_name(name: str) -> None:
@@ -54,8 +55,11 @@ class Recipe(Section):
     """Files go to run_root/name."""
     loop: str
     """rl; sft: supervised fine-tuning; reward_modeling: a reward model from pairs."""
-    steps: int = Field(gt=0)
-    """Of batch.prompts_per_step prompts each."""
+    steps: int = Field(default=0, ge=0)
+    """Of batch.prompts_per_step prompts each. 0: as many as epochs take."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training rows, rounded up to whole steps and counted as the run starts; with steps too, whichever
+    ends first."""
     seed: int = Field(default=1, ge=0)
     """Of data order, sampling, random weights."""
     deterministic: bool = False
@@ -103,7 +107,27 @@ class Recipe(Section):
 
     def _checks(self) -> list[Callable[[], None]]:
         """Checks of several sections together; each raises ValueError where it fails."""
-        return [self._check_evaluations, self._check_keep_best, self._check_compared_steps, self._check_recorded_steps]
+        return [self._check_length, *self._checks_of_length(), self._check_evaluations, self._check_keep_best]
+
+    def _checks_of_length(self) -> list[Callable[[], None]]:
+        """Those of keys that depend on the number of steps, once that is known."""
+        return [self._check_compared_steps, self._check_recorded_steps] if self.steps else []
+
+    def _check_length(self) -> None:
+        if not self.steps and self.epochs is None:
+            raise ValueError("steps: missing; add it, or epochs")
+
+    def with_counted_steps(self, rows: float) -> Self:
+        """Return the recipe with the steps that ``epochs`` of so many training rows take; without epochs, as it is.
+
+        Raises ValueError where another key contradicts that number.
+        """
+        if self.epochs is None:
+            return self
+        counted = max(1, math.ceil(self.epochs * rows / self.batch.prompts_per_step - _ROUNDING))
+        whole = self.model_copy(update={"steps": min(counted, self.steps or counted)})
+        make_all(whole._checks_of_length())
+        return whole
 
     def _check_evaluations(self) -> None:
         """Refuse evaluations without data."""
@@ -178,6 +202,11 @@ class Recipe(Section):
     def shares_prompts(self, section: RoleSection) -> bool:
         """True if the role of ``section`` computes a prompt once for the rows of a micro-batch that begin with it."""
         return self.actor.shared_prompts and not isinstance(section, RewardModelSection)
+
+    def dtype_of(self, section: RoleSection) -> str:
+        """Return the type that the role of ``section`` computes in."""
+        own: str | None = getattr(section, "dtype", None)
+        return own or self.model.dtype
 
     @property
     def learning_steps(self) -> int:

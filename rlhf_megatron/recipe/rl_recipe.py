@@ -105,6 +105,10 @@ class RLRecipe(RolloutRecipe):
             self._check_overlong,
         ]
 
+    def _checks_of_length(self) -> list[Callable[[], None]]:
+        """See Recipe."""
+        return [*super()._checks_of_length(), self._check_warmup] if self.steps else []
+
     def _check_given_responses(self) -> None:
         if self.data.max_response_length is not None:
             raise ValueError(
@@ -222,6 +226,10 @@ class RLRecipe(RolloutRecipe):
         )
         if not settings.enable:
             return
+        if self.epochs is not None:
+            raise ValueError(
+                "epochs: with algorithm.filter_groups a step takes as many prompts as it needs; give steps alone"
+            )
         if settings.keep_surplus and self.rollout.updates_in_flight:
             raise ValueError(
                 "algorithm.filter_groups.keep_surplus: with rollout.partial=resume groups would be older than "
@@ -289,6 +297,8 @@ class RLRecipe(RolloutRecipe):
             raise ValueError(
                 f"critic: algorithm.advantage={algorithm.advantage} reads no values; leave it out, or use gae"
             )
+
+    def _check_warmup(self) -> None:
         if self.critic is not None and self.critic.warmup_steps >= self.steps:
             raise ValueError(
                 f"critic.warmup_steps={self.critic.warmup_steps}: the actor would learn in none of {self.steps} steps; "
@@ -355,4 +365,9 @@ class RLRecipe(RolloutRecipe):
         if buffer.enable and not 0 < buffer.len <= longest:
             raise ValueError(
                 f"algorithm.overlong_buffer.len={buffer.len} must be from 1 to rollout.max_response_length={longest}"
+            )
+        if buffer.enable and any(each.max_response_length for each in self.rollout.by_prompt_length):
+            raise ValueError(
+                "rollout.by_prompt_length: algorithm.overlong_buffer knows one longest response; leave out "
+                "max_response_length there"
             )

@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from rlhf_megatron.recipe.placement import Ranks
 from rlhf_megatron.recipe.section import LARGEST_FLOAT, LARGEST_MEMORY_GB, Section
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
 
 class LayoutSection(Section):
     """Degrees of parallelism of a role."""
@@ -294,6 +296,8 @@ class ActorSection(LearningRoleSection):
 class FrozenRoleSection(RoleSection):
     """A frozen model."""
 
+    dtype: Dtype | None = None
+    """Of weights and passes; default: model.dtype, the actor's."""
     path: str | None = None
     """Folder of its weights, or name on the hub; default: model.path."""
     revision: str | None = None
@@ -308,6 +312,8 @@ class FrozenRoleSection(RoleSection):
 class CriticSection(LearningRoleSection):
     """Value model: a decoder with a scalar head, trained beside the actor."""
 
+    dtype: Dtype | None = None
+    """Of weights and passes; default: model.dtype, the actor's."""
     path: str | None = None
     """Reward or language model with the actor's tokenizer; default: model.path."""
     revision: str | None = None
@@ -326,6 +332,8 @@ class CriticSection(LearningRoleSection):
 class RewardModelSection(RoleSection):
     """Frozen sequence classifier with one label; its scores are rewards."""
 
+    dtype: Dtype | None = None
+    """Of weights and passes; default: model.dtype, the actor's."""
     weight: float = 1.0
     """Weight of its score, added to that of section reward (rule none: nothing)."""
     path: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Literal
@@ -118,6 +119,27 @@ class SpeculativeSection(Section):
         return self
 
 
+class PromptLengthSection(Section):
+    """Sampling of prompts up to a length, beyond that of the entry before; what is not given is rollout's own."""
+
+    up_to: int = Field(gt=0)
+    """Longest prompt, in tokens, chat template included."""
+    max_response_length: int | None = Field(default=None, gt=0)
+    """Longest response in tokens, at most rollout's."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus sampling."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """-1: off."""
+
+    @model_validator(mode="after")
+    def _something_differs(self) -> PromptLengthSection:
+        if self.max_response_length is None and self.top_p is None and self.top_k is None:
+            raise ValueError(f"up_to={self.up_to}: nothing is set; give max_response_length, top_p or top_k")
+        if self.top_k == 0:
+            raise ValueError("top_k=0 would leave no token to sample; -1 is off")
+        return self
+
+
 class RolloutSection(Section):
     """vLLM's settings, under vLLM's names where it has them."""
 
@@ -142,6 +164,8 @@ class RolloutSection(Section):
     """Nucleus sampling."""
     top_k: int = Field(default=-1, ge=-1)
     """-1: off."""
+    by_prompt_length: list[PromptLengthSection] = Field(default=[])
+    """Sampling of its own for short and long prompts in training: the first entry that a prompt fits counts."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
@@ -243,6 +267,26 @@ class RolloutSection(Section):
                 f"max_num_batched_tokens={most} is below max_num_seqs={self.max_num_seqs}, each of which takes a token "
                 "of an engine step; change one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_rise(self) -> RolloutSection:
+        entries, longest = self.by_prompt_length, self.max_response_length
+        for before, entry in itertools.pairwise(entries):
+            if entry.up_to <= before.up_to:
+                raise ValueError(
+                    f"by_prompt_length: up_to={entry.up_to} follows {before.up_to}, which prompts fit first; let them "
+                    "rise"
+                )
+        beyond = next((each for each in entries if (each.max_response_length or 0) > longest), None)
+        if beyond:
+            raise ValueError(
+                f"by_prompt_length: max_response_length={beyond.max_response_length} of up_to={beyond.up_to} is above "
+                f"rollout.max_response_length={longest}; raise that, or lower it"
+            )
+        if entries and (self.multi_turn or self.agent):
+            name = "multi_turn" if self.multi_turn else "agent"
+            raise ValueError(f"by_prompt_length: with {name} prompts grow from turn to turn; leave one out")
         return self
 
     @model_validator(mode="after")

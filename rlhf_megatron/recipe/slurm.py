@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from rlhf_megatron.recipe.section import LONGEST_SECONDS, Section
 from rlhf_megatron.untrusted import shown
 
+LONGEST_BACKOFF_SECONDS = 300.0  # that doubling leads to
 # Options of sbatch that the job's script relies on, and what decides them.
 _SET_BY_KEYS = {
     "nodes": "set slurm.nodes",
@@ -35,11 +36,28 @@ class OutOfMemorySection(Section):
     """Most reductions; 0: none."""
 
 
+class NetworkRetrySection(Section):
+    """For a hub or reward service that cannot be reached."""
+
+    max_retries: int = Field(default=4, ge=0, le=1000)
+    """Further tries to reach the hub as a run starts; those of reward services are in reward.service."""
+    backoff_seconds: float = Field(default=2.0, gt=0, le=LONGEST_SECONDS)
+    """Before the first of them, and before an attempt that follows such a fault; doubles each time, up to 300."""
+
+    def seconds_before(self, retry: int) -> float:
+        """Return how long to wait before a try, counted from 0."""
+        return min(self.backoff_seconds * 2.0 ** min(retry, 32), max(self.backoff_seconds, LONGEST_BACKOFF_SECONDS))
+
+
 class RetrySection(Section):
     """Restarts after a fault (docs/recovery.md)."""
 
     max_retries: int = Field(default=3, ge=0)
     """Within a job of launch/submit.py (torchrun's --max-restarts)."""
+    interval_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
+    """Wait before an attempt that follows a fault."""
+    network: NetworkRetrySection = NetworkRetrySection()
+    """For a hub or reward service that cannot be reached."""
     launcher: Literal["torchrun", "ft_launcher"] = "torchrun"
     """Of launch/submit.py. ft_launcher (nvidia-resiliency-ext) kills ranks that hang for hang_seconds."""
     max_repeats: int = Field(default=3, gt=0)
@@ -57,6 +75,11 @@ class RetrySection(Section):
     def _monitors_have_a_limit(self) -> RetrySection:
         if self.launcher == "ft_launcher" and not self.hang_seconds:
             raise ValueError("hang_seconds=0: ft_launcher would kill each rank at once; give a time, or use torchrun")
+        if self.launcher == "ft_launcher" and self.interval_seconds >= self.hang_seconds:
+            raise ValueError(
+                f"interval_seconds={self.interval_seconds:g}: ft_launcher kills ranks that say nothing for "
+                f"hang_seconds={self.hang_seconds:g}; lower it"
+            )
         return self
 
 

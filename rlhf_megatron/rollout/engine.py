@@ -23,11 +23,21 @@ class RolloutError(UserError):
     """A request or a setting that the engine cannot carry out."""
 
 
+class SamplingOfLength(NamedTuple):
+    """Settings of sampling for prompts of ``up_to`` tokens."""
+
+    up_to: int
+    top_p: float
+    top_k: int
+    max_tokens: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """Settings of sampling. Temperature 0 takes the likeliest token; ``top_k`` -1 is off.
 
     ``stop_token_ids`` alone end a response: what the model's generation_config.json says is not looked at.
+    ``by_length``: of prompts up to a length, the shortest first; their ``max_tokens`` are not above those of all.
     """
 
     temperature: float
@@ -35,6 +45,21 @@ class Sampling:
     top_k: int
     max_tokens: int
     stop_token_ids: Sequence[int]
+    by_length: Sequence[SamplingOfLength] = ()
+
+    def of_prompt(self, length: int) -> Sampling:
+        """Return the sampling of a prompt of so many tokens."""
+        for entry in self.by_length:
+            if length <= entry.up_to:
+                return dataclasses.replace(
+                    self, top_p=entry.top_p, top_k=entry.top_k, max_tokens=entry.max_tokens, by_length=()
+                )
+        return self
+
+    def greedy(self) -> Sampling:
+        """Return it with the likeliest tokens, of responses as long as before."""
+        by_length = [entry._replace(top_p=1.0, top_k=-1) for entry in self.by_length]
+        return dataclasses.replace(self, temperature=0.0, top_p=1.0, top_k=-1, by_length=by_length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -302,12 +302,17 @@ class GenerationScheduler:
         prompt = self._prompts.get(number, request.prompt_token_ids)
         row, left = [*prompt, *tokens], self._limit(number) - len(tokens)
         limit = left if most is None else min(left, most)
-        self._core.add_request(EngineRequest(engine_number, row, seed, limit, len(tokens)), self._sampling)
+        sampling = self._sampling_of(number)
+        self._core.add_request(EngineRequest(engine_number, row, seed, limit, len(tokens)), sampling)
         self._in_flight[number] = len(tokens)
 
     def _limit(self, number: int) -> int:
         """Return the most tokens of a row after its prompt."""
-        return min(self._requests[number].max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
+        most = self._sampling_of(number).max_tokens
+        return min(self._requests[number].max_tokens or most, most)
+
+    def _sampling_of(self, number: int) -> Sampling:
+        return self._sampling.of_prompt(len(self._requests[number].prompt_token_ids))
 
     def _step(self) -> Ended:
         self._steps += 1

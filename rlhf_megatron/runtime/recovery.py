@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rlhf_megatron.durable import remove, write_text
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.monitor.records import set_damaged_aside, set_huge_aside
+from rlhf_megatron.recipe.slurm import RetrySection
 from rlhf_megatron.redaction import hide_secrets
 from rlhf_megatron.runtime.processes import identity
 from rlhf_megatron.untrusted import MOST_BYTES, opened, parse_json, read_bytes, shown
@@ -30,6 +31,7 @@ from rlhf_megatron.untrusted import MOST_BYTES, opened, parse_json, read_bytes, 
 What = Literal["start", "restart", "resume", "fault", "hang", "stop", "give_up", "health_stop", "done"]
 _BEGINNINGS, _ENDINGS, _FAULTS = ("start", "restart"), ("stop", "done"), ("fault", "hang", "health_stop")
 _REQUEUE = "requeue"
+NETWORK = "network"  # the kind of a fault that is over when something else can be reached again
 # A whole line of metrics.jsonl lies in so many bytes, even behind a block of zeros that a power cut has left.
 _BYTES_WITH_LAST_STEP = 1 << 22
 _Step = Annotated[int, Field(ge=0, le=2**53)]
@@ -245,6 +247,18 @@ class RecoveryLog:
         origin = dataclasses.asdict(self._origin)
         self.append(what, step, why, metrics_bytes=_size(self._metrics), **origin, **changes)
         return None
+
+    def seconds_to_wait(self, retry: RetrySection) -> float:
+        """Return how long the next attempt is to wait; call it before ``begin``. 0 where a person starts the run, or
+        the attempt before has ended as it should."""
+        own = self.of_this_launch()
+        ended = since_last_beginning(own)
+        if not own or any(line["what"] in _ENDINGS for line in ended):
+            return 0.0
+        if not any(line.get("kind") == NETWORK for line in ended):
+            return retry.interval_seconds
+        step, _ = self._end_of_last(own)
+        return max(retry.interval_seconds, retry.network.seconds_before(_restarts_after(step, own)))
 
     def ask_for_requeue(self, step: int, why: str) -> None:
         """Leaves the file ``requeue`` in the run's folder, which tells a job script to start the run again."""

@@ -26,7 +26,7 @@ class RunContext(Generic[RecipeT]):
     """One rank's view of a run. It knows neither models nor data: what works on those is given them beside it.
 
     Attributes:
-        recipe: of the run, which never changes.
+        recipe: of the run; once the data is open its length is counted (``epochs``), and nothing changes any more.
         rank, world_size: of this process in the world.
         device: that this rank's tensors live on.
         folder: where the run's files lie.

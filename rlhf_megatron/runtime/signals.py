@@ -137,6 +137,13 @@ def job_end(environment: Mapping[str, str]) -> float | None:
     return end
 
 
+def wait_unless_stopped(seconds: float) -> None:
+    """Waits so long, or until this process is asked to stop."""
+    end = time.monotonic() + seconds
+    while stop_signals.noted is None and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, 0.2))
+
+
 def stop_status(environment: Mapping[str, str]) -> int:
     """The exit status of a rank that stops to go on later: 85, or 0 where torchrun would start it again for that."""
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))

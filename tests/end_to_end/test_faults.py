@@ -18,7 +18,8 @@ from end_to_end.runs import SUPERVISED, TRAIN, decisions, make_model, make_sums,
 STEPS, ROWS, PROMPTS = 16, 60, 4
 CHANGES: dict[str, Any] = {
     "name": "faults",
-    "steps": STEPS,
+    "steps": 0,
+    "epochs": STEPS * PROMPTS / ROWS,
     "evaluation": {"interval": 3, "at_start": False},
     "checkpoint": {
         "export_at_end": False,
@@ -28,7 +29,7 @@ CHANGES: dict[str, Any] = {
         # The loss falls, so the first checkpoint is the best by this.
         "keep_best": {"metric": "eval/loss", "mode": "max"},
     },
-    "retry": {"hang_seconds": 10, "hang_seconds_at_start": 300, "max_skipped_steps": 3},
+    "retry": {"interval_seconds": 0.1, "hang_seconds": 10, "hang_seconds_at_start": 300, "max_skipped_steps": 3},
 }
 FAULTS = "stop@update:5:1,out_of_memory@update:8:1,nan@update:11-13:1,kill@publish:15:0,clock@update:14:1"
 

@@ -65,6 +65,7 @@ PPO: dict[str, Any] = {
     "rollout": {"max_response_length": 10, "scheduling": "static"},
     "critic": {
         "layout": {"data": 2},
+        "dtype": "bfloat16",
         "tokens_per_gpu": 256,
         "optimizer": {"learning_rate": 1e-3, "schedule": "cosine"},
         "warmup_steps": 2,
@@ -227,7 +228,13 @@ def test_another_layout_goes_on_to_rounding(
 def test_roles_on_ranks_of_their_own_go_on_and_back(folder: Path) -> None:
     """From all roles on both ranks to actor and reference on one and the critic on the other, and back again."""
     apart = ["actor.ranks=0", "actor.layout.tensor=1", "reference.ranks=0", "critic.ranks=1", "critic.layout.data=1"]
-    start = ("steps=3", "critic.warmup_steps=1", "evaluation.interval=3", "checkpoint.keep_last_k=3")
+    start = (
+        "steps=3",
+        "critic.warmup_steps=1",
+        "critic.dtype=null",
+        "evaluation.interval=3",
+        "checkpoint.keep_last_k=3",
+    )
     found = {}
     for name, arguments in (
         ("together", []),

@@ -9,12 +9,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rlhf_megatron.data.epochs import planned_in_steps
 from rlhf_megatron.data.opening import open_data, open_validation
 from rlhf_megatron.data.prompts import Prompt, prompt_key
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.errors import DataError
-from rlhf_megatron.recipe import DataSection
+from rlhf_megatron.recipe import DataSection, load_recipe
 from tiny_tokenizer import write_bpe_tokenizer
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,7 @@ def test_all_rows_are_checked_and_what_is_left_out_or_shared_is_told(tokenizer: 
         "warning: 2 of 7 validation prompts are also in data.train_files; take them out there, or the evaluation says "
         "nothing about new prompts",
     ]
+    assert data.rows == 20
     assert asked(data.validation) == QUESTIONS[18:25]
     assert sorted(asked(data.train.next(20))) == sorted(QUESTIONS[:20])
     few = open_data(section(train_files=[train], validation_files=[held_out]), tokenizer, seed=1, max_prompts=3)
@@ -137,3 +141,18 @@ def test_keys_tell_roles_and_turns_apart() -> None:
     ]
     assert len({prompt_key(messages) for messages in conversations}) == 4
     assert prompt_key([{"role": "user", "content": "ab", "name": "x"}]) == prompt_key(conversations[0])
+
+
+def test_a_plan_counts_the_steps_of_epochs_by_the_files(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.parquet", QUESTIONS)
+    recipe = load_recipe(
+        RECIPES / "tiny_grpo.yaml",
+        ["steps=0", "epochs=2", "batch={prompts_per_step: 30, responses_per_prompt: 2}", f"data.train_files=[{train}]"],
+    )
+    assert planned_in_steps(recipe).steps == 14, "of 400 / 30"
+    kept = recipe.model_copy(
+        update={"data": recipe.data.model_copy(update={"validation_files": [], "validation_fraction": 0.25})}
+    )
+    assert planned_in_steps(kept).steps == 10
+    Path(train).unlink()
+    assert planned_in_steps(recipe).steps == 0, "which is said where it matters"

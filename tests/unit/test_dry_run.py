@@ -17,6 +17,7 @@ import torch.distributed as dist
 import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rlhf_megatron.data.epochs import in_steps
 from rlhf_megatron.models.architecture import (
     Architecture,
     Head,
@@ -603,3 +604,22 @@ def test_a_plan_says_while_how_many_run_there_are_drafts() -> None:
     assert f"  {drafts} epochs at most 0.25 in host memory per rank\n" in plan
     with pytest.raises(RecipeError, match=r"^rollout\.speculative: the states of the model's delta nets go back to no"):
         dry_run(recipe_of("qwen3_next_grpo", "rollout.speculative={}"), 64)
+
+
+def test_what_is_set_beside_the_usual_is_told() -> None:
+    keys = ("steps=0", "epochs=2", "cluster.memory_reserve_gb=8")
+    told = dry_run(in_steps(recipe_of("qwen7b_grpo", *keys), 6400), 8)
+    assert re.search(r"2 epochs: \d+ steps, by all rows of the files\n", told)
+    assert "8 of 80 are kept free (cluster.memory_reserve_gb)" in told and " of 72, fits" in told
+    assert "2 epochs: steps are counted by the run" in dry_run(recipe_of("qwen7b_grpo", *keys), 8)
+
+
+def test_a_critic_in_float32_needs_more_than_one_in_the_actors_type() -> None:
+    critic = "critic={layout: {tensor: 1}, tokens_per_gpu: 4096, dtype: %s, optimizer: {learning_rate: 1e-5}}"
+    gae = ("algorithm.advantage=gae", "algorithm.normalize_by_std=false")
+    held = {
+        dtype: estimate(recipe, planned_architectures(recipe), 8).roles["critic"][0].update
+        for dtype in ("bfloat16", "float32", "null")
+        for recipe in [recipe_of("qwen7b_grpo", critic % dtype, *gae)]
+    }
+    assert held["null"] == held["bfloat16"] < held["float32"]

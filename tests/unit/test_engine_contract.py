@@ -15,7 +15,7 @@ import torch
 
 from hugging_face import row_logprobs
 from rlhf_megatron.rollout import engines
-from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, Request, RolloutError, Sampling
+from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, Request, RolloutError, Sampling, SamplingOfLength
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from rlhf_megatron.rollout.work_queue import WorkQueue
 from served_model import (
@@ -203,6 +203,21 @@ def test_requests_have_lengths_of_their_own(served: Served) -> None:
     assert {completion.finish_reason for completion in completions} == {"length"}
     longest = dataclasses.replace(asked[0], max_tokens=SAMPLED.max_tokens + 4)
     assert len(served.engine.generate([longest], SAMPLED)[0].token_ids) == SAMPLED.max_tokens
+
+
+def test_short_prompts_have_sampling_of_their_own(served: Served) -> None:
+    asked = requests_for(prompts(6))
+    shortest = min(len(request.prompt_token_ids) for request in asked)
+    sampling = dataclasses.replace(SAMPLED, by_length=[SamplingOfLength(shortest, 1.0, 1, 5)])
+    usual = served.engine.generate(asked, SAMPLED)
+    completions = served.engine.generate(asked, sampling)
+    for request, completion, before in zip(asked, completions, usual, strict=True):
+        prompt = list(request.prompt_token_ids)
+        if len(prompt) == shortest:  # the likeliest of one token
+            assert completion.token_ids == greedy_tokens(served.models[0], prompt, 5)
+        else:
+            assert completion.token_ids == before.token_ids
+    assert {len(request.prompt_token_ids) for request in asked} > {shortest}
 
 
 def test_the_record_counts_what_was_done(served: Served) -> None:

@@ -383,7 +383,8 @@ def test_without_hydra_files_of_ones_own_get_one_line(
         ([f"{ACTOR}.optim.betas=[0.9]", "--rows=5000"], "must be two numbers"),
         ([f"{ACTOR}.ppo_mini_batch_size=${{data.train_batch_size}}"], "neither Hydra's nor a shell's expressions"),
         (["actor_rollout_ref.model.path=null", "--rows=5000"], "model.path: name the model's folder"),
-        (["data.train_files=/nowhere.parquet"], "give trainer.total_training_steps, or --rows"),
+        (["data.train_files=/nowhere.parquet", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
+         "give trainer.total_training_steps, or --rows"),
         (["--rows=5000", "data.train_batch_size=1000", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"],
          "minibatch_prompts=256 must divide prompts_per_step=1000"),
     ],
@@ -443,3 +444,18 @@ def test_speculative_decoding_without_weights_is_translated(tmp_path: Path, caps
     recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, f"{key}.method=eagle3")
     assert recipe.rollout.speculative is None
     assert "speculative_config.method=eagle3: drafts here are text" in err
+
+
+def test_epochs_of_rows_elsewhere_stay_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.train_files=/nowhere.parquet", "trainer.total_epochs=3", "algorithm.adv_estimator=grpo"]
+    recipe, _, told = translated(tmp_path, capsys, *words, f"{ROLLOUT}.n=4")
+    assert (recipe.steps, recipe.epochs) == (0, 3.0)
+    assert "not as in verl: trainer.total_epochs=3: is epochs: the run counts its steps" in told
+
+
+def test_roles_have_types_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--rows=5000", "algorithm.adv_estimator=gae", f"{ACTOR}.fsdp_config.dtype=float16"]
+    recipe, _, _ = translated(tmp_path, capsys, *words)
+    assert recipe.critic is not None and (recipe.model.dtype, recipe.critic.dtype) == ("float16", "bfloat16")
+    recipe, _, _ = translated(tmp_path, capsys, *words, "critic.fsdp_config.dtype=float16")
+    assert recipe.critic is not None and recipe.critic.dtype is None

@@ -132,7 +132,7 @@ def test_a_damaged_copy_is_no_groups(name: str, value: torch.Tensor) -> None:
 
 def test_begun_groups_come_first_then_long_prompts() -> None:
     groups = [Group(prompt(0, 2)), Group(prompt(1, 5)), GROUPS[0], Group(prompt(3, 5))]
-    requests = requests_for(groups, 3, 8, lambda row: 100 + row)
+    requests = requests_for(groups, 3, lambda _: 8, lambda row: 100 + row)
     assert [request.group_id for request in requests] == [2, 2] + [1] * 3 + [3] * 3 + [0] * 3
     first, second = requests[:2]
     assert (first.row_id, first.seed, first.begun) == (7, 107, None), "response 0 is whole"
@@ -142,5 +142,5 @@ def test_begun_groups_come_first_then_long_prompts() -> None:
 
 @pytest.mark.parametrize(("limit", "goes_on"), [(5, True), (4, False)])
 def test_what_is_longer_than_is_allowed_now_starts_anew(limit: int, goes_on: bool) -> None:
-    request = requests_for(GROUPS[:1], 3, limit, lambda row: row)[1]
+    request = requests_for(GROUPS[:1], 3, lambda _: limit, lambda row: row)[1]
     assert (request.begun is not None) == goes_on

@@ -203,6 +203,22 @@ def test_a_run_keeps_to_the_commits_that_it_began_with(server: HubServer, tmp_pa
     assert folder.returncode == 2 and "error: model.revision=main: " in folder.stderr
 
 
+def test_a_run_waits_for_a_hub_that_is_away(server: HubServer, tmp_path: Path) -> None:
+    recipe, home = recipe_file(tmp_path), tmp_path / "hf"
+    server.add("models/me/tiny", FILES)
+    server.add("models/me/other", FILES)
+    retry = "retry.network={max_retries: 2, backoff_seconds: 0.05}"
+    server.away = 2  # the client itself asks twice
+    begun = ask(server, home, RUN, str(recipe), str(tmp_path / "named"), retry)
+    assert begun.returncode == 0, begun.stderr
+    told = [line for line in begun.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(told) == 1 and told[0].endswith("; try again (in 0.05 s, 1 of 2)")
+    server.away = 99
+    away = ask(server, tmp_path / "other", RUN, str(recipe), str(tmp_path / "given_up"), retry)
+    assert "(in 0.05 s, 1 of 2)" in away.stderr and "(in 0.1 s, 2 of 2)" in away.stderr
+    assert away.returncode == 2 and "error: model.path: me/tiny@main: the hub fails" in away.stderr.splitlines()[-1]
+
+
 def write_sums(path: Path) -> None:
     import pyarrow.parquet
 

@@ -149,7 +149,7 @@ def play(folder: Path, recipe: RLRecipe, lives: int = 100, replica: Replica | No
     journal = Journal(folder / "journal", recipe, replica, Team((0,))).open(5, 4, groups_of(tokenizer), RESPONSES)
     groups, partner = journal.groups, make_partner(recipe, leads=True)
     assert partner is not None
-    requests = requests_for(groups, RESPONSES, 400, lambda row: row)
+    requests = requests_for(groups, RESPONSES, lambda _: 400, lambda row: row)
     conversations = conversations_of(recipe, partner, groups, RESPONSES, tokenizer, lambda row: row, journal)
     assert conversations is not None
     sampling = Sampling(1.0, 1.0, -1, 400, tokenizer.stop_token_ids)

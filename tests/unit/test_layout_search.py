@@ -89,6 +89,15 @@ def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
     assert find_layouts(small, 2) == []
 
 
+def test_what_is_kept_free_is_not_planned_with() -> None:
+    path, reserve = ROOT / "recipes" / "qwen7b_grpo.yaml", 20
+    whole, less = (
+        max(each.memory for each in find_layouts(load_rl(path, [*GPUS, f"cluster.memory_reserve_gb={kept}"]), 8))
+        for kept in (0, reserve)
+    )
+    assert less <= 0.95 * (80 - reserve) < whole
+
+
 @pytest.mark.parametrize(
     "name, overrides, message",
     [

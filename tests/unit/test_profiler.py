@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,39 @@ def test_a_phase_that_comes_twice_in_a_step_is_profiled_twice_and_one_within_ano
     names = ("generate-rank-0", "generate-2-rank-0", "evaluate-rank-0")
     expected = {f"step-3-{name}.{end}" for name in names for end in ("json.gz", "txt")}
     assert {path.name for path in (run.path / "profile").iterdir()} == expected
+
+
+def test_a_profile_ends_after_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path, "run")
+    for seconds, expected in ((60.0, 4), (1e-6, 0)):
+        section = ProfileSection(steps=[1], phases=["update", "regather"], duration_seconds=seconds)
+        profiler = Profiler(section, run, rank=0, world=1)
+        profiler.begin(1)
+        for name in ("update", "regather"):
+            with profiler.phase(name):
+                torch.ones(2).add(1)
+        profiler.end()
+        found = list((run.path / "profile").iterdir()) if expected else []
+        assert len(found) == expected
+        for path in found:
+            path.unlink()
+    assert not list((run.path / "profile").iterdir())
+
+
+def test_nsys_stops_within_a_phase_and_once_more_at_the_end_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marks alone, where there is no GPU: CUDA's own calls stand in for themselves in tests/gpu."""
+    marks, stopped = list[str](), threading.Event()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: marks.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: (marks.append("stop"), stopped.set()))
+    section = ProfileSection(steps=[1, 2], tool="nsys", duration_seconds=0.01)
+    profiler = Profiler(section, RunFolder(tmp_path, "run"), rank=0, world=1)
+    profiler.begin(1)
+    assert stopped.wait(30)
+    profiler.end()
+    assert marks == ["start", "stop", "stop"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rlhf_megatron.data.epochs import in_steps
 from rlhf_megatron.models.architecture import ModelError, parse_architecture
 from rlhf_megatron.planning.feasibility import check_architectures, longest_row
 from rlhf_megatron.planning.model_folders import role_architectures
@@ -165,7 +166,27 @@ def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["steps=0"], "steps: Input should be greater than 0; it is 0"),
+        (["steps=-1"], "steps: Input should be greater than or equal to 0; it is -1"),
+        (["steps=0"], "steps: missing; add it, or epochs"),
+        (["epochs=0"], "epochs: Input should be greater than 0"),
+        (
+            ["epochs=2", "algorithm.filter_groups.enable=true"],
+            "epochs: with algorithm.filter_groups a step takes as many prompts as it needs; give steps alone",
+        ),
+        (["rollout.by_prompt_length=[{up_to: 9}]"], "up_to=9: nothing is set; give max_response_length, top_p or"),
+        (
+            ["rollout.by_prompt_length=[{up_to: 9, top_p: 0.9}, {up_to: 9, top_k: 5}]"],
+            "by_prompt_length: up_to=9 follows 9, which prompts fit first; let them rise",
+        ),
+        (
+            ["rollout.by_prompt_length=[{up_to: 9, max_response_length: 51}]"],
+            "max_response_length=51 of up_to=9 is above rollout.max_response_length=50",
+        ),
+        (
+            ["retry={launcher: ft_launcher, hang_seconds: 60, interval_seconds: 60}"],
+            "interval_seconds=60: ft_launcher kills ranks that say nothing for hang_seconds=60; lower it",
+        ),
+        (["cluster.memory_reserve_gb=80"], "memory_reserve_gb=80 leaves nothing of gpu_memory_gb=80; lower it"),
         (["name=../x"], "name: '../x' cannot name a run folder; begin with a letter or digit"),
         (["loop=ppo"], "loop: Input should be 'rl', 'sft' or 'reward_modeling'; it is 'ppo'"),
         (["monitor.trackers=[jsonl, comet]"], "monitor.trackers.1: Input should be 'jsonl'"),
@@ -575,3 +596,31 @@ def test_drawn_lengths_have_the_mean_and_spread_that_are_asked() -> None:
     assert pstdev([math.log(length) for length in lengths]) == pytest.approx(0.6, rel=0.05)
     assert lengths == [section.of_row(row) for row in range(4000)]
     assert {DrawnLengthsSection(mean=50).of_row(row) for row in range(9)} == {50}
+
+
+def test_epochs_are_counted_in_steps(small: Path) -> None:
+    by_epochs = load_recipe(small, ["steps=0", "epochs=1.5", "evaluation.at_end=false", "monitor.profile.steps=[5]"])
+    assert by_epochs.steps == 0 and load_recipe(small).with_counted_steps(99).steps == 3
+    prompts = by_epochs.batch.prompts_per_step
+    for rows, steps in ((prompts * 4, 6), (prompts * 4 + 1, 7), (prompts * 4 - 1, 6)):
+        assert in_steps(by_epochs, rows).steps == steps
+    third = load_recipe(small, ["steps=0", f"epochs={16 * prompts / 60!r}"])
+    assert in_steps(third, 60).steps == 16, "and not one more for rounding"
+    assert in_steps(load_recipe(small, ["epochs=100"]), 80).steps == 3, "whichever ends first"
+    counted = in_steps(by_epochs, prompts * 4)
+    assert make_recipe(yaml.safe_load(resolved_yaml(counted)), "resolved") == counted
+    with pytest.raises(RecipeError, match=r"epochs=1.5 of 8 rows: monitor.profile.steps=\[5\]: the run has 2 steps"):
+        in_steps(by_epochs, 8)
+
+
+def test_keys_without_sense_are_refused_with_the_reason(small: Path) -> None:
+    assert "rollout.disaggregated_prefill: a replica prefills" in refusal(small, "rollout.disaggregated_prefill=true")
+    assert "rollout.kv_transfer_config: a replica prefills" in refusal(small, "rollout.kv_transfer_config={}")
+    assert "actor.cudnn_benchmark: cuDNN would choose" in refusal(small, "actor.cudnn_benchmark=true")
+
+
+def test_a_role_has_a_type_of_its_own(small: Path) -> None:
+    critic = "critic={tokens_per_gpu: 100, dtype: bfloat16, optimizer: {learning_rate: 1e-5}}"
+    recipe = load_recipe(small, ["model.dtype=float16", critic, *GAE])
+    assert [recipe.dtype_of(section) for section in recipe.roles.values()] == ["float16", "bfloat16"]
+    assert "actor.dtype" in refusal(small, "actor.dtype=float16")

@@ -17,10 +17,12 @@ import pytest
 
 from rlhf_megatron.checkpoint.manager import _TimeLimit
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.recipe.slurm import NetworkRetrySection, RetrySection
+from rlhf_megatron.runtime import signals
 from rlhf_megatron.runtime.processes import identity
 from rlhf_megatron.runtime.rank_logs import next_log
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
-from rlhf_megatron.runtime.signals import job_end, stop_status
+from rlhf_megatron.runtime.signals import job_end, stop_status, wait_unless_stopped
 
 FIRST, BY_HAND = Origin("node 11 100"), Origin("node 12 200")
 
@@ -77,6 +79,36 @@ def test_attempts_that_fail_before_their_first_step_are_counted(run: Path) -> No
     assert attempt(run, []) is None
     refused = attempt(run, [])
     assert refused is not None and "ended after step 2 (it said nothing: killed" in refused
+
+
+def test_an_attempt_waits_after_a_fault_and_longer_where_the_network_was_away(run: Path) -> None:
+    retry = RetrySection(interval_seconds=3.0, network=NetworkRetrySection(backoff_seconds=2.0))
+
+    def fail(kind: str | None, steps: list[int]) -> float:
+        """The wait after one more attempt, which logs these steps."""
+        log = RecoveryLog(run, FIRST)
+        assert log.begin(max_repeats=99) is None
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps({"step": step}) + "\n" for step in steps)
+        log.append("fault", None, "it failed", **({"kind": kind} if kind else {}))
+        return RecoveryLog(run, FIRST).seconds_to_wait(retry)
+
+    assert RecoveryLog(run, FIRST).seconds_to_wait(retry) == 0.0, "nothing has failed"
+    assert [fail("network", [1]), fail("network", []), fail("network", []), fail("network", [2])] == [3, 4, 8, 3]
+    assert [fail(None, [3]), fail("network", [4]), fail(None, [5])] == [3.0, 3.0, 3.0]
+    assert RecoveryLog(run, BY_HAND).seconds_to_wait(retry) == 0.0, "a person has waited already"
+    assert attempt(run, [3], ending="stop") is None
+    assert RecoveryLog(run, FIRST).seconds_to_wait(retry) == 0.0, "it was asked to stop"
+    assert retry.network.seconds_before(1000) == 300.0
+    assert NetworkRetrySection(backoff_seconds=1000.0).seconds_before(3) == 1000.0
+
+
+def test_a_wait_ends_when_the_rank_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = time.monotonic()
+    wait_unless_stopped(0.05)
+    assert time.monotonic() - begun >= 0.05
+    monkeypatch.setattr(signals.stop_signals, "_noted", (signal.SIGTERM, 0.0))
+    wait_unless_stopped(3600.0)
 
 
 def test_a_line_cut_by_a_crash_is_left_out(run: Path) -> None:

@@ -24,6 +24,14 @@ MODEL = "actor_rollout_ref.model"
 
 # Keys whose values are mappings of names that are not verl's.
 MAPPINGS = ("data.apply_chat_template_kwargs",)
+DTYPES = {
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "float32": "float32",
+    "fp32": "float32",
+}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl_command import ACTOR, MODEL, REFERENCE, ROLLOUT, Command, Tree
+from verl_command import ACTOR, DTYPES, MODEL, REFERENCE, ROLLOUT, Command, Tree
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.untrusted import shown
@@ -135,6 +135,7 @@ def put_role(command: Command, tree: Tree, role: str, longest: int, default: int
     tensor = tree.get(ours, {}).get("layout", {}).get("tensor", 1)
     tree.put(f"{ours}.sequence_parallel", command.take(f"{role}.megatron.sequence_parallel", True) and tensor > 1)
     put_offload(command, tree, role)
+    put_dtype(command, tree, role)
     if role in (ACTOR, "critic"):
         put_recomputation(command, tree, role)
     rows, tokens = (command.first(*(f"{role}.{key}_per_gpu" for key in keys)) for keys in BUDGETS[role])
@@ -142,6 +143,16 @@ def put_role(command: Command, tree: Tree, role: str, longest: int, default: int
     budget = int(_tokens(is_dynamic, tokens, rows, longest) or max(default, longest))
     tree.put(f"{ours}.tokens_per_gpu", budget)
     return budget
+
+
+def put_dtype(command: Command, tree: Tree, role: str) -> None:
+    """The type of the reference, the actor's where none is given, and of the critic, in verl bfloat16."""
+    if role not in (REFERENCE, "critic"):
+        return
+    of_actor = tree["model"]["dtype"]
+    default = "bfloat16" if role == "critic" else of_actor
+    own = command.choose(f"{role}.{'megatron' if command.is_of_megatron else 'fsdp_config'}.dtype", default, DTYPES)
+    tree.put(f"{ROLES[role]}.dtype", own if own != of_actor else None)
 
 
 def _tokens(is_dynamic: bool, tokens: Any, rows: Any, longest: int) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet
 from verl_algorithm import put_algorithm
-from verl_command import ACTOR, MODEL, ROLLOUT, Command, Tree
+from verl_command import ACTOR, DTYPES, MODEL, ROLLOUT, Command, Tree
 from verl_roles import put_placement, put_roles
 
 from rlhf_megatron.errors import RecipeError
@@ -45,14 +45,6 @@ SAME: dict[str, tuple[Any, str]] = {
     f"{ROLLOUT}.val_kwargs.top_p": (1.0, "evaluation.top_p"),
     "trainer.val_before_train": (True, "evaluation.at_start"),
     f"{ACTOR}.use_prefix_grouper": (None, "actor.shared_prompts"),
-}
-DTYPES = {
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "float32": "float32",
-    "fp32": "float32",
 }
 
 
@@ -180,7 +172,8 @@ def check_columns(command: Command, tree: Tree) -> None:
 
 
 def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
-    """trainer.total_training_steps, or epochs x whole batches of the training rows.
+    """trainer.total_training_steps, or epochs x whole batches of the training rows; 0: the recipe's epochs, where the
+    rows are not on this machine.
 
     With dynamic sampling verl draws batches of data.gen_batch_size, and a step takes one of them at least.
     """
@@ -190,18 +183,22 @@ def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
     most = command.number("rollout.total_rollout_steps")  # in prompts
     if most:
         return max(1, int(most // tree["batch"]["prompts_per_step"]))
+    filtered, epochs = command.take("algorithm.filter_groups.enable", False), command.count("trainer.total_epochs", 30)
     try:
         counted = rows or sum(pyarrow.parquet.read_metadata(file).num_rows for file in tree["data"]["train_files"])
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise RecipeError(
-            f"data.train_files: cannot be read here ({reason_of(error)}), so the number of steps is unknown; "
-            "give trainer.total_training_steps, or --rows"
-        ) from error
-    filtered = command.take("algorithm.filter_groups.enable", False)
+        if filtered or any(command.number(f"{role}.optim.lr_warmup_steps_ratio") for role in (ACTOR, "critic")):
+            raise RecipeError(
+                f"data.train_files: cannot be read here ({reason_of(error)}), so the number of steps is unknown; "
+                "give trainer.total_training_steps, or --rows"
+            ) from error
+        command.remark("trainer.total_epochs", "is epochs: the run counts its steps, the last partial batch included")
+        tree["epochs"] = epochs
+        return 0
     drawn = (command.number("data.gen_batch_size") if filtered else None) or tree["batch"]["prompts_per_step"]
     if filtered:
         command.remark("algorithm.filter_groups.enable", "steps is the most that verl's epochs can have; check it")
-    return max(1, command.count("trainer.total_epochs", 30) * int(counted // drawn))
+    return max(1, epochs * int(counted // drawn))
 
 
 def put_rollout(command: Command, tree: Tree) -> None:
