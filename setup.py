@@ -91,6 +91,8 @@ setup(
         "resiliency": ["nvidia-resiliency-ext>=0.4.1"],
         "tasks": ["reasoning-gym==0.1.25"],
         "trackers": ["mlflow>=3.17", "prometheus-client>=0.21", "tensorboard>=2.21", "wandb>=0.31"],
+        # MCP servers among rollout.multi_turn.tools.
+        "tools": ["mcp>=2"],
         "tune": ["optuna>=4.5"],
         # Only tools/verl/from_verl.py, for commands that name files of their own; verl's files need Hydra 1.3.
         "verl": ["hydra-core>=1.3.2,<1.4"],

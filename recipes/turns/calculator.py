@@ -1,6 +1,7 @@
 """A calculator as a tool: answers calls in the form that Qwen's chat templates teach. For rollout.multi_turn.function.
 
-Tell the model about it by data.chat_template_kwargs, whose `tools` the template writes into the prompt:
+As one of rollout.multi_turn.tools (recipes/turns/calculator.py:calculate) the template is told of it. As a function
+between turns, tell the model about it by data.chat_template_kwargs, whose `tools` the template writes into the prompt:
 
     data:
       chat_template_kwargs:
@@ -42,10 +43,20 @@ def answer(call: str) -> str:
         asked = json.loads(call)
         if asked["name"] != "calculate":
             return "error: the only tool is calculate"
-        found = value(ast.parse(asked["arguments"]["expression"], mode="eval").body)
-        return str(found) if isinstance(found, int) else f"{found:.15g}"
+        return calculate(asked["arguments"]["expression"])
     except (ArithmeticError, KeyError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         return f"error: {type(error).__name__}: {error}"
+
+
+def calculate(expression: str) -> str:
+    """
+    The value of an expression.
+
+    Args:
+        expression: Of numbers, + - * / and parentheses.
+    """
+    found = value(ast.parse(expression, mode="eval").body)
+    return str(found) if isinstance(found, int) else f"{found:.15g}"
 
 
 def value(node: ast.AST) -> float:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rlhf_megatron.agents.protocol import Message, Question, arguments_of
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.recipe import AgentSection
 from rlhf_megatron.rollout import engines
 from rlhf_megatron.rollout.engine import RolloutError
 
 
 class ReadAnswer(NamedTuple):
-    """What a program is told of a turn; `kept`: how many of its tokens stay; `stop`: the text that ended it."""
+    """What a program is told of a turn; `kept`: how many of its tokens stay; `stop`: the text that ended it;
+    `unread`: how many calls it begins beyond those that could be read."""
 
     message: Message
     finish_reason: str
     kept: int
     stop: str = ""
+    unread: int = 0
 
     @property
     def forms(self) -> list[Message]:
@@ -27,15 +28,27 @@ class ReadAnswer(NamedTuple):
         return [self.message, with_stop] if self.stop else [self.message]
 
 
+class Parsers(Protocol):
+    """The section of a recipe that names parsers, by vLLM's names."""
+
+    @property
+    def tool_parser(self) -> str | None:
+        """Of tool calls."""
+
+    @property
+    def reasoning_parser(self) -> str | None:
+        """Of reasoning."""
+
+
 class AnswerReader:
     """Reads turns with the parsers of a recipe. What it makes of a text changes no token."""
 
-    def __init__(self, section: AgentSection, tokenizer: Tokenizer) -> None:
-        """Load the parsers. Raises RolloutError where vLLM does not have one."""
+    def __init__(self, section: Parsers, tokenizer: Tokenizer, key: str = "rollout.agent") -> None:
+        """Load the parsers of a section, whose ``key`` is for messages. Raises RolloutError where vLLM lacks one."""
         self._tokenizer = tokenizer
         load = engines.tool_parser, engines.reasoning_parser
-        self._tools = _loaded("tool_parser", section.tool_parser, load[0], tokenizer)
-        self._reasoning = _loaded("reasoning_parser", section.reasoning_parser, load[1], tokenizer)
+        self._tools = _loaded(f"{key}.tool_parser", section.tool_parser, load[0], tokenizer)
+        self._reasoning = _loaded(f"{key}.reasoning_parser", section.reasoning_parser, load[1], tokenizer)
 
     def read(self, token_ids: Sequence[int], finish_reason: str, question: Question, identity: str) -> ReadAnswer:
         """Return what the program is told of a turn; ids of its calls follow from ``identity``."""
@@ -46,7 +59,9 @@ class AnswerReader:
             if reasoning:
                 message["reasoning_content"] = reasoning
         calls: list[tuple[str, str]] = []
+        unread = 0
         if self._tools and question.tools:
+            unread = self._tools.begun(message["content"])
             message["content"], calls = self._tools(message["content"], question.tools)
         if calls:
             message["tool_calls"] = [
@@ -58,7 +73,7 @@ class AnswerReader:
                 for index, (name, arguments) in enumerate(calls)
             ]
         reason = "tool_calls" if calls else "stop" if stop else finish_reason
-        return ReadAnswer(message, reason, kept, stop)
+        return ReadAnswer(message, reason, kept, stop, max(unread - len(calls), 0))
 
     def _stopped(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int, str]:
         """The text up to the first stop text, how many tokens are needed to say that, and which it is."""
@@ -91,4 +106,4 @@ def _loaded(key: str, name: str | None, load: Callable[[str, Any], Any], tokeniz
     try:
         return load(name, tokenizer.of_transformers)
     except engines.UnusableParser as error:
-        raise RolloutError(f"rollout.agent.{key}={name}: {error}") from error
+        raise RolloutError(f"{key}={name}: {error}") from error

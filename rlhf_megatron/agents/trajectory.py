@@ -205,7 +205,7 @@ class AgentTrajectory:
         """Answer the request that is in flight by the last turn of a completion."""
         request, self._in_flight = self._in_flight, None
         assert request is not None and request.plan is not None, "the engine answers what was asked"
-        begin = _last_turn(completion)
+        begin = last_turn_begin(completion)
         number = (self._tree.latest if self._tree.latest is not None else -1) + 1
         read = self._reader.read(
             completion.token_ids[begin:], completion.finish_reason, request.question, self.identity(number)
@@ -220,7 +220,7 @@ class AgentTrajectory:
             request.answer.set_result(answer)
 
 
-def _last_turn(completion: Completion) -> int:
+def last_turn_begin(completion: Completion) -> int:
     """Return where the tokens of the last turn begin; before them are what others have said and earlier turns."""
     marks = completion.sampled
     if marks is None:

@@ -69,6 +69,11 @@ class ChatTemplate:
         self._process: subprocess.Popen[bytes] | None = None
         self._try()
 
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """What it can read beside `messages` and `add_generation_prompt`."""
+        return self._names
+
     def with_names(self, names: Mapping[str, Any]) -> ChatTemplate:
         """Return the same template, in the same process, with these names to read beside its own."""
         other = copy.copy(self)
@@ -197,7 +202,7 @@ def read_template(path: str | Path) -> str:
 
 def characters_of(messages: Sequence[Message]) -> int:
     """Return how many characters the contents of a conversation have."""
-    return sum(len(message["content"]) for message in messages)
+    return sum(len(message["content"] or "") for message in messages)
 
 
 def in_parts(items: Sequence[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:

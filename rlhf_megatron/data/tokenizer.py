@@ -80,6 +80,11 @@ class Tokenizer(ABC):
         return other
 
     @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools that the chat template describes to the model."""
+        return self._template.names.get("tools") or [] if self._template else []
+
+    @property
     def of_transformers(self) -> Any:
         """The tokenizer of transformers; None for a bare sentencepiece file."""
         return None

@@ -36,6 +36,7 @@ from rlhf_megatron.generation.conversations import conversations_of
 from rlhf_megatron.generation.generated_groups import GroupScoring
 from rlhf_megatron.generation.partners import Partner, make_partner
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
+from rlhf_megatron.generation.tool_turns import with_tools
 from rlhf_megatron.models.architecture import (
     ModelError,
     check_generates,
@@ -80,7 +81,7 @@ def evaluate(recipe: RolloutRecipe) -> None:
     rank = dist.get_rank()
     if rank == 0:
         RunFolder(recipe.run_root, recipe.name).prepare(resume=True)  # answers that cannot be kept need not be found
-    tokenizer = recipe_tokenizer(recipe)
+    tokenizer = with_tools(recipe_tokenizer(recipe), recipe)
     if architecture is not None:
         check_tokens(tokenizer, architecture, recipe.model.path)
     validation = open_validation(recipe.data, tokenizer, max_prompts=recipe.evaluation.max_prompts)

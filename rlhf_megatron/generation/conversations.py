@@ -1,4 +1,4 @@
-"""Multi-turn responses: a user's function or environment replies between the model's turns (partners.py).
+"""Multi-turn responses: a user's function, tools or environment reply between the model's turns (partners.py).
 
 The rank that leads a replica asks it; the reply goes through the chat template, and its tokens are appended to the
 model's, marked as not sampled (``rollout.scheduler``).
@@ -15,19 +15,22 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.journal import JournaledCall, is_failed
-from rlhf_megatron.generation.partners import Partner, Trajectory, why_failed
+from rlhf_megatron.generation.partners import Partner, ToolCalls, Trajectory, why_failed
 from rlhf_megatron.generation.prompt_groups import Group, turns_of_model
+from rlhf_megatron.generation.tool_turns import ToolTurns
 from rlhf_megatron.recipe import RolloutRecipe
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.user_environment import LENGTH, TURNS
 from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, RolloutError
+
+Tokens = TypeVar("Tokens", list[int], list[int] | None)
 
 
 @dataclasses.dataclass
@@ -83,13 +86,14 @@ class Conversations:
         self._groups, self._responses, self._seed_of = groups, responses_per_prompt, seed_of
         self._most_prompt_tokens = recipe.data.max_prompt_length
         self.repeatable, self.opens = recipe.rollout_repeats, recipe.has_environment
+        self.tools = ToolTurns(self._section, tokenizer, partner is not None) if recipe.has_tools else None
         end = tokenizer.turn_end_token()
-        if end is None:
+        if end is None and self.tools is None:
             raise RolloutError(
                 "rollout.multi_turn: the chat template puts no control token after an assistant's turn; give one that "
                 "does, by data.chat_template"
             )
-        self._end_token = end
+        self._end_tokens = {end, self.tools.end_token} if self.tools else {end}
         self._trajectories: dict[int, Trajectory] = {}  # by row, of those that have begun and not ended
         self._openings: dict[int, list[Message]] = {}  # by row: what was observed before the first turn
         self._answers: dict[int, list[list[Message]]] = defaultdict(list)  # by row, then by the turn that it follows
@@ -111,7 +115,7 @@ class Conversations:
         if completion.finish_reason == "length":
             return LENGTH
         is_last = completion.turns >= self._section.max_assistant_turns
-        return TURNS if is_last or completion.token_ids[-1] != self._end_token else None
+        return TURNS if is_last or completion.token_ids[-1] not in self._end_tokens else None
 
     def ask(self, completion: Completion) -> Future[Any]:
         """See Environment."""
@@ -119,6 +123,9 @@ class Conversations:
         trajectory, asked = self._trajectory(completion.row_id), time.monotonic()
         if not completion.token_ids:
             answer = trajectory.reset()
+        elif self.tools:
+            assert isinstance(trajectory, ToolCalls)
+            answer = self.tools.ask(trajectory, completion)
         else:
             prompt = self._groups[completion.row_id // self._responses].prompt
             answer = trajectory.reply([*prompt.messages, *self.messages(completion)], self._ending(completion))
@@ -164,7 +171,11 @@ class Conversations:
         if not completion.token_ids:
             reply = self._opened(row_id, cut)
         else:
-            reply = EnvironmentReply(self._encoded(self._tokenizer.encode_next_turn, cut), reward)
+            reply = EnvironmentReply(self._tokens_of(row_id, messages, cut), reward)
+            if reply.token_ids is None:
+                self.counts.ended += 1
+                self._end(row_id)
+                return reply
             self._answers[row_id].append(cut)
             self.counts.answers += 1
         if self._journal and reply.token_ids is not None:
@@ -193,7 +204,15 @@ class Conversations:
         self._openings[row_id] = observation
         return EnvironmentReply(tokens)
 
-    def _encoded(self, encode: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]) -> list[int]:
+    def _tokens_of(self, row_id: int, whole: Sequence[Message], cut: Sequence[Message]) -> list[int] | None:
+        """The tokens of a reply, which was longer before it was ``cut``; None where nothing can follow."""
+        tools = self.tools
+        if tools is None:
+            return self._encoded(self._tokenizer.encode_next_turn, cut)
+        tools.count(row_id, whole, cut)
+        return self._encoded(lambda messages: tools.encode(row_id, messages), cut)
+
+    def _encoded(self, encode: Callable[[Sequence[Message]], Tokens], messages: Sequence[Message]) -> Tokens:
         assert self._partner is not None
         try:
             return encode(messages)

@@ -9,6 +9,7 @@ import torch
 from rlhf_megatron.generation.agent_turns import AgentCounts
 from rlhf_megatron.generation.conversations import TurnCounts
 from rlhf_megatron.generation.replica import Replica
+from rlhf_megatron.generation.tool_turns import ToolCounts, ToolTurns
 from rlhf_megatron.rewards.score import Score, reward_metrics, reward_totals
 from rlhf_megatron.rollout.engine import Completion, GenerationRecord
 from rlhf_megatron.topology.exchange import sum_over_ranks
@@ -29,6 +30,8 @@ _OF_TURNS = {
     "restarted": "trajectories_restarted",
 }
 """Metric of each of TurnCounts."""
+
+_OF_TOOLS = ("calls", "failed", "seconds", "truncated")
 
 
 def generation_metrics(
@@ -89,6 +92,25 @@ def agent_metrics(counts: Sequence[AgentCounts], replica: Replica, team: Team) -
     own = [float(sum(getattr(each, name) for each in counts)) if replica.leads else 0.0 for name in names]
     total = sum_over_ranks(own, team.group)
     return {f"rollout/agent_{name}": value for name, value in zip(names.values(), total, strict=True)}
+
+
+def tool_metrics(turns: Sequence[ToolTurns], names: Sequence[str], replica: Replica, team: Team) -> dict[str, float]:
+    """Returns what the model has called on all replicas, of the tools of these ``names``; collective over ``team``.
+
+    ``tools/NAME/latency_ms_mean`` is the mean time of a call, 0 without any.
+    """
+    own = [float(sum(each.malformed for each in turns))]
+    for name in names:
+        counts = [each.counts.get(name, ToolCounts()) for each in turns]
+        own += [float(sum(getattr(each, field) for each in counts)) for field in _OF_TOOLS]
+    total = sum_over_ranks(own if replica.leads else [0.0] * len(own), team.group)
+    metrics = {"tools/malformed": total[0]}
+    for place, name in enumerate(names):
+        calls, failed, seconds, truncated = total[1 + place * len(_OF_TOOLS) :][: len(_OF_TOOLS)]
+        latency = 1000 * seconds / calls if calls else 0.0
+        values = {"calls": calls, "failed": failed, "latency_ms_mean": latency, "truncated": truncated}
+        metrics |= {f"tools/{name}/{key}": value for key, value in values.items()}
+    return metrics
 
 
 def _latency(metrics: dict[str, float], slowest: float) -> dict[str, float]:

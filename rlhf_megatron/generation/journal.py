@@ -191,7 +191,7 @@ class Journal:
     def __init__(self, folder: Path, recipe: RLRecipe, replica: Replica, team: Team) -> None:
         """``folder`` is the run's journal/."""
         self._folder, self._replica, self._team = folder, replica, team
-        self._needs_state, self._most_tokens = recipe.has_environment, recipe.rollout.max_response_length
+        self._needs_state, self._most_tokens = recipe.needs_state, recipe.rollout.max_response_length
         self._recipe = _digest_of_recipe(recipe)
         self._step = self._call = 0
         self._is_first = replica.leads and replica.index == 0
@@ -334,7 +334,7 @@ def _digest_of(prompt: Prompt) -> str:
 
 
 def _digest_of_recipe(recipe: RLRecipe) -> str:
-    """A digest of what decides what trajectories are, the function's or environment's file included."""
+    """A digest of what decides what trajectories are, the files of functions, tools or environment included."""
     turns, rollout = recipe.rollout.multi_turn, recipe.rollout
     assert turns is not None
     sections = {name: getattr(recipe, name) for name in ("model", "data", "batch", "algorithm", "reward")}
@@ -342,6 +342,6 @@ def _digest_of_recipe(recipe: RLRecipe) -> str:
     values = {name: section.model_dump(mode="json") for name, section in sections.items()}
     values |= {"seed": recipe.seed, "sampling": [rollout.temperature, rollout.top_p, rollout.top_k]}
     values |= {"tokens": rollout.max_response_length, "begun": [rollout.oversample, rollout.steps_ahead]}
-    file, _ = split_specification(turns.function or turns.environment or "")
-    content = read_bytes(file, DataError)
+    own = turns.tool_functions if turns.tools else [turns.function or turns.environment or ""]
+    content = b"".join(read_bytes(split_specification(each)[0], DataError) for each in own)
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode() + content, digest_size=8).hexdigest()

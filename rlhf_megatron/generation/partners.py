@@ -1,12 +1,13 @@
-"""Partners that reply to the model: a function of the user's, or an environment with a state, in processes with limits.
+"""Partners that reply to the model: a user's function, tools, or an environment with a state, in processes with limits.
 
 Here: jobs for the worker processes, and what their outcomes mean. Not here: tokens and rows (conversations.py), and the
-calls themselves (rewards/user_function.py, rewards/user_environment.py).
+calls themselves (rewards/user_function.py, user_tools.py, user_environment.py).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -14,17 +15,22 @@ from typing import Any, Protocol
 from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
 from rlhf_megatron.rewards import user_environment as environment
-from rlhf_megatron.rewards import worker
+from rlhf_megatron.rewards import user_tools, worker
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.judges import unloadable
 from rlhf_megatron.rewards.pool import Session, WorkerPool, bytes_of
 from rlhf_megatron.rewards.user_function import TURN
 from rlhf_megatron.rollout.engine import RolloutError
+from rlhf_megatron.untrusted import parse_json, shown
 
 # One that has failed this often and has never once answered does not work.
 HOPELESS_FAILURES = 8
 # What an answer has beyond so many is not even tokenized, for which the engine would wait.
 _CHARACTERS_PER_TOKEN = 64
+# Of one tool, as the chat template gets it.
+MOST_DESCRIPTION_CHARACTERS = 2**18
+# Names are parts of metrics.
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Trajectory(Protocol):
@@ -176,6 +182,81 @@ class _Instance:
         closing.add_done_callback(self._closing.discard)
 
 
+class TurnTools(Partner):
+    """Functions and MCP servers that the model calls, for each row in a process of its own."""
+
+    def __init__(self, section: MultiTurnSection) -> None:
+        """See Partner."""
+        servers = [server.model_dump() for server in section.tool_servers]
+        job = {"kind": worker.TOOLS, "functions": section.tool_functions, "servers": servers}
+        named = [*section.tool_functions, *(server.specification for server in section.tool_servers)]
+        self._closing = set[Future[None]]()
+        self.timeout_seconds = section.timeout_seconds
+        super().__init__(section, user_tools.INTERFACE.key, ", ".join(named), job)
+
+    def begin(self, row: dict[str, Any]) -> ToolCalls:
+        """See Partner."""
+        return ToolCalls(self._pool, self._job, self._closing)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Returns the tools as chat templates describe them. Raises RolloutError where that cannot be done."""
+        session = self._pool.session()
+        most = {"most": MOST_DESCRIPTION_CHARACTERS}
+        outcome = session.submit(self._job | most | {"call": user_tools.DESCRIBE}).result()
+        session.end(self._job | {"call": user_tools.CLOSE}).result()
+        if outcome.state != worker.DONE:
+            raise RolloutError(unloadable(self.key, self.specification, outcome))
+        return [self._description(message["content"]) for message in outcome.messages]
+
+    def _description(self, text: str) -> dict[str, Any]:
+        """A tool as a server or a user's file describes it, of which nothing is believed."""
+        tool = parse_json(text, f"{self.key}: a tool's description", RolloutError)
+        name = tool["function"]["name"]
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise RolloutError(
+                f"{self.key}: the tool's name {shown(repr(name), 80)} is not of letters, digits, _, . and -"
+            )
+        return dict(tool)
+
+    def close(self) -> None:
+        """Ends its processes, as soon as the servers that are closing have closed."""
+        concurrent.futures.wait(self._closing.copy(), self.timeout_seconds)
+        super().close()
+
+
+class ToolCalls:
+    """The tools of one row; see Trajectory. What it is asked are calls, one after another."""
+
+    def __init__(self, pool: WorkerPool, job: worker.Job, closing: set[Future[None]]) -> None:
+        """No process is taken before the first call."""
+        self._pool, self._job, self._closing = pool, job, closing
+        self._session = pool.session()
+
+    def call(self, name: str, arguments: dict[str, Any]) -> Future[Outcome]:
+        """Starts a call, behind those before it; returns at once. Where a process has ended, another begins."""
+        if self._session.has_ended:
+            self.close()
+            self._session = self._pool.session()
+        return self._session.submit(self._job | {"call": user_tools.CALL, "name": name, "arguments": arguments})
+
+    def reset(self) -> Future[Outcome]:
+        """See Trajectory."""
+        raise NotImplementedError
+
+    def reply(self, messages: Sequence[dict[str, Any]], ending: str | None) -> Future[Outcome]:
+        """See Trajectory; tool_turns.ToolTurns makes calls of a turn."""
+        raise NotImplementedError
+
+    def load(self, state: bytes) -> None:
+        """See Trajectory. Functions have no state beside the conversation."""
+
+    def close(self) -> None:
+        """See Trajectory."""
+        closing = self._session.end(self._job | {"call": user_tools.CLOSE})
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
 def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | AgentProgram | None:
     """Loads who replies on a rank that ``leads`` a replica, where responses have several turns."""
     section = recipe.rollout.multi_turn
@@ -183,6 +264,8 @@ def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | AgentProgram |
         return AgentProgram(recipe.rollout.agent, needs_reward=recipe.reward.rule == "none")
     if section is None or not leads:
         return None
+    if section.tools:
+        return TurnTools(section)
     return TurnFunction(section) if section.function is not None else TurnEnvironment(section, recipe.keeps_journal)
 
 

@@ -19,7 +19,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import Conversations, conversations_of
 from rlhf_megatron.generation.generated_groups import GeneratedGroups, GroupPacker, GroupScoring
-from rlhf_megatron.generation.generation_metrics import agent_metrics, generation_metrics, scoring_metrics
+from rlhf_megatron.generation.generation_metrics import agent_metrics, generation_metrics, scoring_metrics, tool_metrics
 from rlhf_megatron.generation.journal import Journal
 from rlhf_megatron.generation.partners import Partner
 from rlhf_megatron.generation.prompt_groups import (
@@ -273,6 +273,10 @@ class RolloutWorker:
             turns = [each.counts for each in every if isinstance(each, Conversations)]
         records, completions = [each.record for each in calls], [row for each in calls for row in each.completions]
         metrics = generation_metrics(records, completions, turns, self._replica, self._team)
+        if self._context.recipe.has_tools:
+            tools = [each.tools for each in every if isinstance(each, Conversations) and each.tools]
+            names = [tool["function"]["name"] for tool in self._tokenizer.tools]
+            metrics |= tool_metrics(tools, names, self._replica, self._team)
         if self._section.agent:
             counts = [each.counts for each in every if isinstance(each, AgentTurns)]
             metrics |= agent_metrics(counts, self._replica, self._team)

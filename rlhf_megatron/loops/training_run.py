@@ -23,6 +23,7 @@ from rlhf_megatron.data.prompts import RESPONSES
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.durable import remove
 from rlhf_megatron.errors import UserError
+from rlhf_megatron.generation.tool_turns import with_tools
 from rlhf_megatron.loops.role_building import RoleBuilder
 from rlhf_megatron.loops.step_recorder import StepRecorder
 from rlhf_megatron.loops.teams import make_teams
@@ -132,6 +133,8 @@ def set_up(
     architecture = read_architecture(recipe.model.path)
     with context.phase("data"):
         tokenizer = recipe_tokenizer(recipe)
+        if isinstance(recipe, RLRecipe):
+            tokenizer = with_tools(tokenizer, recipe)
         check_tokens(tokenizer, architecture, recipe.model.path)
         data = open_data(
             recipe.data,

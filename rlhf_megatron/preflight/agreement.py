@@ -151,7 +151,8 @@ def _function_files(recipe: Recipe) -> Iterator[Path]:
         if recipe.rollout.agent:
             functions.append(recipe.rollout.agent.function)
         if recipe.rollout.multi_turn:
-            functions += [recipe.rollout.multi_turn.function, recipe.rollout.multi_turn.environment]
+            turns = recipe.rollout.multi_turn
+            functions += [turns.function, turns.environment, *turns.tool_functions]
     for function in functions:
         if function is not None:
             path, colon, _ = function.rpartition(":")  # without a colon it is the path alone

@@ -24,10 +24,11 @@ from rlhf_megatron.data.rows import (
     parse_messages,
     with_system_prompt,
 )
-from rlhf_megatron.data.tokenizer import recipe_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.agent_turns import AgentTurns
-from rlhf_megatron.generation.partners import Trajectory, make_partner, why_failed
+from rlhf_megatron.generation.partners import Trajectory, TurnTools, make_partner, why_failed
+from rlhf_megatron.generation.tool_turns import ToolTurns, described, with_tools
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import check_trackers
@@ -156,6 +157,8 @@ def room_check(recipe: Recipe) -> Check:
 def tokenizer_check(recipe: Recipe) -> Check:
     """Checks that the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
     tokenizer, folder = recipe_tokenizer(recipe), planning_folder(recipe)
+    if isinstance(recipe, RLRecipe):
+        tokenizer = with_tools(tokenizer, recipe)
     check_tokens(tokenizer, read_architecture(folder), folder)
     unlimited = {
         "max_prompt_length": sys.maxsize,
@@ -206,6 +209,8 @@ def turns_check(recipe: Recipe) -> list[Check]:
     if partner is None or not isinstance(recipe, RLRecipe):
         return []
     tokenizer = recipe_tokenizer(recipe)
+    if isinstance(partner, TurnTools):
+        return [_tools_check(recipe, partner, tokenizer)]
     if isinstance(partner, AgentProgram):
         try:
             AgentTurns(recipe, partner, [], 1, tokenizer, int)
@@ -240,6 +245,14 @@ def turns_check(recipe: Recipe) -> list[Check]:
         why = why_failed(failed[0])
         return [Check("turns", "fail", f"{seen}, {len(failed)} failed: {why}", f"fix {partner.specification}")]
     return [Check("turns", "ok", seen)]
+
+
+def _tools_check(recipe: RLRecipe, partner: TurnTools, tokenizer: Tokenizer) -> Check:
+    """Has the tools described to the model, and their calls' parser loaded; raises RolloutError where that fails."""
+    partner.close()
+    assert recipe.rollout.multi_turn is not None
+    tools = ToolTurns(recipe.rollout.multi_turn, described(tokenizer, recipe), leads=True).tools
+    return Check("turns", "ok", f"the model is told of {', '.join(tools)}; none was called")
 
 
 def _row_of_turns(recipe: RLRecipe, values: dict[str, Any], location: RowLocation) -> dict[str, Any]:

@@ -34,6 +34,17 @@ class RolloutRecipe(Recipe):
         return self.rollout.multi_turn is not None and self.rollout.multi_turn.environment is not None
 
     @property
+    def has_tools(self) -> bool:
+        """True if the model calls tools between its turns."""
+        return self.rollout.multi_turn is not None and bool(self.rollout.multi_turn.tools)
+
+    @property
+    def needs_state(self) -> bool:
+        """True if a trajectory cannot go on in another process from its conversation alone."""
+        turns = self.rollout.multi_turn
+        return self.has_environment or (turns is not None and bool(turns.tool_servers))
+
+    @property
     def plays(self) -> bool:
         """True if an environment or an agent gives rewards."""
         return self.has_environment or self.rollout.agent is not None
@@ -306,6 +317,10 @@ class RLRecipe(RolloutRecipe):
             )
 
     def _check_turns(self) -> None:
+        if self.has_tools and "tools" in self.data.chat_template_kwargs:
+            raise ValueError(
+                "data.chat_template_kwargs.tools: rollout.multi_turn.tools describes the tools; leave it out"
+            )
         if self.rollout.multi_turn and self.reward_model is not None:
             raise ValueError(
                 "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import math
 import random
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -41,11 +43,52 @@ class DrawnLengthsSection(Section):
         return max(1, round(random.Random(row).lognormvariate(location, self.sigma)))
 
 
+class ToolServerSection(Section):
+    """An MCP server, which lists its tools itself."""
+
+    command: list[str] = Field(default=[])
+    """A program and its arguments, started per trajectory when it is first called; it speaks over stdio."""
+    url: str | None = None
+    """http://127.0.0.1:PORT/mcp instead: a server that runs on each host that generates, over streamable HTTP."""
+
+    @model_validator(mode="after")
+    def _is_one_server(self) -> ToolServerSection:
+        if (not self.command) == (self.url is None):
+            raise ValueError("tools: an MCP server has one of command and url; give one")
+        if self.url is not None and not _is_on_loopback(self.url):
+            raise ValueError(
+                f"tools: url={self.url}: only http:// on the loopback is allowed; give http://127.0.0.1:PORT"
+            )
+        return self
+
+    @property
+    def specification(self) -> str:
+        """The server in messages."""
+        return self.url or " ".join(self.command)
+
+
+def _is_on_loopback(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        is_here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+    return parts.scheme == "http" and is_here
+
+
 class MultiTurnSection(Section):
-    """Multi-turn responses: a function or an environment of yours replies between the model's turns."""
+    """Multi-turn responses: a function, tools or an environment of yours replies between the model's turns."""
 
     function: str | None = None
     """path/to/file.py:function (default name: respond)."""
+    tools: list[str | ToolServerSection] = Field(default=[])
+    """Instead: functions (path/to/file.py:function) and MCP servers ({command: [...]} or {url: ...}), which the model
+    calls as its chat template describes them (docs/multi_turn.md#tools)."""
+    tool_parser: str | None = None
+    """vLLM's parser of tool calls, such as hermes; needed with tools."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of reasoning, such as deepseek_r1, which is left out where calls are looked for."""
     environment: str | None = None
     """path/to/file.py:Class (default name: Environment), instead of a function: one instance per trajectory."""
     max_assistant_turns: int = Field(default=4, gt=1)
@@ -55,7 +98,7 @@ class MultiTurnSection(Section):
     timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
     """Per reply; a timeout or failure ends the response, and an environment's leaves it out of training."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
-    """Processes per replica; environments have one each."""
+    """Processes per replica; trajectories with tools or an environment have one each."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
     """Per process with its children, GB of 2^30 bytes; killed above."""
     network: bool = True
@@ -66,11 +109,33 @@ class MultiTurnSection(Section):
 
     @model_validator(mode="after")
     def _someone_replies(self) -> MultiTurnSection:
-        if (self.function is None) == (self.environment is None):
-            raise ValueError("multi_turn: give one of function and environment")
-        if self.environment is not None and self.changed("workers"):
-            raise ValueError(f"workers={self.workers}: environments have a process each; leave it out")
+        if sum(map(bool, (self.function, self.environment, self.tools))) != 1:
+            raise ValueError("multi_turn: give one of function, tools and environment")
+        if not self.function and self.changed("workers"):
+            raise ValueError(f"workers={self.workers}: environments and tools have a process each; leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _calls_are_read(self) -> MultiTurnSection:
+        if self.tools and self.tool_parser is None:
+            raise ValueError("tools: nothing reads the model's calls; set tool_parser to vLLM's, such as hermes")
+        parsers = [] if self.tools else self.changed("tool_parser", "reasoning_parser")
+        if parsers:
+            raise ValueError(f"{parsers[0]}: it is read with tools alone; give tools, or leave it out")
+        url = next((each.url for each in self.tool_servers if each.url), None)
+        if url and not self.network:
+            raise ValueError(f"network=false: the server at {url} is out of reach; start it by command, or use true")
+        return self
+
+    @property
+    def tool_functions(self) -> list[str]:
+        """The tools that are functions of files."""
+        return [each for each in self.tools if isinstance(each, str)]
+
+    @property
+    def tool_servers(self) -> list[ToolServerSection]:
+        """The MCP servers among the tools."""
+        return [each for each in self.tools if not isinstance(each, str)]
 
 
 class AgentSection(Section):

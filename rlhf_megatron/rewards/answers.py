@@ -13,7 +13,18 @@ from typing import Any
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.rewards.user_function import LARGEST_SCORE, MOST_MESSAGES, MOST_ROLE_CHARACTERS
-from rlhf_megatron.rewards.worker import AGENT, DONE, ENVIRONMENT, FAILED, STARTED, TIMED_OUT, TURN, UNUSABLE, Job
+from rlhf_megatron.rewards.worker import (
+    AGENT,
+    DONE,
+    ENVIRONMENT,
+    FAILED,
+    STARTED,
+    TIMED_OUT,
+    TOOLS,
+    TURN,
+    UNUSABLE,
+    Job,
+)
 from rlhf_megatron.untrusted import parse_json, shown
 
 # One line: a score or the text of an error; and the messages of a turn.
@@ -23,7 +34,7 @@ MOST_MESSAGE_CHARACTERS = 1000
 
 Message = dict[str, str]
 
-_OF_TURNS = (TURN, ENVIRONMENT, AGENT)
+_OF_TURNS = (TURN, ENVIRONMENT, AGENT, TOOLS)
 
 
 class BadAnswer(UserError):
@@ -70,7 +81,7 @@ class Batch:
         self.outcomes: dict[int, Outcome] = {}
         self.awaited: bool | None = None
         self.most_bytes = MOST_TURN_BYTES if any(job["kind"] in _OF_TURNS for job in jobs) else MOST_LINE_BYTES
-        self.ends_itself = any(job["kind"] in (ENVIRONMENT, AGENT) for job in jobs)
+        self.ends_itself = any(job["kind"] in (ENVIRONMENT, AGENT, TOOLS) for job in jobs)
         self._open = {job["nonce"]: index for index, job in enumerate(self.jobs)}
 
     @property

@@ -271,6 +271,11 @@ class Session:
         self._thread.submit(self._settle, {**job, "timeout_seconds": self._timeout_seconds}, future)
         return future
 
+    @property
+    def has_ended(self) -> bool:
+        """True if its worker was killed or died, and every further job has the same outcome."""
+        return self._fate is not None
+
     def end(self, job: Job) -> Future[None]:
         """Do a last job, unless the worker has ended, and give the worker back; return at once."""
         future: Future[None] = Future()

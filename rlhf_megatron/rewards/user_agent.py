@@ -15,9 +15,8 @@ from rlhf_megatron.rewards import user_function
 from rlhf_megatron.rewards.user_environment import Reply, TimedOut, _limited, _seed
 from rlhf_megatron.rewards.user_function import FunctionFailure, Interface
 
-INTERFACE = Interface(
-    "rollout.agent.function", "run", ("base_url", "api_key", "row"), "return a number, the trajectory's reward"
-)
+_PARAMETERS = ("base_url", "api_key", "row")
+INTERFACE = Interface("rollout.agent.function", "run", _PARAMETERS, "return a number, the trajectory's reward")
 
 
 def call(job: dict[str, Any]) -> Reply:
@@ -32,7 +31,7 @@ def call(job: dict[str, Any]) -> Reply:
     with _limited(job["timeout_seconds"]):
         function = user_function.load(specification, INTERFACE)
         _seed(job["row"]["seed"])
-        result = _result(specification, function, {name: job[name] for name in INTERFACE.parameters})
+        result = _result(specification, function, {name: job[name] for name in _PARAMETERS})
     if result is None:
         return Reply([])
     if isinstance(result, numbers.Real) and abs(float(result)) <= user_function.LARGEST_SCORE:

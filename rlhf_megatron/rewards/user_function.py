@@ -39,27 +39,19 @@ RewardFunction = Callable[[str, str, str, dict[str, Any]], Result | Awaitable[Re
 
 @dataclass(frozen=True)
 class Interface:
-    """The keyword arguments of a function, its default name, and the recipe key that names it."""
+    """The keyword arguments of a function (None: its own), its default name, and the recipe key that names it."""
 
     key: str
     default_name: str
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] | None
     instead: str  # of raising an error
     noun: str = "function"
 
 
-REWARD = Interface(
-    "reward.function",
-    "compute_score",
-    ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "return a number for such a sample",
-)
-TURN = Interface(
-    "rollout.multi_turn.function",
-    "respond",
-    ("messages", "ground_truth", "extra_info"),
-    "return None, which ends the response",
-)
+REWARD_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TURN_PARAMETERS = ("messages", "ground_truth", "extra_info")
+REWARD = Interface("reward.function", "compute_score", REWARD_PARAMETERS, "return a number for such a sample")
+TURN = Interface("rollout.multi_turn.function", "respond", TURN_PARAMETERS, "return None, which ends the response")
 
 
 class FunctionUnusable(Exception):
@@ -108,6 +100,8 @@ def load(specification: str, interface: Interface = REWARD) -> Callable[..., Any
         raise FunctionUnusable(f"{path}: looking for {name} raised {describe(error, path)}") from error
     if function is None or not is_callable:
         raise FunctionUnusable(f"{path} has no {interface.noun} {name}; it defines {', '.join(defined) or 'none'}")
+    if interface.parameters is None:
+        return function  # type: ignore[no-any-return]
     try:
         inspect.signature(function).bind(**dict.fromkeys(interface.parameters))
     except BaseException as error:
@@ -143,7 +137,7 @@ def call(specification: str, *sample: Any) -> float:
     """
     function = load(specification)
     try:
-        result = function(**dict(zip(REWARD.parameters, sample, strict=True)))
+        result = function(**dict(zip(REWARD_PARAMETERS, sample, strict=True)))
     except BaseException as error:
         raise failure(error, specification, REWARD) from error
     return _number(specification, result)
@@ -156,7 +150,7 @@ async def call_async(specification: str, *sample: Any) -> float:
     """
     function = load(specification)
     try:
-        result = await function(**dict(zip(REWARD.parameters, sample, strict=True)))
+        result = await function(**dict(zip(REWARD_PARAMETERS, sample, strict=True)))
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # a SystemExit would end the event loop, and with it all other calls
@@ -171,7 +165,7 @@ def call_turn(specification: str, *conversation: Any) -> list[dict[str, str]]:
     """
     function = load(specification, TURN)
     try:
-        result = function(**dict(zip(TURN.parameters, conversation, strict=True)))
+        result = function(**dict(zip(TURN_PARAMETERS, conversation, strict=True)))
         if inspect.isawaitable(result):
             result = event_loop().run_until_complete(result)
     except BaseException as error:

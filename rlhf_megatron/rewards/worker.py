@@ -27,12 +27,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NoReturn
 
-from rlhf_megatron.rewards import user_agent, user_environment, user_function
+from rlhf_megatron.rewards import user_agent, user_environment, user_function, user_tools
 
 HEADER = struct.Struct(">Q")
 
 # Kinds of job; the others are names of rules.
-USER_FUNCTION, TURN, ENVIRONMENT, AGENT = "user_function", "turn", "environment", "agent"
+USER_FUNCTION, TURN, ENVIRONMENT, AGENT, TOOLS = "user_function", "turn", "environment", "agent", "tools"
 # States of an answer.
 STARTED, DONE, FAILED, UNUSABLE, TIMED_OUT = "started", "done", "failed", "unusable", "timed_out"
 # Jobs that are awaited, and those of an environment, end here at their limit, before the pool kills the process.
@@ -86,7 +86,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         """Remember them as they are when a function has been loaded."""
-        owners = (builtins, user_function, user_environment, user_agent, sys.modules[__name__])
+        owners = (builtins, user_function, user_environment, user_agent, user_tools, sys.modules[__name__])
         self._names = [(vars(owner).update, dict(vars(owner))) for owner in owners]
         self._modules = dict(sys.modules)
 
@@ -248,6 +248,8 @@ def load(job: Job) -> bool:
         user_environment.load(job["environment"])
     elif job["kind"] == AGENT:
         user_function.load(job["function"], user_agent.INTERFACE)
+    elif job["kind"] == TOOLS:
+        user_tools.load(job)
     elif job["kind"] == "math":
         from rlhf_megatron.rewards import math
 
@@ -270,6 +272,8 @@ def compute(job: Job) -> Answer:
             return reply_of(user_environment.call(job), job["most"])
         if job["kind"] == AGENT:
             return reply_of(user_agent.call(job), 0)
+        if job["kind"] == TOOLS:
+            return reply_of(user_tools.call(job), job["most"])
         return {"state": DONE, "score": score(job)}
     except user_environment.TimedOut:
         return {"state": TIMED_OUT}

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_megatron.compat.vllm.answer_parsers import UnusableParser, reasoning_parser, tool_parser
+from rlhf_megatron.compat.vllm.answer_parsers import ToolParser, UnusableParser, reasoning_parser, tool_parser
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import RolloutEngine
 from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
-__all__ = ["ENGINES", "UnusableParser", "make_engine", "reasoning_parser", "tool_parser"]
+__all__ = ["ENGINES", "ToolParser", "UnusableParser", "make_engine", "reasoning_parser", "tool_parser"]
 
 ENGINES: dict[str, Callable[..., RolloutEngine]] = {"vllm": VllmEngine}
 """Called as `make_engine` is, without the name."""

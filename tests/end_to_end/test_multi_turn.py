@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,6 +111,22 @@ class Environment:
             line = [what, row["seed"], row["attempt"], row["prompt"][0]["content"], self.said]
             ledger.write(json.dumps(line) + "\\n")
 """
+# Of a model that often begins what might be a call, and never ends one.
+TOOLS = '''
+def add(first: int, second: int) -> int:
+    """
+    Adds two numbers.
+
+    Args:
+        first: One of them.
+        second: The other.
+    """
+    return first + second
+'''
+TEMPLATE = r"""{%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 REWARD = """
 import json
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -119,9 +136,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def talkative(model: Path) -> None:
+def talkative(model: Path, also: str = "") -> None:
     """Has a model with random weights end its turns every few tokens: all embeddings lean to one side, and that of the
-    token behind a turn, which is also its row of the output layer, the most."""
+    token behind a turn, which is also its row of the output layer, the most; ``also`` a token that is said as often."""
     file = model / "model.safetensors"
     weights = load_file(file)
     embedding = weights["model.embed_tokens.weight"]
@@ -131,6 +148,8 @@ def talkative(model: Path) -> None:
     assert end is not None
     embedding += lean
     embedding[end] = 2.1 * lean
+    for token in load_tokenizer(model).encode(also):
+        embedding[token] = 2.1 * lean
     save_file(weights, file, metadata={"format": "pt"})
 
 
@@ -143,7 +162,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "slow.py").write_text(TALK.replace("    said =", "    time.sleep(0.8)\n    said ="))
     (path / "always.py").write_text("def respond(messages, ground_truth, extra_info):\n    return 7\n")
     (path / "turns.yaml").write_text(yaml.safe_dump(RECIPE))
-    make_model(path, layers=2)
+    (path / "tools.py").write_text(TOOLS)
+    (path / "tools.jinja").write_text(TEMPLATE)
+    make_model(path, 2, "--max-positions=1024")
+    shutil.copytree(path / "model", path / "caller")
+    talkative(path / "caller", also="[")
     talkative(path / "model")
     make_sums(path, 24, "--seed=1")
     make_sums(path, 6, "--seed=9", name="held_out")
@@ -338,6 +361,21 @@ def test_a_replica_that_waits_for_answers_does_not_hang(folder: Path, train: Cal
     slow = ("rollout.multi_turn.function=slow.py", "rollout.multi_turn.workers=1", "retry.hang_seconds=6")
     train("name=slow", "steps=1", *slow).check()
     assert metrics_of(folder / "runs" / "slow")[1]["rollout/turn_answers"] > 8
+
+
+def test_tools_are_told_to_the_model_and_its_calls_are_counted(folder: Path, train: Callable[..., Finished]) -> None:
+    tools = "rollout.multi_turn={tools: ['tools.py:add'], tool_parser: pythonic, max_assistant_turns: 3}"
+    lengths = ("data.max_prompt_length=500", "rollout.max_response_length=300", "actor.tokens_per_gpu=2048")
+    template = ("model.path=caller", "data.chat_template=tools.jinja")
+    train("name=called", "steps=1", tools, *template, *lengths).check()
+    metrics = metrics_of(folder / "runs" / "called")[1]
+    assert metrics["tools/malformed"] > 0 and metrics["tools/add/calls"] == 0
+    assert {"tools/add/failed", "tools/add/latency_ms_mean", "tools/add/truncated"} <= metrics.keys()
+    assert metrics["train/mismatch_kl"] < 1e-9 and metrics["rollout/turn_answers"] == metrics["tools/malformed"]
+    rows = pq.read_table(folder / "runs" / "called" / "rollouts" / "step-1.parquet").to_pylist()
+    assert all('"name": "add"' in row["prompt"] for row in rows)
+    answers = [turn["text"] for row in rows for turn in row["turns"] if not turn["sampled"]]
+    assert answers and all("user\nerror: this call cannot be read" in answer for answer in answers)
 
 
 def test_evaluations_have_turns_too(folder: Path, whole: dict[int, dict[str, float]]) -> None:

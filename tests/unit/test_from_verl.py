@@ -282,7 +282,7 @@ def test_what_is_not_as_in_verl_is_told(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([f"{ROLLOUT}.multi_turn.enable=True"], "tools are a function here"),
+        ([f"{ROLLOUT}.multi_turn.enable=True"], "tools are functions and MCP servers here"),
         (["actor_rollout_ref.model.lora_adapter_path=/a"], "give its rank too, as lora_rank"),
         ([f"{ACTOR}.policy_loss.loss_mode=novel"], "loss_mode=novel: here are vanilla, gspo"),
         ([f"{ACTOR}.optim.lr_decay_style=WSD"], "a schedule WSD is not here"),

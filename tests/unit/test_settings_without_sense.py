@@ -20,6 +20,7 @@ RECIPE: dict[str, Any] = {
     "actor": {"tokens_per_gpu": 1000, "optimizer": {"learning_rate": 1e-4}},
     "rollout": {"max_response_length": 50},
 }
+TOOLS = "rollout.multi_turn={tool_parser: hermes"
 SERVICE = "reward.service={url: 'http://host', header_environment: KEY}"
 KEEPS = ("checkpoint.keep_best={}", "checkpoint.save_interval=4", "evaluation.at_end=false")
 TELLS = "health.rules=[{metric: x, when: above, value: 1, action: alert}]"
@@ -57,9 +58,15 @@ REFUSED = [
     (["algorithm.covariance.fraction=0.5"], "is for policy_loss clip_cov and kl_cov"),
     (["algorithm.credited_turns=last"], "algorithm.credited_turns: responses have one turn"),
     (["algorithm.discount_per=turn"], "discount_per=turn is for advantage gae and reinforce_plus_plus"),
-    (["rollout.multi_turn={}"], "give one of function and environment"),
+    (["rollout.multi_turn={}"], "give one of function, tools and environment"),
+    (["rollout.multi_turn={tools: [a.py]}"], "set tool_parser to vLLM's, such as hermes"),
+    (["rollout.multi_turn={function: a.py, tool_parser: hermes}"], "tool_parser: it is read with tools alone"),
+    ([f"{TOOLS}, tools: [{{command: [a], url: 'http://[::1]:1'}}]}}"], "has one of command and url"),
+    ([f"{TOOLS}, tools: [{{url: 'http://example.org:1'}}]}}"], "only http:// on the loopback is allowed"),
+    ([f"{TOOLS}, network: false, tools: [{{url: 'http://localhost:1'}}]}}"], "network=false: the server at http://local"),
+    ([f"{TOOLS}, tools: [a.py]}}", "data.chat_template_kwargs={tools: []}"], "rollout.multi_turn.tools describes"),
     (["rollout.multi_turn={function: a.py}", *RESUMED], "what was given up begins anew; use discard"),
-    (["rollout.multi_turn={environment: a.py, workers: 2}"], "environments have a process each"),
+    (["rollout.multi_turn={environment: a.py, workers: 2}"], "environments and tools have a process each"),
     (["reward.parts=[{name: a, rule: math, weight: 0}]"], "all weights are 0"),
     (["reward.rule=none", "reward_model={path: m, tokens_per_gpu: 9, weight: 0}"], "reward_model.weight=0"),
     (["reward.rule=length", "reward.length_low=50", "reward.length_high=60"], "no response would be paid"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,33 +14,70 @@ class UnusableParser(Exception):
     """A parser that vLLM does not have, or that cannot be imported; the text is for the user."""
 
 
-def tool_parser(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]:
-    """Return vLLM's parser `name`: (text of an answer, tools) -> (text without calls, (function, arguments) of each).
+class ToolParser:
+    """vLLM's parser of tool calls: (text of an answer, tools) -> (text without calls, (function, arguments) of each).
 
     Arguments are text, JSON where the model wrote some; a call that cannot be read stays in the text.
-
-    Args:
-        name: as in vLLM's --tool-call-parser.
-        tokenizer: of transformers.
-
-    Raises:
-        UnusableParser: there is none.
     """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
-    from vllm.tool_parsers import ToolParserManager
 
-    made = _class_of(name, ToolParserManager.get_tool_parser, ToolParserManager.list_registered)
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        """Load it; see `tool_parser`."""
+        from vllm.tool_parsers import ToolParserManager
 
-    def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+        self._class = _class_of(name, ToolParserManager.get_tool_parser, ToolParserManager.list_registered)
+        self._tokenizer = tokenizer
+        # It logs a traceback for each call that a model got wrong; these are counted and answered.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        if self._class.__name__ == "GptOssToolParser":
+            raise UnusableParser(f"vLLM's parser {name} reads no text: calls of gpt-oss are not supported yet")
+        try:
+            self._mark, self._is_bare = _mark_of(self._class(tokenizer, []))
+        except Exception as error:
+            raise UnusableParser(f"vLLM's parser {name} refuses this tokenizer: {error}") from error
+
+    def __call__(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+        """Return the text without calls, and the calls."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+
         described = [ChatCompletionToolsParam(**tool) for tool in tools]
         request = ChatCompletionRequest(messages=[], model="policy", tools=described)
         # A parser keeps the state of a stream, so each answer has one of its own.
-        found = made(tokenizer, described).extract_tool_calls(text, request)
-        if not found.tools_called:
+        try:
+            found = self._class(self._tokenizer, described).extract_tool_calls(text, request)
+        except Exception:  # of a text that vLLM's parser is not made for
+            return text, []
+        if not found.tool_calls:
             return text, []
         return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
-    return parse
+    def begun(self, text: str) -> int:
+        """Return how many calls a text seems to have, whether or not they can be read."""
+        marks = text.count(self._mark) if self._mark else 0
+        return marks or int(self._is_bare and text.lstrip()[:1] in ("{", "["))
+
+
+def tool_parser(name: str, tokenizer: Any) -> ToolParser:
+    """Return vLLM's parser `name`, as in vLLM's --tool-call-parser, for a tokenizer of transformers.
+
+    Raises:
+        UnusableParser: there is none, or it is not made for this tokenizer.
+    """
+    return ToolParser(name, tokenizer)
+
+
+def _mark_of(parser: Any) -> tuple[str | None, bool]:
+    """The text with which a call begins, and whether it may be missing before a call in JSON.
+
+    vLLM's parsers have it under one of these names, or in a table of states.
+    """
+    engine = getattr(getattr(parser, "_parser_engine", None), "parser_engine_config", None)
+    marks = [getattr(parser, name, None) for name in ("tool_call_start_token", "tool_calls_start_token")]
+    marks.append(getattr(engine, "terminals", {}).get("TOOL_START"))
+    for mark in marks:
+        found = mark[0] if isinstance(mark, tuple) else mark
+        if isinstance(found, str) and found:
+            return found, False
+    return getattr(parser, "bot_token", None), True
 
 
 def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str, str]]:
