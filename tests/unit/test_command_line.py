@@ -208,7 +208,7 @@ def test_the_schema_accepts_recipes_and_overlays(checked: Any, file: Path) -> No
         ({"loop": "sft", "rollout": {"max_response_length": 3}}, "rollout"),
         ({"model": {"dtype": "int8"}}, "dtype"),
         ({"defaults": "a.yaml"}, "defaults"),
-        ({"steps": 0}, "steps"),
+        ({"steps": -1}, "steps"),
     ],
 )
 def test_the_schema_refuses_what_the_code_refuses(checked: Any, values: dict[str, Any], about: str) -> None:

@@ -143,7 +143,7 @@ class Prompts:
         began, self.seconds = time.process_time(), 0.0
         drawn = self.stream.draw(self.ranks * ROWS // RESPONSES)
         groups = [Group(prompt, number=number) for number, prompt in enumerate(drawn)]
-        requests = requests_for(groups, RESPONSES, TOKENS, lambda row: request_seed(1, 1, row))
+        requests = requests_for(groups, RESPONSES, lambda _: TOKENS, lambda row: request_seed(1, 1, row))
         queue = WorkQueues("static", 0, self.ranks).open(len(groups))
         self.stream._reader.submit(int).result()  # the share that is read ahead is this step's too
         of_all = time.process_time() - began - self.seconds

@@ -166,7 +166,7 @@ class Load:
         """The requests that are still to be generated for ``groups``, each response to its own length."""
         from rlhf_megatron.generation.prompt_groups import requests_for
 
-        requests = requests_for(groups, self.responses, self._longest, lambda row: row, dist.get_rank())
+        requests = requests_for(groups, self.responses, lambda _: self._longest, lambda row: row, dist.get_rank())
         return [
             dataclasses.replace(
                 request,
