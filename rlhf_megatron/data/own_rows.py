@@ -7,10 +7,8 @@ the same for the same i in every process. It runs on every rank.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from rlhf_megatron.data.rows import Block, ParquetRows, column_value
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 from rlhf_megatron.untrusted import shown
+from rlhf_megatron.user_files import run_file
 
 _BLOCK_ROWS = 1024
 # Rows that stand for all in the digest, and those whose size is measured.
@@ -173,18 +172,14 @@ def load_class(specification: str) -> Callable[[list[str]], Any]:
         raise DataError(f"data.dataset: {shown(specification)} is not path/to/file.py:Class")
     if not os.path.isfile(path):
         raise DataError(f"data.dataset: there is no file {shown(path)}; set it to path/to/file.py:Class")
-    unique = hashlib.md5(str(Path(path).resolve()).encode(), usedforsecurity=False).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"rlhf_megatron_user_data_{unique}", path)
-    if spec is None or spec.loader is None:
-        raise DataError(f"data.dataset: {shown(path)} is not a Python file; set it to path/to/file.py:Class")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look there for what the file defines
     try:
-        spec.loader.exec_module(module)
+        module = run_file(Path(path), "data")
         found: Any = getattr(module, name, None)
     except Exception as error:
         why = f"{type(error).__name__}: {shown(str(error), 300)}"
         raise DataError(f"data.dataset: {shown(path)} cannot be imported ({why}); fix it") from error
+    if module is None:
+        raise DataError(f"data.dataset: {shown(path)} is not a Python file; set it to path/to/file.py:Class")
     if not callable(found):
         raise DataError(f"data.dataset: {shown(path)} has no class {name}")
     return found  # type: ignore[no-any-return]  # getattr of a module has no type

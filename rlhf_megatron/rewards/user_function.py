@@ -8,13 +8,10 @@ score.py.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import importlib.util
 import inspect
 import numbers
 import os
 import stat
-import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.untrusted import shown
+from rlhf_megatron.user_files import run_file
 
 # Rewards become float32, where a larger one is infinite.
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
@@ -80,17 +78,12 @@ def load(specification: str, interface: Interface = REWARD) -> Callable[..., Any
     """
     path, name = split_specification(specification, interface.default_name)
     _check_file(path, interface)
-    unique = hashlib.md5(str(path.resolve()).encode(), usedforsecurity=False).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"rlhf_megatron_user_reward_{unique}", path)
-    if spec is None or spec.loader is None:
-        raise FunctionUnusable(f"{path} is not a Python file; set {interface.key} to path/to/file.py:{interface.noun}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look there for what the file defines
     try:
-        spec.loader.exec_module(module)
+        module = run_file(path, "reward")
     except BaseException as error:
-        sys.modules.pop(spec.name, None)
         raise FunctionUnusable(f"{path} cannot be imported: {describe(error, path)}") from error
+    if module is None:
+        raise FunctionUnusable(f"{path} is not a Python file; set {interface.key} to path/to/file.py:{interface.noun}")
     try:
         function = getattr(module, name, None)
         is_callable = callable(function)
