@@ -1,4 +1,4 @@
-"""From the tokens of a turn to what a program is told: text, reasoning, tool calls, and where a stop text ends it."""
+"""From the tokens of a turn to a program's message: text, reasoning, tool calls, and where a stop text ends it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_megatron.rollout.engine import RolloutError
 
 
 class ReadAnswer(NamedTuple):
-    """What a program is told of a turn; `kept`: how many of its tokens stay; `stop`: the text that ended it;
+    """A turn as a program gets it; `kept`: how many of its tokens stay; `stop`: the text that ended it;
     `unread`: how many calls it begins beyond those that could be read."""
 
     message: Message
@@ -23,7 +23,7 @@ class ReadAnswer(NamedTuple):
 
     @property
     def forms(self) -> list[Message]:
-        """How the turn may come back: some frameworks append the stop text, which its tokens have."""
+        """Forms in which the turn may come back: some frameworks append the stop text, which its tokens have."""
         with_stop = self.message | {"content": self.message["content"] + self.stop}
         return [self.message, with_stop] if self.stop else [self.message]
 
@@ -51,7 +51,7 @@ class AnswerReader:
         self._reasoning = _loaded(f"{key}.reasoning_parser", section.reasoning_parser, load[1], tokenizer)
 
     def read(self, token_ids: Sequence[int], finish_reason: str, question: Question, identity: str) -> ReadAnswer:
-        """Return what the program is told of a turn; ids of its calls follow from ``identity``."""
+        """Return a turn as the program gets it; ids of its calls follow from ``identity``."""
         text, kept, stop = self._stopped(token_ids, question.stop)
         message: Message = {"role": "assistant", "content": text}
         if self._reasoning:

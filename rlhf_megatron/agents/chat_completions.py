@@ -14,12 +14,13 @@ from rlhf_megatron.agents.protocol import (
     Refusal,
     arguments_of,
     field,
+    listed_tools,
     positive,
+    role_of,
     stops_of,
     text_of,
 )
 
-_ROLES = {"developer": "system"}
 # Asking for these and not getting them would change what a program does.
 _UNSUPPORTED = ("logit_bias", "functions", "audio", "prediction")
 
@@ -56,21 +57,16 @@ def check_form(form: Any) -> None:
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools that the model is told of; none with tool_choice none. Raises Refusal where they are none."""
-    tools = body.get("tools")
-    if not tools or body.get("tool_choice") == "none":
-        return None
-    if not isinstance(tools, list):
-        raise Refusal("tools must be a list")
+    """Return the tools for the chat template; None for none. Raises Refusal for a tool that is none."""
+    tools = listed_tools(body)
     for index, tool in enumerate(tools):
         field(field(tool, "function", dict, f"tools[{index}]"), "name", str, f"tools[{index}].function")
-    return [{"type": "function", "function": tool["function"]} for tool in tools]
+    return [{"type": "function", "function": tool["function"]} for tool in tools] or None
 
 
 def message_of(message: Any, where: str) -> Message:
     """Return a message in the chat template's form. Raises Refusal where it is none."""
-    role = field(message, "role", str, where)
-    found: Message = {"role": _ROLES.get(role, role), "content": text_of(message.get("content"), where)}
+    found: Message = {"role": role_of(message, where), "content": text_of(message.get("content"), where)}
     if message.get("tool_calls"):
         calls = field(message, "tool_calls", list, where)
         found["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]

@@ -36,7 +36,7 @@ class Refusal(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What a request asks of the model.
+    """A request to the model.
 
     Attributes:
         messages: in the chat template's form; contents are text, arguments of tool calls are objects.
@@ -53,7 +53,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the model said.
+    """An answer of the model.
 
     Attributes:
         message: role, content, and tool_calls or reasoning_content where there are some.
@@ -93,6 +93,22 @@ def _part(part: Any, where: str) -> str:
             return str(part[key])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise Refusal(f"{where} has a part of type {str(kind)[:40]}; only text is supported")
+
+
+def role_of(message: Any, where: str) -> str:
+    """Return a message's role as chat templates know it. Raises Refusal where there is none."""
+    role: str = field(message, "role", str, where)
+    return "system" if role == "developer" else role
+
+
+def listed_tools(body: dict[str, Any]) -> list[Any]:
+    """Return the tools of a request, unread; none with tool_choice none. Raises Refusal where they are no list."""
+    tools = body.get("tools")
+    if not tools or body.get("tool_choice") == "none":
+        return []
+    if not isinstance(tools, list):
+        raise Refusal("tools must be a list")
+    return tools
 
 
 def arguments_of(arguments: Any, where: str) -> Any:

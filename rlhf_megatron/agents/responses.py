@@ -15,7 +15,9 @@ from rlhf_megatron.agents.protocol import (
     Refusal,
     arguments_of,
     field,
+    listed_tools,
     positive,
+    role_of,
     text_of,
 )
 
@@ -51,8 +53,7 @@ def _add(messages: list[Message], item: Any, where: str) -> None:
     """Append an item; what the assistant says and calls in a row is one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        role = field(item, "role", str, where)
-        messages.append({"role": "system" if role == "developer" else role, "content": text_of(item["content"], where)})
+        messages.append({"role": role_of(item, where), "content": text_of(item.get("content"), where)})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -68,11 +69,7 @@ def _add(messages: list[Message], item: Any, where: str) -> None:
 
 
 def _tools_of(body: dict[str, Any]) -> list[dict[str, Any]] | None:
-    tools = body.get("tools")
-    if not tools or body.get("tool_choice") == "none":
-        return None
-    if not isinstance(tools, list):
-        raise Refusal("tools must be a list")
+    tools = listed_tools(body)
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise Refusal(f"tools[{index}]: only functions are supported")
@@ -81,7 +78,7 @@ def _tools_of(body: dict[str, Any]) -> list[dict[str, Any]] | None:
     return [
         {"type": "function", "function": {name: tool[name] for name in described if tool.get(name) is not None}}
         for tool in tools
-    ]
+    ] or None
 
 
 def response_of(answer: Answer, identity: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -86,14 +86,7 @@ class AgentTurns:
 
     def _row(self, row_id: int) -> dict[str, Any]:
         group = row_id // self._responses
-        prompt = self._groups[group].prompt
-        return {
-            "prompt": list(prompt.messages),
-            "data_source": prompt.data_source,
-            "ground_truth": prompt.ground_truth,
-            "extra_info": prompt.extra_info,
-            "seed": self._seed_of(group * self._responses),
-        }
+        return self._groups[group].row(self._seed_of(group * self._responses))
 
     def read(self, completion: Completion, event: Event) -> EnvironmentReply:
         """See Environment. Raises RolloutError where the program does not work."""

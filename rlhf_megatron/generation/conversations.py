@@ -145,15 +145,7 @@ class Conversations:
 
     def _row(self, row_id: int, attempt: int) -> dict[str, Any]:
         group = row_id // self._responses
-        prompt = self._groups[group].prompt
-        return {
-            "prompt": list(prompt.messages),
-            "data_source": prompt.data_source,
-            "ground_truth": prompt.ground_truth,
-            "extra_info": prompt.extra_info,
-            "seed": self._seed_of(group * self._responses),
-            "attempt": attempt,
-        }
+        return self._groups[group].row(self._seed_of(group * self._responses)) | {"attempt": attempt}
 
     def read(self, completion: Completion, outcome: Outcome) -> EnvironmentReply:
         """See Environment. Raises RolloutError where the partner does not work, or the template refuses its reply."""

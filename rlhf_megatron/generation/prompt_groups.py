@@ -58,6 +58,17 @@ class Group:
         """The prompt as a whole."""
         return self.drawn if isinstance(self.drawn, Prompt) else self.drawn.whole()
 
+    def row(self, seed: int) -> dict[str, Any]:
+        """Return the prompt's row of the data as a user's environment or agent gets it, with a seed."""
+        prompt = self.prompt
+        return {
+            "prompt": list(prompt.messages),
+            "data_source": prompt.data_source,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+            "seed": seed,
+        }
+
 
 def requests_for(
     groups: Sequence[Group],
