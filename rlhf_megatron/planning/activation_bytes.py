@@ -26,25 +26,66 @@ _STATISTICS = 16  # bytes of a sampled token: the head's largest logit, and thre
 
 @dataclasses.dataclass(frozen=True)
 class _Passes:
-    """How often a phase goes forward and backward over a role's tokens."""
+    """The number of forward and backward passes of a phase over a role's tokens."""
 
     phase: str
     forward: int
     backward: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Role:
+    """A role as its activations need it; ``hosts`` are those of the layout's positions."""
+
+    recipe: RLRecipe
+    name: str
+    model: Architecture
+    layout: Layout
+    hosts: Sequence[int]
+
+    @property
+    def section(self) -> RoleSection:
+        """Its section of the recipe."""
+        return self.recipe.roles[self.name]
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number of its activations."""
+        return ELEMENT_BYTES[self.recipe.dtype_of(self.section)]
+
+    @property
+    def vector(self) -> int:
+        """Bytes of a token between two layers."""
+        return self.model.hidden * self.element
+
+    def tokens(self) -> tuple[float, float]:
+        """(Tokens that a rank computes in a pass over the step's rows, sampled ones among them.)"""
+        recipe = self.recipe
+        prompts = recipe.batch.prompts_per_step
+        rows = prompts * recipe.batch.rows_per_prompt
+        prompt, responses = lengths(recipe, rows)
+        spared = prompt * (rows - prompts) if recipe.shares_prompts(self.section) else 0.0
+        ranks = self.layout.data * self.layout.context
+        return (prompt * rows - spared + responses.tokens) / ranks, responses.tokens / ranks
+
+    def stage_of(self, position: int) -> int:
+        """The pipeline stage of a position."""
+        return position // (self.layout.size // self.layout.pipeline)
+
+    def hosts_of(self, group: Sequence[int]) -> list[int]:
+        """The hosts of a group of positions."""
+        return [self.hosts[position] for position in group]
+
+
 def role_activations(
     recipe: RLRecipe, name: str, model: Architecture, layout: Layout, hosts: Sequence[int]
 ) -> dict[str, Edges]:
     """Return what each phase carries for a role; ``hosts`` are those of the layout's positions."""
-    found = {}
+    role, found = _Role(recipe, name, model, layout, hosts), {}
     for passes in _passes(recipe, name):
-        edges = Edges()
-        _tensor_sums(edges, recipe, name, model, layout, hosts, passes)
-        _between_stages(edges, recipe, name, model, layout, hosts, passes)
-        _to_experts(edges, recipe, name, model, layout, hosts, passes)
-        _keys_and_values(edges, recipe, name, model, layout, hosts, passes)
-        found[passes.phase] = edges
+        edges = found[passes.phase] = Edges()
+        for add in (_tensor_sums, _between_stages, _to_experts, _keys_and_values):
+            add(edges, role, passes)
     return found
 
 
@@ -72,100 +113,57 @@ def _passes(recipe: RLRecipe, name: str) -> Iterator[_Passes]:
         yield _Passes("update_critic" if name == "critic" else "update", recipe.batch.passes, recipe.batch.passes)
 
 
-def _tokens(recipe: RLRecipe, name: str) -> tuple[float, float]:
-    """(Tokens that the role computes in a pass over the step's rows, sampled ones among them.)"""
-    prompts = recipe.batch.prompts_per_step
-    rows = prompts * recipe.batch.rows_per_prompt
-    prompt, responses = lengths(recipe, rows)
-    spared = prompt * (rows - prompts) if recipe.shares_prompts(recipe.roles[name]) else 0.0
-    return prompt * rows - spared + responses.tokens, responses.tokens
-
-
-def _tensor_sums(
-    edges: Edges,
-    recipe: RLRecipe,
-    name: str,
-    model: Architecture,
-    layout: Layout,
-    hosts: Sequence[int],
-    passes: _Passes,
-) -> None:
-    tokens, outputs = (count / layout.data / layout.context for count in _tokens(recipe, name))
-    section, vector = recipe.roles[name], model.hidden * _element_bytes(recipe, name)
-    of_stage = layout.size // layout.pipeline
+def _tensor_sums(edges: Edges, role: _Role, passes: _Passes) -> None:
+    (tokens, outputs), layout, model = role.tokens(), role.layout, role.model
     sizes = []
     for stage in range(layout.pipeline):
         layers = stage_layer_indices(model, layout, stage)
         sums = sum(1 if _has_experts(model, layer) else 2 for layer in layers)
-        again = sums * recomputed_layers(section, layout, len(layers)) / len(layers) if passes.backward else 0.0
+        again = sums * recomputed_layers(role.section, layout, len(layers)) / len(layers) if passes.backward else 0.0
         vectors = tokens * (passes.forward * (sums + (stage == 0)) + passes.backward * (sums + again))
-        size = vectors * vector
+        size = vectors * role.vector
         if stage == layout.pipeline - 1 and model.head == "language":
-            size += outputs * (passes.forward * _STATISTICS + passes.backward * vector)
+            size += outputs * (passes.forward * _STATISTICS + passes.backward * role.vector)
         sizes.append(size)
     for group in layout.groups_along("tensor"):
-        edges.all_reduce([hosts[at] for at in group], sizes[group[0] // of_stage])
+        edges.all_reduce(role.hosts_of(group), sizes[role.stage_of(group[0])])
 
 
-def _between_stages(
-    edges: Edges,
-    recipe: RLRecipe,
-    name: str,
-    model: Architecture,
-    layout: Layout,
-    hosts: Sequence[int],
-    passes: _Passes,
-) -> None:
-    tokens = _tokens(recipe, name)[0] / layout.data / layout.context
-    cut = layout.tensor if _is_sequence_parallel(recipe.roles[name], model) else 1
-    size = tokens * model.hidden * _element_bytes(recipe, name) / cut
+def _between_stages(edges: Edges, role: _Role, passes: _Passes) -> None:
+    layout, (tokens, _) = role.layout, role.tokens()
+    cut = layout.tensor if _is_sequence_parallel(role.section, role.model) else 1
+    size = tokens * role.vector / cut
     for group in layout.groups_along("pipeline"):
         for chunk in range(layout.virtual_pipeline):
             turns = [*group, group[0]] if chunk < layout.virtual_pipeline - 1 else group
-            for source, target in itertools.pairwise(turns):
-                edges.add(hosts[source], hosts[target], size * passes.forward)
-                edges.add(hosts[target], hosts[source], size * passes.backward)
+            for source, target in itertools.pairwise(role.hosts_of(turns)):
+                edges.add(source, target, size * passes.forward)
+                edges.add(target, source, size * passes.backward)
 
 
-def _to_experts(
-    edges: Edges,
-    recipe: RLRecipe,
-    name: str,
-    model: Architecture,
-    layout: Layout,
-    hosts: Sequence[int],
-    passes: _Passes,
-) -> None:
+def _to_experts(edges: Edges, role: _Role, passes: _Passes) -> None:
+    layout, model = role.layout, role.model
     if not model.experts or layout.expert == 1:
         return
-    tokens = _tokens(recipe, name)[0] / layout.data / layout.context / layout.tensor
-    of_stage = layout.size // layout.pipeline
-    again = recipe.roles[name].recompute.granularity == "full"
+    tokens = role.tokens()[0] / layout.tensor
+    again = role.section.recompute.granularity == "full"
     ways = 2 * (passes.forward + passes.backward * (1 + again))  # there and back again
     for group in layout.expert_groups_along("expert"):
-        layers = stage_layer_indices(model, layout, group[0] // of_stage)
+        layers = stage_layer_indices(model, layout, role.stage_of(group[0]))
         routed = sum(_has_experts(model, layer) for layer in layers)
-        size = tokens * model.experts.chosen * model.hidden * _element_bytes(recipe, name) * routed * ways
-        of_group = [hosts[at] for at in group]
-        edges.spread(of_group, of_group, size * len(group))
+        size = tokens * model.experts.chosen * role.vector * routed * ways
+        hosts = role.hosts_of(group)
+        edges.spread(hosts, hosts, size * len(group))
 
 
-def _keys_and_values(
-    edges: Edges,
-    recipe: RLRecipe,
-    name: str,
-    model: Architecture,
-    layout: Layout,
-    hosts: Sequence[int],
-    passes: _Passes,
-) -> None:
+def _keys_and_values(edges: Edges, role: _Role, passes: _Passes) -> None:
+    layout, (tokens, _) = role.layout, role.tokens()
     if layout.context == 1:
         return
-    tokens = _tokens(recipe, name)[0] / layout.data / layout.context
-    of_token = kv_cache_bytes_per_token(model, layout.tensor, _element_bytes(recipe, name)) / layout.pipeline
+    of_token = kv_cache_bytes_per_token(role.model, layout.tensor, role.element) / layout.pipeline
     size = tokens * of_token * (layout.context - 1) * (passes.forward + 2 * passes.backward)
     for group in layout.groups_along("context"):
-        edges.ring([hosts[at] for at in group], size)
+        edges.ring(role.hosts_of(group), size)
 
 
 def _has_experts(model: Architecture, layer: int) -> bool:
@@ -174,7 +172,3 @@ def _has_experts(model: Architecture, layer: int) -> bool:
 
 def _is_sequence_parallel(section: RoleSection, model: Architecture) -> bool:
     return section.sequence_parallel or bool(model.experts)
-
-
-def _element_bytes(recipe: RLRecipe, name: str) -> int:
-    return ELEMENT_BYTES[recipe.dtype_of(recipe.roles[name])]
