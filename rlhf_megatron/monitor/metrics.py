@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -90,23 +90,22 @@ class MetricsLogger:
 
     def log_rollouts(self, step: int, table: pa.Table) -> None:
         """Hand rows of `kept_table` to the trackers that show tables; one that fails is warned of, and goes on."""
-        for name, tracker in self._trackers.items():
-            if not isinstance(tracker, TableTracker):
-                continue
-            try:
-                tracker.log_rollouts(step, columns_for_people(table))
-            except Exception as error:
-                text = f"tracker {name} got no rollouts of step {step}: {reason_of(error)}"
-                print(f"warning: {text}", file=sys.stderr, flush=True)
+        self._hand(
+            TableTracker, f"rollouts of step {step}", lambda to: to.log_rollouts(step, columns_for_people(table))
+        )
 
     def log_model(self, step: int, folder: Path) -> None:
         """Hand an exported model to the trackers that keep models; one that fails is warned of."""
+        self._hand(ModelTracker, f"model of step {step}", lambda to: to.log_model(step, folder))
+
+    def _hand(self, kind: type, thing: str, log: Callable[[Any], None]) -> None:
+        """Have the trackers of a kind log a thing; warn of one that fails."""
         for name, tracker in self._trackers.items():
-            if isinstance(tracker, ModelTracker):
+            if isinstance(tracker, kind):
                 try:
-                    tracker.log_model(step, folder)
+                    log(tracker)
                 except Exception as error:
-                    text = f"tracker {name} got no model of step {step}: {reason_of(error)}"
+                    text = f"tracker {name} got no {thing}: {reason_of(error)}"
                     print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _write_waiting(self, name: str, tracker: Tracker) -> None:
