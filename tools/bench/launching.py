@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -25,10 +25,16 @@ def run_on_ranks(
     return run("the ranks", ["-P", *torchrun, *meeting, str(script), *arguments], seconds, folder)
 
 
-def run(name: str, arguments: Sequence[str], seconds: float | None = None, folder: Path | None = None) -> str:
+def run(
+    name: str,
+    arguments: Sequence[str],
+    seconds: float | None = None,
+    folder: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
     """Runs this Python with ``arguments``; why that failed, or nothing. What takes longer than ``seconds`` is ended."""
     command = [sys.executable, *arguments]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    environment = {**environment, "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
     )

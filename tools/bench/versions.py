@@ -23,6 +23,8 @@ import torch
 from launching import run
 from reports import spread, write_report
 
+from rlhf_megatron.monitor.metrics import read_records
+
 # Runs with the tree's own modules: argv is the model, the number of steps and the folder.
 PREPARE = """
 import sys, yaml
@@ -46,10 +48,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="that count, of a run (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of one run (default: %(default)s)")
     parser.add_argument("--work", type=Path, default=Path("runs/bench_versions"), help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="default: docs/results/versions.json")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/versions.json"))
     options = parser.parse_args()
     trees = {name: Path(folder).resolve() for name, folder in (tree.split("=", 1) for tree in options.trees)}
-    output = options.output or Path("docs/results/versions.json")
     failed, rows = False, []
     for model in options.models:
         row: dict[str, Any] = {"model": model, "steps": options.steps, "runs": {name: [] for name in trees}}
@@ -62,7 +63,7 @@ def main() -> int:
                 row["runs"][name].append(result or {"failed": reason})
                 print(json.dumps({"model": model, "version": name, **(result or {"failed": reason})}), flush=True)
                 row["step_seconds"] = {name: summary(runs) for name, runs in row["runs"].items() if summary(runs)}
-                write_report(output, {"rows": rows})
+                write_report(options.output, {"rows": rows})
     return int(failed or any(slower(row["step_seconds"]) for row in rows))
 
 
@@ -72,18 +73,11 @@ def one_run(tree: Path, model: str, steps: int, folder: Path, seconds: float) ->
     prepare = [sys.executable, "-P", "-c", PREPARE, model, str(steps), str(folder)]
     subprocess.run(prepare, cwd=tree, env=environment, check=True)
     torchrun = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        reason = run("training", [*torchrun, str(tree / "launch" / "train.py"), "recipe.yaml"], seconds, folder)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    if reason:
+    train = [*torchrun, str(tree / "launch" / "train.py"), "recipe.yaml"]
+    if reason := run("training", train, seconds, folder, environment):
         return reason, None
     (metrics,) = folder.glob("runs/*/metrics.jsonl")
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    counted = [record for record in records if "train/step_time_ms" in record][1:]
+    counted = [record for record in read_records(metrics) if "train/step_time_ms" in record][1:]
     phases = sorted({name for record in counted for name in record if name.startswith("time/")})
     return "", {
         "step_seconds": [record["train/step_time_ms"] / 1000 for record in counted],
