@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from end_to_end.commands import Command, python
+from end_to_end.commands import Command, Finished, python, torchrun
 from rlhf_megatron.monitor.metrics import comparable, read_records, read_steps
 from rlhf_megatron.runtime.recovery import RecoveryLog
 
@@ -46,6 +46,16 @@ def make_sums(folder: Path, size: int, *options: str, name: str = "train") -> No
     task = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
     arguments = (*task, f"--size={size}", f"--output={name}.parquet", *options)
     python("tools/prepare_data.py", *arguments, folder=folder).check()
+
+
+def on_two_ranks(folder: Path, recipe: str) -> Callable[..., Finished]:
+    """A function that trains by a recipe of ``folder`` on two ranks, with further keys, until that ends."""
+
+    def train(*keys: str) -> Finished:
+        with torchrun(2, TRAIN, recipe, *keys, folder=folder) as command:
+            return command.finish()
+
+    return train
 
 
 def records_of(run: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from end_to_end.commands import Finished, python, torchrun
-from end_to_end.runs import LENGTH_REWARD, TRAIN, logged, make_model, make_sums, metrics_of, wait_for
+from end_to_end.runs import LENGTH_REWARD, TRAIN, logged, make_model, make_sums, metrics_of, on_two_ranks, wait_for
 from hugging_face import load_model, row_logits
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
@@ -56,11 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(folder: Path) -> Callable[..., Finished]:
-    def run(*arguments: str) -> Finished:
-        with torchrun(2, TRAIN, "lora.yaml", *arguments, folder=folder) as command:
-            return command.finish()
-
-    return run
+    return on_two_ranks(folder, "lora.yaml")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from end_to_end.commands import Finished, torchrun
-from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, wait_for
+from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, on_two_ranks, wait_for
 from end_to_end.test_multi_turn import talkative
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
@@ -73,11 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(folder: Path) -> Callable[..., Finished]:
-    def run(*arguments: str) -> Finished:
-        with torchrun(2, TRAIN, "agents.yaml", *arguments, folder=folder) as command:
-            return command.finish()
-
-    return run
+    return on_two_ranks(folder, "agents.yaml")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from end_to_end.commands import OWN_FRAME, Finished, torchrun
-from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, wait_for
+from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, on_two_ranks, wait_for
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
@@ -175,11 +175,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(folder: Path) -> Callable[..., Finished]:
-    def run(*arguments: str) -> Finished:
-        with torchrun(2, TRAIN, "turns.yaml", *arguments, folder=folder) as command:
-            return command.finish()
-
-    return run
+    return on_two_ranks(folder, "turns.yaml")
 
 
 @pytest.fixture(scope="module")
