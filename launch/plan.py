@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def terms_line(candidate: Candidate, world: int) -> str:
-    """What of a step, and of the start, grows with the number of GPUs, in seconds."""
+    """Seconds of a step, and of the start, that grow with the number of GPUs."""
     architectures = planned_architectures(candidate.recipe)
     terms = step_terms(candidate.recipe, architectures, world, candidate.time)
     start = sum(expected_start(candidate.recipe, architectures, world).values())

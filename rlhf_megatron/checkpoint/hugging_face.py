@@ -63,7 +63,7 @@ FileTensor = StoredTensor | CopiedTensor
 
 @dataclasses.dataclass(frozen=True)
 class Portion:
-    """What a writer receives in one round: tensors of one file, which is complete with its last portion."""
+    """Receipts of a writer in one round: tensors of one file, which is complete with its last portion."""
 
     file: str
     tensors: Sequence[FileTensor]
@@ -188,7 +188,7 @@ def writers_of(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 def portions_of(files: Mapping[str, Sequence[FileTensor]], ranks: Sequence[int]) -> dict[int, list[Portion]]:
-    """What each rank receives, round after round."""
+    """Receipts of each rank, round after round."""
     sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in files.values()]
     portions: dict[int, list[Portion]] = defaultdict(list)
     for (file, tensors), writer in zip(files.items(), writers_of(sizes, ranks), strict=True):

@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @property
     def names(self) -> Mapping[str, Any]:
-        """What it can read beside `messages` and `add_generation_prompt`."""
+        """Variables that it can read beside `messages` and `add_generation_prompt`."""
         return self._names
 
     def with_names(self, names: Mapping[str, Any]) -> ChatTemplate:

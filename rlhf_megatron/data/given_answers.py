@@ -37,7 +37,7 @@ Answer = str | list[Message]
 
 
 class Exchange(NamedTuple):
-    """What a row asks, and how it is answered.
+    """A question of a row, and its answers.
 
     Attributes:
         messages: the conversation before the answers.

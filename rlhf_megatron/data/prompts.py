@@ -110,7 +110,7 @@ class _Row(NamedTuple):
 
 
 class _Texts(NamedTuple):
-    """What is to be tokenized of a row: the prompt, and each answer in pieces, every second of which is learned if
+    """Texts of a row that are tokenized: the prompt, and each answer in pieces, every second of which is learned if
     there is but one answer; eos stands behind those that end without one."""
 
     row: _Row

@@ -117,7 +117,7 @@ class PromptStream:
         return prompts
 
     def _taken(self, count: int) -> list[_Drawn]:
-        """What was read ahead, of a rank that reads alone."""
+        """The prompts that were read ahead, of a rank that reads alone."""
         self._read_ahead(count)
         while len(self._ready) < count:
             self._ready.extend(self._reading[0].result())

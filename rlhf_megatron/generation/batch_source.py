@@ -329,7 +329,7 @@ class BatchSource:
 
     @property
     def notes(self) -> ScoreNotes:
-        """What is known of the rows that this rank's replica has generated."""
+        """Numbers of the rows that this rank's replica has generated."""
         return self._collector.notes
 
     def prepare(self, step: int) -> None:

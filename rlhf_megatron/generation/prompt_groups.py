@@ -124,7 +124,7 @@ def _lacking(group: Group, numbers: Iterable[int]) -> list[int]:
 
 
 def _begun(group: Group, number: int, max_tokens_of: Callable[[int], int]) -> Completion | None:
-    """What there is of a response; None where that is of a recipe that allowed more tokens."""
+    """The tokens so far of a response; None where they are of a recipe that allowed more."""
     begun = group.begun.get(number)
     return begun if begun and len(begun.token_ids) < max_tokens_of(group.drawn.length) else None
 

@@ -355,7 +355,7 @@ class RolloutWorker:
 
 
 def _sampling_of_length(section: RolloutSection, entry: PromptLengthSection) -> SamplingOfLength:
-    """What an entry says, and of the section what it does not."""
+    """An entry's settings, and the section's where it has none."""
     chosen = entry.model_dump()
     keys = ("top_p", "top_k", "max_response_length")
     top_p, top_k, most = (getattr(section, key) if chosen[key] is None else chosen[key] for key in keys)

@@ -202,7 +202,7 @@ class Architecture:
 
     @functools.cached_property
     def kind_counts(self) -> Mapping[LayerKind, int]:
-        """How many decoder layers there are of each kind."""
+        """The number of decoder layers of each kind."""
         return Counter(self.layer_kinds)
 
     @property

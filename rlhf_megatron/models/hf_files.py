@@ -184,7 +184,7 @@ class CheckpointFiles:
         self.node_copy = self._open.enter_context(NodeCopy(wanted, group))
 
     def _stored_names(self, tensor: str) -> list[str]:
-        """What is read of the files for one of the model's tensors."""
+        """The parts of files that are read for one of the model's tensors."""
         if tensor == SCORE and self._new_head:
             return []
         if tensor in self._quantized:

@@ -208,7 +208,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def _access(self) -> Access | None:
-        """What this request may read, by the token in its header or cookie."""
+        """The access of this request, by the token in its header or cookie."""
         cookies = (pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";"))
         own = [value for name, _, value in cookies if name == self.server.cookie]
         tokens = [bearer_token(self.headers.get("Authorization", "")), *own]

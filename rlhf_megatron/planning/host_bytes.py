@@ -37,7 +37,7 @@ _MEDIAN_BYTES = 4 * 65_536 * 8  # of algorithms.totals.kth_lowest: digits of 16 
 
 @dataclasses.dataclass(frozen=True)
 class HostBytes:
-    """What crosses between hosts in a step, by (phase, kind), and the tokens that it is for."""
+    """The bytes between hosts in a step, by (phase, kind), and the tokens that they are for."""
 
     edges: Mapping[tuple[str, str], Edges]
     tokens: float
@@ -54,7 +54,7 @@ class HostBytes:
 
     @property
     def has_weights(self) -> bool:
-        """Whether those of a regathering are known."""
+        """True where those of a regathering are known."""
         return ("regather", "weights") in self.edges
 
     @property

@@ -1,4 +1,4 @@
-"""What links between GPUs carry in a second, for estimates."""
+"""Bandwidth of links between GPUs, for estimates."""
 
 from __future__ import annotations
 

@@ -224,5 +224,5 @@ class ClusterSection(Section):
 
     @property
     def planned_memory_gb(self) -> float:
-        """What plans may fill of a GPU, in GB of 2^30 bytes."""
+        """The memory of a GPU that plans may fill, in GB of 2^30 bytes."""
         return self.gpu_memory_gb - self.memory_reserve_gb

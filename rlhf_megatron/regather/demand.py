@@ -1,4 +1,4 @@
-"""What the ranks of one host want of what others hold: rectangles, in groups of which each is dealt as a whole."""
+"""Demands of the ranks of one host for what others hold: rectangles, in groups, each dealt as a whole."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Leg(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How one demand is met, each leg with the fraction up to which it serves; the last fraction is 1.0.
+    """The ways in which one demand is met, each with the fraction up to which it serves; the last fraction is 1.0.
 
     Attributes:
         near: for each rank with a holder on its host, the legs from there.

@@ -42,7 +42,7 @@ def call(job: dict[str, Any]) -> Reply:
 
 
 def _result(specification: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What the function returns, awaited where it is to be."""
+    """Return what the function returns, awaited where it is to be."""
     try:
         result = function(**arguments)
         return user_function.event_loop().run_until_complete(result) if inspect.isawaitable(result) else result

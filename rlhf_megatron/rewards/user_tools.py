@@ -179,7 +179,7 @@ def _called(job: dict[str, Any]) -> Any:
 
 
 def _returned(specification: str, arguments: Mapping[str, Any]) -> Any:
-    """What a function returns, awaited where it is to be."""
+    """Return what a function returns, awaited where it is to be."""
     try:
         result = _Process.functions[specification](**arguments)
         return user_function.event_loop().run_until_complete(result) if inspect.isawaitable(result) else result

@@ -1,4 +1,4 @@
-"""What hosts send each other in each phase of a step, by the kernel's and the InfiniBand ports' counters, as metrics.
+"""Bytes that hosts send each other in each phase of a step, by the kernel's and InfiniBand ports' counters, as metrics.
 
 The counters are a host's own, of whatever runs there: a shared file system's traffic is in them. How fast a link can be
 is not asked but seen: the most that it has carried in a fifth of a second.

@@ -28,7 +28,7 @@ CABLE = "link0"  # what each host calls its end
 
 
 def run(tool: str, *arguments: str) -> str:
-    """What a tool of iproute2 prints."""
+    """The output of a tool of iproute2."""
     return subprocess.run([tool, *arguments], check=True, capture_output=True, text=True).stdout
 
 

@@ -1,4 +1,4 @@
-"""What docs/quickstart.md has a newcomer do: its files and its commands, as they stand there, on the CPU."""
+"""The steps of a newcomer in docs/quickstart.md: its files and its commands, as they stand there, on the CPU."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_export_is_served(hour: Path) -> None:
 
 
 def wait_for_answer(server: subprocess.Popen[bytes], address: str, asked: dict) -> dict:
-    """What the server answers once it is up; raises URLError where it has ended, or is not up after five minutes."""
+    """The answer of the server once it is up; raises URLError where it has ended, or is not up after five minutes."""
     request = urllib.request.Request(address, json.dumps(asked).encode(), {"Content-Type": "application/json"})
     deadline = time.monotonic() + 300
     while True:

@@ -62,7 +62,7 @@ def begun(hosts: Hosts, host: int, folder: Path, name: str, steps: int, restarts
 
 
 def is_stopped(command: Command) -> bool:
-    """Whether its rank has stopped in the phase that RLHF_MEGATRON_FAULT names."""
+    """True once its rank has stopped in the phase that RLHF_MEGATRON_FAULT names."""
     return "RLHF_MEGATRON_FAULT: stop" in command.so_far().err
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of overlapped gradients and weights run."""
+"""The part of ranks in the tests of overlapped gradients and weights."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _after_offload(role: Role, _: RolloutBatch) -> list[Tensor]:
 
 
 def _saved(role: Role, _: RolloutBatch) -> list[Tensor]:
-    """What is read of a role's weights beside a checkpoint, which has ranges that differ with the buckets."""
+    """A role's weights, read beside a checkpoint, which has ranges that differ with the buckets."""
     role_tensors(role, {})
     return [parameter.data for parameter in role.shard.module.parameters()]
 

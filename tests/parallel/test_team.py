@@ -100,7 +100,7 @@ def groups_made() -> list[int]:
 
 
 def shared_memory_of_a_replica() -> str:
-    """How vLLM calls the shared memory of a replica of two ranks, of two on this host."""
+    """vLLM's names of the shared memory of a replica of two ranks, of two on this host."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     from rlhf_megatron.compat.vllm import cpu

@@ -254,7 +254,7 @@ def test_staleness_is_that_of_the_rows_that_are_trained_on() -> None:
 
 
 def own_of(saved: Any) -> OwnTensors:
-    """What a checkpoint gives back of the tensors of one rank."""
+    """The tensors of one rank as a checkpoint gives them back."""
     tensors = saved.own_tensors()
 
     def own(rank: int, prefix: str) -> dict[str, torch.Tensor]:

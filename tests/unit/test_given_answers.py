@@ -66,7 +66,7 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
 
 @pytest.fixture
 def read(tmp_path: Path, tokenizer_of: Callable[[str], Tokenizer]) -> Callable[..., list[Prompt]]:
-    """What is made of rows, by the chat template and keys of the data section."""
+    """Prompts of rows, by the chat template and keys of the data section."""
 
     def of_rows(
         rows: list[Row], responses: Literal["one", "pair"] = "one", template: str = MARKED, **keys: Any

@@ -62,7 +62,7 @@ def server() -> Iterator[HubServer]:
 
 
 class Asked(subprocess.CompletedProcess[str]):
-    """What a process said that has asked the hub."""
+    """The output of a process that has asked the hub."""
 
 
 def environment_of(server: HubServer, home: Path) -> dict[str, str]:

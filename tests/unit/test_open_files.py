@@ -1,4 +1,4 @@
-"""What a process may have open: the limit is raised before ranks connect, and a run that cannot work is refused."""
+"""Limits of open files: the limit is raised before ranks connect, and a run that cannot work is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_megatron.topology.open_files import check_file_limit, files_needed, ra
 
 
 def limited(hard: int) -> str:
-    """What a process of so low limits says of 1,024 ranks."""
+    """The message of a process of so low limits about 1,024 ranks."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
         check_file_limit(1024)

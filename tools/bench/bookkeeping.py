@@ -83,7 +83,7 @@ def main() -> int:
 
 
 class Others:
-    """What comes from other ranks, as the network would bring it: made the first time, and then there."""
+    """Messages of other ranks, as the network would bring it: made the first time, and then there."""
 
     def __init__(self, numbers: RowNumbers) -> None:
         self._numbers, self._messages = numbers, dict[int, Tensor]()
@@ -188,7 +188,7 @@ def rows_of(numbers: RowNumbers) -> RolloutBatch:
 
 
 def measure(ranks: int, repeats: int) -> dict[str, Any]:
-    """What rank 0 of so many takes for one step."""
+    """Seconds and bytes of rank 0 of so many for one step."""
     table, settings = numbers_of_all(ranks), AlgorithmSection()
     known = from_table(table)
     known = known.select(known.row_id.argsort())
@@ -259,7 +259,7 @@ def _learn(share: Share, advantages: Tensor, weights: Tensor, settings: Algorith
 
 
 def among_processes(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """What the exchange takes between real processes, for each size of a replica; layouts take turns."""
+    """Seconds of the exchange between real processes, for each size of a replica; layouts take turns."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder)
         torch.multiprocessing.spawn(_process, (files, sizes, repeats), nprocs=PROCESSES)
@@ -290,7 +290,7 @@ def _process(rank: int, folder: Path, sizes: list[int], repeats: int) -> None:
 
 
 def sampled_rows(rank: int, size: int) -> RolloutBatch:
-    """What a rank keeps of the rows that its replica of so many ranks has sampled."""
+    """The rows that a rank keeps of those that its replica of so many ranks has sampled."""
     replica = Replica(list(range(PROCESSES)), PROCESSES // size, rank // size, rank % size, size)
     prompt = Prompt(0, "", (1,) * (SHORT // 4), "", {})
     groups = [Group(prompt)] * (PROCESSES * ROWS // RESPONSES)

@@ -84,7 +84,7 @@ def _degrees(layout: Layout) -> dict[str, int]:
 
 
 def _counted(ranks: int, make: Callable[[], list[list[list[int]]]]) -> dict[str, Any]:
-    """What making the groups of all roles comes to: calls by role, of one rank, connections of gloo, seconds."""
+    """The cost of making the groups of all roles: calls by role, of one rank, connections of gloo, seconds."""
     dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
     start = time.perf_counter()
     of_roles = make()

@@ -46,7 +46,7 @@ class Job(BaseModel):
 
 @dataclass
 class Outcome:
-    """What became of a job: "passed", "failed", "not done in time" or "skipped: ..."; seconds that it took."""
+    """The outcome of a job: "passed", "failed", "not done in time" or "skipped: ..."; seconds that it took."""
 
     name: str
     verdict: str
@@ -63,7 +63,7 @@ class Running:
     began: float
 
     def verdict(self) -> str | None:
-        """What has become of it; None while it runs. Kills it where its time is over."""
+        """Its outcome; None while it runs. Kills it where its time is over."""
         status = self.process.poll()
         if status is None and time.monotonic() - self.began > self.job.seconds:
             kill_with_children(self.process.pid)

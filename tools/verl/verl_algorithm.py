@@ -205,7 +205,7 @@ def put_correction(command: Command, tree: Tree) -> None:
 
 
 def put_rejection(command: Command, tree: Tree, level: str, cap: float) -> None:
-    """What is left out by the ratio. verl's k1 is the logarithm of rollout over trainer, so bounds change places."""
+    """Left out by the ratio. verl's k1 is the logarithm of rollout over trainer, so bounds change places."""
     key = f"{CORRECTION}.rollout_rs"
     for option, low, high in _rejections(command, cap):
         if option in ("seq_mean_k1", "geometric"):

@@ -1,4 +1,4 @@
-"""What a command of verl starts from: the defaults of its trainer, or a configuration that Hydra composes from files.
+"""The start of a command of verl: the defaults of its trainer, or a configuration that Hydra composes from files.
 
 hydra-core is imported only where a command names files of its own. Not here: what keys mean (verl_sections.py).
 """

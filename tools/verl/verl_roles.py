@@ -203,7 +203,7 @@ def put_sharded_layout(command: Command, tree: Tree, role: str) -> None:
 
 
 def put_offload(command: Command, tree: Tree, role: str) -> None:
-    """What leaves the GPU between phases. FSDP has no gradients then, so they leave with its weights."""
+    """The parts that leave the GPU between phases. FSDP has no gradients then, so they leave with its weights."""
     for part, of_megatron, of_fsdp in (
         ("parameters", "param", "param"), ("gradients", "grad", "param"), ("optimizer", "optimizer", "optimizer")
     ):  # fmt: skip
