@@ -29,6 +29,7 @@ class Served:
 
     def __init__(self, folder: Path, name: str = "vllm", **settings: Any) -> None:
         self.folders = [make_model(folder / name, "qwen3", seed=seed) for seed, name in enumerate(("first", "second"))]
+        self.speculates = "speculative" in settings
         # A generation_config.json in which every token ends a text: only Sampling's stop tokens may count.
         for path in self.folders:
             (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(VOCABULARY))}))
