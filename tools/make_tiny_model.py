@@ -218,6 +218,23 @@ def write_model(output: Path, seed: int, size: TinyModelSize) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def make_talkative(folder: Path, also: str = "") -> None:
+    """Have a written model end its turns every few tokens: all embeddings lean to one side, and that of the token
+    behind a turn, which is also its row of the output layer, the most; ``also`` a token that is said as often."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    weights, tokenizer = load_file(folder / "model.safetensors"), AutoTokenizer.from_pretrained(folder)
+    embedding = weights["model.embed_tokens.weight"]
+    lean = torch.zeros(embedding.shape[1])
+    lean[0] = 0.5
+    embedding += lean
+    for token in tokenizer.encode(TURN_END + also, add_special_tokens=False):
+        embedding[token] = 2.1 * lean
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line (`arguments` in place of sys.argv for tests)."""
     defaults = TinyModelSize()
@@ -239,7 +256,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(defaults, name), help="default %(default)s")
-    parser.add_argument("--untied-embeddings", action="store_true", help="give the output layer weights of its own")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--untied-embeddings", action="store_true", help="give the output layer weights of its own")
+    output.add_argument("--talkative", action="store_true", help="end turns every few tokens, for runs of many turns")
     return parser.parse_args(arguments)
 
 
@@ -263,6 +282,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         parameters = write_model(options.output, options.seed, size)
+        if options.talkative:
+            make_talkative(options.output)
     except OSError as error:
         raise UserError(f"--output: {options.output} cannot be written ({reason_of(error)})") from error
     print(json.dumps({"output": str(options.output), "parameters": parameters, "seed": options.seed}))

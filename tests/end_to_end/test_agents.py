@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from make_tiny_model import make_talkative
 
 from end_to_end.commands import Finished, torchrun
 from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, on_two_ranks, wait_for
-from end_to_end.test_multi_turn import talkative
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "agent.py").write_text(AGENT)
     (path / "agents.yaml").write_text(yaml.safe_dump(RECIPE))
     make_model(path, layers=2)
-    talkative(path / "model")
+    make_talkative(path / "model")
     make_sums(path, 24, "--seed=1")
     return path
 

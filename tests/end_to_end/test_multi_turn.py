@@ -12,13 +12,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from make_tiny_model import make_talkative
 
 from end_to_end.commands import OWN_FRAME, Finished, torchrun
 from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, on_two_ranks, wait_for
-from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
@@ -136,23 +134,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def talkative(model: Path, also: str = "") -> None:
-    """Has a model with random weights end its turns every few tokens: all embeddings lean to one side, and that of the
-    token behind a turn, which is also its row of the output layer, the most; ``also`` a token that is said as often."""
-    file = model / "model.safetensors"
-    weights = load_file(file)
-    embedding = weights["model.embed_tokens.weight"]
-    lean = torch.zeros(embedding.shape[1])
-    lean[0] = 0.5
-    end = load_tokenizer(model).turn_end_token()
-    assert end is not None
-    embedding += lean
-    embedding[end] = 2.1 * lean
-    for token in load_tokenizer(model).encode(also):
-        embedding[token] = 2.1 * lean
-    save_file(weights, file, metadata={"format": "pt"})
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("turns")
@@ -166,8 +147,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "tools.jinja").write_text(TEMPLATE)
     make_model(path, 2, "--max-positions=1024")
     shutil.copytree(path / "model", path / "caller")
-    talkative(path / "caller", also="[")
-    talkative(path / "model")
+    make_talkative(path / "caller", also="[")
+    make_talkative(path / "model")
     make_sums(path, 24, "--seed=1")
     make_sums(path, 6, "--seed=9", name="held_out")
     return path

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import trajectories
 import verdict
 from safetensors.numpy import save_file
 
@@ -89,3 +91,51 @@ def test_steps_are_repeated_once_where_an_attempt_ends_before_its_first_step() -
     assert verdict.steps_repeated([*beginnings, done]) == 4
     assert verdict.steps_repeated([*beginnings, resume, {"what": "restart", "step": 2}, resume, done]) == 2
     assert verdict.steps_repeated([*beginnings, resume, {"what": "restart", "step": 3}, resume, done]) == 3
+
+
+def games() -> tuple[list[trajectories.Trained], list[trajectories.Line]]:
+    """Every game of a whole run has two turns; what was trained, and the ledger."""
+    batch, rows, ledger = trajectories.GAMES["batch"], [], []
+    for step in range(1, STEPS + 1):
+        for place in range(batch["prompts_per_step"] * batch["responses_per_prompt"]):
+            life, seed = f"{step}-{place}", 100 * step + place // batch["responses_per_prompt"]
+            rows.append(trajectories.Trained(step, life, 2))
+            for what, turn in (("reset", 0), ("step", 1), ("step", 2), ("close", 2)):
+                line = {"what": what, "life": life, "turn": turn, "process": place, "seed": seed, "attempt": 1}
+                ledger.append(line)
+    return rows, ledger
+
+
+def calls(life: str, attempt: int, *what: tuple[str, int]) -> list[trajectories.Line]:
+    """Lines of another process, of the fifth step's first prompt."""
+    of_all = {"life": life, "process": 7 + attempt, "seed": 500, "attempt": attempt}
+    return [{"what": name, "turn": turn} | of_all for name, turn in what]
+
+
+def test_trajectories_that_are_lost_trained_twice_or_played_wrongly_are_noticed() -> None:
+    rows, ledger = games()
+    none, end = Counter[str](), ("close", 2)
+    assert trajectories.accounts(rows, ledger, none) == []
+    others = [line for line in ledger if line["life"] != "5-0"]
+    resumed = [*others, *calls("5-0", 1, ("reset", 0), ("step", 1)), *calls("5-0", 2, ("load", 1), ("step", 2), end)]
+    assert trajectories.accounts(rows, resumed, Counter(resumed=1)) == []
+    assert "went on, and metrics say 0 and 0" in trajectories.accounts(rows, resumed, none)[0]
+    before, after = (("reset", 0), ("step", 1), ("step", 2)), (("load", 1), ("step", 2), end)
+    unanswered = [*others, *calls("5-0", 1, *before), *calls("5-0", 2, *after)]  # the second turn was not recorded
+    assert trajectories.accounts(rows, unanswered, Counter(resumed=1)) == []
+    backwards = [*others, *calls("5-0", 1, *before), *calls("5-0", 2, ("load", 0), end)]
+    assert trajectories.accounts(rows, backwards, Counter(resumed=1)) == ["game 5-0: went on at turn 0 behind turn 2"]
+    skipped = [*others, *calls("5-0", 1, ("reset", 0), ("step", 2), end)]
+    assert trajectories.accounts(rows, skipped, none) == ["game 5-0: turn 2 follows turn 0"]
+    begun_again = [*ledger, *calls("lost", 2, ("reset", 0), ("step", 1))]
+    assert trajectories.accounts(rows, begun_again, Counter(restarted=1)) == []
+    assert trajectories.accounts(rows, [*ledger, *calls("lost", 1, ("reset", 0))], none) == [
+        "73 games began, of which 72 were trained"
+    ]
+    twice = [*rows[:-1], rows[0]]
+    problems = trajectories.accounts(twice, ledger, none)
+    assert "game 1-0 was trained more than once" in problems and "step 6: 11 rows instead of 12" in problems
+    long = [row for row in rows if row.life != "5-0"]
+    assert any(
+        "the prompt of seed 500 was begun and trained" in each for each in trajectories.accounts(long, ledger, none)
+    )

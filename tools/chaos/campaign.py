@@ -33,6 +33,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from trajectories import GAMES
 from verdict import RECIPE, ROWS, Case, Result, decisions, judge, metrics_of
 
 from rlhf_megatron.errors import UserError
@@ -78,7 +79,7 @@ class Launch:
         self.run.mkdir(parents=True, exist_ok=True)
         restarts = 3 if case.launches == 1 else 0
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
-        train = [str(ROOT / "launch" / "train.py"), "grpo.yaml", f"name={case.name}", *case.overrides]
+        train = [str(ROOT / "launch" / "train.py"), *recipe_of(case)]
         command = [sys.executable, "-P", "-m", *torchrun, *train]
         reader, writer = os.pipe()
         with open(os.devnull, "rb") as none, open(writer, "wb") as output:
@@ -195,9 +196,28 @@ def environment(case: Case) -> dict[str, str]:
     return {**os.environ, **settings}
 
 
+def recipe_of(case: Case) -> list[str]:
+    """The arguments of train.py."""
+    if not case.environment:
+        return ["grpo.yaml", f"name={case.name}", *case.overrides]
+    environment = f"rollout.multi_turn.environment=games/{case.name}/counted.py:{case.environment}"
+    return ["games.yaml", f"name={case.name}", environment, *case.overrides]
+
+
+def lay_out_game(case: Case, folder: Path) -> None:
+    """Puts the environment of a case where it keeps its ledger."""
+    game = folder / "games" / case.name
+    game.mkdir(parents=True)
+    shutil.copy(HERE / "counted.py", game)
+    if case.kill:
+        (game / "kill").write_text(case.kill)
+
+
 def perform(case: Case, folder: Path, service: RewardService, start: Start) -> Result:
     """Runs a case and judges it by the reference, which lies beside it."""
     started, faults, status = time.monotonic(), list[float](), None
+    if case.environment:
+        lay_out_game(case, folder)
     for number in range(case.launches):
         launch = Launch(case if number == 0 else replace(case, fault=""), folder, start)
         try:
@@ -216,12 +236,14 @@ def perform(case: Case, folder: Path, service: RewardService, start: Start) -> R
 
 
 def prepare(folder: Path, port: int) -> None:
-    """A model with random weights, data, and the recipe."""
+    """Models with random weights, data, and the recipes."""
     RECIPE["reward"]["service"]["url"] = f"http://127.0.0.1:{port}/score"
     (folder / "grpo.yaml").write_text(yaml.safe_dump(RECIPE), encoding="utf-8")
+    (folder / "games.yaml").write_text(yaml.safe_dump(GAMES), encoding="utf-8")
     sizes = ["--layers=2", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2"]
     for script, *arguments in (
         ["make_tiny_model.py", "--output=model", *sizes],
+        ["make_tiny_model.py", "--output=talker", "--talkative", *sizes],
         ["prepare_data.py", *TASK, "--size=6", "--seed=9", "--output=held_out.parquet"],
         ["prepare_data.py", *TASK, f"--size={ROWS}", "--exclude=held_out.parquet", "--output=train.parquet"],
     ):

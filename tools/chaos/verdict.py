@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import yaml
 from safetensors.numpy import load_file
+from trajectories import judged
 
 from rlhf_megatron.monitor.metrics import comparable, read_records, read_steps
 from rlhf_megatron.runtime.recovery import RecoveryLog
@@ -32,6 +33,9 @@ class Case:
         launches: calls of torchrun. Only a single one has restarts.
         said: what the output must have.
         passed_over: the first and last step whose data are skipped after a rollback.
+        environment: the class of counted.py that is played, by games.yaml in place of recipe.yaml.
+        kill: when an environment kills its rank: "step", as it steps, or "turn", as the model goes on.
+        begun: what its trajectories must be, of replayed, resumed and restarted; the others must not.
     """
 
     name: str
@@ -39,11 +43,14 @@ class Case:
     fault: str = ""
     outside: str = ""
     decisions: tuple[str, ...] = ("start", "restart", "done")
-    equality: Literal["bits", "rounding", "other data"] = "bits"
+    equality: Literal["bits", "rounding", "other data", "trained once"] = "bits"
     launches: int = 1
     overrides: tuple[str, ...] = ()
     said: str = ""
     passed_over: tuple[int, int] | None = None
+    environment: str = ""
+    kill: str = ""
+    begun: tuple[str, ...] = ()
 
 
 @dataclass
@@ -87,15 +94,31 @@ def judge(case: Case, folder: Path, faults: list[float], seconds: float, problem
         problems.append(f"recovery.jsonl says {', '.join(made)} instead of {', '.join(case.decisions)}")
     if case.said not in (run / "launch.log").read_text(encoding="utf-8"):
         problems.append(f"nothing was said of {case.said!r}")
-    equal = equality(run, folder / "runs" / RECIPE["name"])
-    if equal not in {"bits": ["bits"], "rounding": ["bits", "rounding"]}.get(case.equality, [equal]):
-        problems.append(f"equal {equal} instead of {case.equality}")
+    equal = trained_once(case, folder, problems) if case.environment else equal_data(case, folder, problems)
     repeated = steps_repeated(lines)
     if repeated > RECIPE["checkpoint"]["save_interval"] + 1:  # a checkpoint becomes visible one step later
         problems.append(f"{repeated} steps were repeated")
-    problems += accounts(run, case.passed_over)
     recovery = max((after - fault for fault in faults if (after := gone_on(lines, fault))), default=None)
     return Result(case.name, case.fault, case.expected, story(lines), equal, repeated, recovery, seconds, problems)
+
+
+def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
+    """How a run compares with the reference, in words; adds what is not as the case expects to ``problems``."""
+    run = folder / "runs" / case.name
+    equal = equality(run, folder / "runs" / RECIPE["name"])
+    if equal not in {"bits": ["bits"], "rounding": ["bits", "rounding"]}.get(case.equality, [equal]):
+        problems.append(f"equal {equal} instead of {case.equality}")
+    problems += accounts(run, case.passed_over)
+    return equal
+
+
+def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
+    """How a run's trajectories were begun, in words; adds what is not as the case expects to ``problems``."""
+    found, counts = judged(folder / "runs" / case.name, folder / "games" / case.name)
+    problems += found
+    if (seen := {what for what, count in counts.items() if count}) != set(case.begun):
+        problems.append(f"trajectories were {sorted(seen)} instead of {sorted(case.begun)}")
+    return ", ".join(["each once", *(f"{count} {what}" for what, count in counts.items() if count)])
 
 
 def equality(run: Path, reference: Path) -> str:
