@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.recipe.roles import Fp8Recipe
 from rlhf_megatron.topology.layout import Layout
 
 
@@ -23,11 +24,14 @@ def transformer_config(
     recompute_layers: int | None = None,
     fused: bool = False,
     deterministic: bool = False,
+    fp8: Fp8Recipe | None = None,
 ) -> TransformerConfig:
     """Megatron's config for ``architecture`` cut into ``layout``, computing in ``dtype``, one of torch's types by name.
 
     ``fused`` asks for Transformer Engine's kernels for rotary embeddings and activations, and for its grouped experts.
     ``deterministic`` asks for Megatron's own kernels that give the same bits each time.
+    ``fp8``: how linear layers are scaled in 8 bits. Weights stay in ``dtype`` (``fp8_param`` would replace them by
+    Transformer Engine's quantized tensors, which the rollout cannot share), as do embedding, norms, attention and head.
 
     Losses are sums over tokens that already carry their global weight (``calculate_per_token_loss``: data-parallel
     ranks are added up, never averaged), so gradients do not depend on micro-batches or on how rows fall onto ranks.
@@ -67,6 +71,7 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=True,
+        **({"fp8": "e4m3", "fp8_recipe": fp8} if fp8 else {}),
         **_recompute_config(recompute_granularity, recompute_layers),
         **family.transformer_settings(architecture, layout, float32=dtype == "float32", fused=fused),
     )

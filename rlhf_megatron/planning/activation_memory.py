@@ -63,10 +63,12 @@ def layer_activations(
     section 4.
 
     Outside the tensor-parallel parts: the inputs and outputs of both norms (4 hidden), and latents. ``repeated``: keys
-    and values of a shared prompt that there are more for each token.
+    and values of a shared prompt that there are more for each token. With fp8 the inputs of products take one byte, but
+    for attention's output, which attention keeps as well.
     """
     a = architecture
-    outside = 4 * a.hidden
+    halved = 0.5 if section.fp8_recipe else 0.0
+    outside = (4 - 2 * halved) * a.hidden
     if kind.attention == "delta":
         attention = _delta_net(a, size)
     elif a.latent is not None:
@@ -75,7 +77,7 @@ def layer_activations(
     else:
         attention = _attention(a)
     attention += _products(a, kind, size, longest) + repeated * _key_and_value(a)
-    inside = (attention + _feed_forward(section, a, kind, layout, size)) / layout.tensor
+    inside = (attention + _feed_forward(section, a, kind, layout, size) - halved * a.feed_forward) / layout.tensor
     return size * (outside / _sequence_parts(section, a, layout) + inside)
 
 

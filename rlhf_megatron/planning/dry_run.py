@@ -248,6 +248,7 @@ def _role_memory_line(name: str, stages: list[StageMemory]) -> str:
         *([("adapters and weights without them", role.adapters)] if role.adapters else []),
         ("gradients", role.gradients),
         ("optimizer", role.optimizer),
+        *([("weights in 8 bits", role.fp8)] if role.fp8 else []),
         ("activations", role.activations),
         ("logits", role.logits),
     )

@@ -11,6 +11,7 @@ from typing import get_args
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError, ModelError, RecipeError
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.fp8 import unsupported_in_fp8
 from rlhf_megatron.models.lora import fused_with, module_of
 from rlhf_megatron.models.weight_map import is_expert, tensor_shapes
 from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
@@ -57,7 +58,8 @@ def architecture_checks(recipe: Recipe, architectures: Mapping[str, Architecture
             part(_check_speculative, recipe, actor),
             part(_check_router_replay, recipe, actor),
         ]
-    return [*checks, part(_check_adapters, recipe, actor), part(_check_positions, recipe, architectures)]
+    of_actor = [part(_check_adapters, recipe, actor), part(_check_fp8, recipe, actor)]
+    return [*checks, *of_actor, part(_check_positions, recipe, architectures)]
 
 
 def _check_role(recipe: Recipe, name: str, section: RoleSection, model: Architecture) -> None:
@@ -148,6 +150,13 @@ def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
             f"actor.lora.target_modules: {' and '.join(sorted(parted))} are one parameter of PEFT's experts; name "
             "both or none"
         )
+
+
+def _check_fp8(recipe: Recipe, architecture: Architecture) -> None:
+    """Refuse training in 8 bits of a model whose layers have no such products, or are cut into odd widths."""
+    reason = recipe.actor.fp8 and unsupported_in_fp8(architecture, recipe.actor.layout.tensor)
+    if reason:
+        raise RecipeError(f"actor.fp8={recipe.actor.fp8}: {reason}; leave it out")
 
 
 def longest_row(recipe: Recipe, positions: int) -> int:

@@ -45,6 +45,8 @@ class StageMemory:
     """Low-rank adapters, and the weights without them where these are on the GPU."""
     base_on_host: float = 0.0
     """Weights without adapters in host memory."""
+    fp8: float = 0.0
+    """Weights of linear layers in 8 bits, and their transposes, while passes of an update run."""
 
     @property
     def model_states(self) -> float:
@@ -61,17 +63,18 @@ class StageMemory:
     @property
     def forward(self) -> float:
         """Memory that a pass for logprobs adds to what is resident."""
-        return self.logprobs + (self.weights if self.offload.parameters else 0.0)
+        transposed = self.fp8 / 2  # which only a backward pass reads
+        return self.logprobs + self.fp8 - transposed + (self.weights if self.offload.parameters else 0.0)
 
     @property
     def update(self) -> float:
         """Everything at once in an update: activations in the backward pass, or what is streamed in the step."""
-        return self.model_states + max(self.activations + self.logits, self.stream_buffer)
+        return self.model_states + max(self.activations + self.logits + self.fp8, self.stream_buffer)
 
     @property
     def peak(self) -> float:
         """Everything at once, in an update; without gradients, in a pass for logprobs."""
-        return max(self.update, self.model_states + self.logprobs)
+        return max(self.update, self.model_states + self.logprobs + self.fp8 / 2)
 
 
 def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
@@ -136,6 +139,7 @@ def role_memory(recipe: Recipe, section: RoleSection, architecture: Architecture
         parts = (
             size * held.total, state.gradients, state.optimizer, activations, logits, max(forward, forward_layer),
             state.streamed, state.stream_buffer, state.adapters, state.base_on_host,
+            2 * held.dense if section.fp8_recipe else 0,
         )  # fmt: skip
         per_stage.append(StageMemory(stage, held.total, section.offload, *(part / GB for part in parts)))
     return per_stage

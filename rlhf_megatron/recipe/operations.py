@@ -199,6 +199,10 @@ class RegatherSection(Section):
     0: never."""
 
 
+HOPPER = ("H100", "H20", "H200", "H800")
+"""Those of ``cluster.gpu`` that multiply blocks in 8 bits, each with its own scale."""
+
+
 class ClusterSection(Section):
     """The machines, for planning and for choosing near sources in a weight sync."""
 

@@ -15,6 +15,7 @@ from rlhf_megatron.recipe.data import DataSection
 from rlhf_megatron.recipe.health import HealthSection
 from rlhf_megatron.recipe.model import ModelSection
 from rlhf_megatron.recipe.operations import (
+    HOPPER,
     CheckpointSection,
     ClusterSection,
     EvaluationSection,
@@ -107,7 +108,8 @@ class Recipe(Section):
 
     def _checks(self) -> list[Callable[[], None]]:
         """Checks of several sections together; each raises ValueError where it fails."""
-        return [self._check_length, *self._checks_of_length(), self._check_evaluations, self._check_keep_best]
+        own = [self._check_length, self._check_fp8, self._check_evaluations, self._check_keep_best]
+        return [*own, *self._checks_of_length()]
 
     def _checks_of_length(self) -> list[Callable[[], None]]:
         """Those of keys that depend on the number of steps, once that is known."""
@@ -116,6 +118,17 @@ class Recipe(Section):
     def _check_length(self) -> None:
         if not self.steps and self.epochs is None:
             raise ValueError("steps: missing; add it, or epochs")
+
+    def _check_fp8(self) -> None:
+        if self.actor.fp8 is None:
+            return
+        if self.model.dtype != "bfloat16":
+            raise ValueError(f"actor.fp8={self.actor.fp8} needs model.dtype bfloat16; it is {self.model.dtype}")
+        if self.cluster.gpu not in (None, *HOPPER):
+            raise ValueError(
+                f"actor.fp8={self.actor.fp8}: cluster.gpu={self.cluster.gpu} is none of {', '.join(HOPPER)}, which "
+                "multiply blocks with scales; leave out fp8"
+            )
 
     def with_counted_steps(self, rows: float) -> Self:
         """Return the recipe with the steps that ``epochs`` of so many training rows take; without epochs, as it is.

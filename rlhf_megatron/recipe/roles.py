@@ -11,6 +11,7 @@ from rlhf_megatron.recipe.placement import Ranks
 from rlhf_megatron.recipe.section import LARGEST_FLOAT, LARGEST_MEMORY_GB, Section
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Fp8Recipe = Literal["blockwise"]
 
 
 class LayoutSection(Section):
@@ -195,6 +196,11 @@ class RoleSection(Section):
         """Memory for the logits of a micro-batch, GB of 2^30 bytes; 0: they are made twice."""
         return 0.0
 
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """Scaling of linear layers that multiply in 8 bits; None: they multiply in the role's type."""
+        return None
+
 
 def transformer_engine_can(context: int, float32: bool) -> bool:
     """Returns whether Transformer Engine has layers for a model: not with context parallelism in float32."""
@@ -275,6 +281,16 @@ class ActorSection(LearningRoleSection):
     computed twice, blockwise."""
     shared_prompts: bool = False
     """Compute a prompt once for its responses in a micro-batch; reference and critic too."""
+    fp8: Fp8Recipe | None = None
+    """Decoder layers multiply in e4m3, in updates and old logprobs; dense models, Hopper GPUs (docs/rollout.md)."""
+
+    @model_validator(mode="after")
+    def _fp8_can_be(self) -> ActorSection:
+        if self.fp8 and self.lora:
+            raise ValueError(f"fp8={self.fp8}: not for adapters in this version; leave out fp8 or lora")
+        if self.fp8 and self.transformer_implementation == "local":
+            raise ValueError(f"fp8={self.fp8} needs Transformer Engine: leave out transformer_implementation=local")
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_merged_at_once(self) -> ActorSection:
@@ -291,6 +307,11 @@ class ActorSection(LearningRoleSection):
     def kept_logits(self) -> float:
         """See RoleSection."""
         return self.kept_logits_gb
+
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """See RoleSection."""
+        return self.fp8
 
 
 class FrozenRoleSection(RoleSection):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import build_model, choose_implementation
+from rlhf_megatron.models.fp8 import check_fp8
 from rlhf_megatron.models.transformer_config import transformer_config
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
 from rlhf_megatron.models.weight_source import WeightSource, load_blocks
@@ -84,6 +85,8 @@ class ModelShard:
         self.architecture, self.layout, self.ranks, self.groups = architecture, layout, list(ranks), groups
         self.position = self.ranks.index(dist.get_rank())
         self.implementation = choose_implementation(section.transformer_implementation, role, layout, dtype)
+        if section.fp8_recipe:
+            check_fp8(role, section.fp8_recipe, self.implementation)
         self.config = transformer_config(
             architecture,
             layout,
@@ -94,6 +97,7 @@ class ModelShard:
             recompute_layers=section.recompute.layers,
             fused=self.implementation == "transformer_engine",
             deterministic=deterministic,
+            fp8=section.fp8_recipe,
         )
         self.chunks: list[Any] = list(build_model(architecture, self.config, groups, self.implementation, seed))
         self.module: torch.nn.Module = self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rlhf_megatron.compat.transformer_engine import forget_quantized_weights
 from rlhf_megatron.data.context_parallel import part_of
 from rlhf_megatron.data.packing import (
     MicroBatch,
@@ -27,6 +28,7 @@ from rlhf_megatron.data.packing import (
 )
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.data.shared_prompts import PromptedRows
+from rlhf_megatron.models import fp8
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import deterministic_kernels
 from rlhf_megatron.models.flops import attention_cost
@@ -62,7 +64,8 @@ class Passes:
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self._attention_cost = attention_cost(architecture)
         self._row_alignment = 2 * layout.context if layout.context > 1 else 1
-        self._alignment = self._row_alignment * (layout.tensor if config.sequence_parallel else 1)
+        of_rank = fp8.TOKENS if config.fp8 else self._row_alignment // layout.context
+        self._alignment = of_rank * layout.context * (layout.tensor if config.sequence_parallel else 1)
         self._communicator = PipelineLinks(groups, config)
         self._training, self._forward = Stopwatch(), Stopwatch()  # of passes with gradients, and their forward part
 
@@ -110,6 +113,9 @@ class Passes:
                 pg_collection=self._groups,
                 p2p_communicator=self._communicator,
             )
+        if self._config.fp8:
+            for chunk in self._chunks:
+                forget_quantized_weights(chunk)
         return self._imbalance(batch, own, prompted)
 
     def take_times_ms(self) -> tuple[float, float]:

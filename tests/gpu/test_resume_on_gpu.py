@@ -50,6 +50,11 @@ def train(folder: Path, *arguments: str) -> None:
 
 
 def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
+    check_resume(tmp_path)
+
+
+def check_resume(tmp_path: Path, *overrides: str) -> None:
+    """Compares a run with one in two parts, both with these values of the recipe."""
     sizes = ("--layers=4", "--hidden-size=256", "--intermediate-size=512", "--heads=4", "--kv-heads=2")
     command(tmp_path, str(ROOT / "tools" / "make_tiny_model.py"), "--output=model", *sizes)
     digits = random.Random(1)
@@ -64,9 +69,9 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     (tmp_path / "reward.py").write_text(LENGTH_REWARD)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    train(tmp_path)
-    train(tmp_path, "name=parts", f"steps={HALF}")
-    train(tmp_path, "name=parts")
+    train(tmp_path, *overrides)
+    train(tmp_path, "name=parts", f"steps={HALF}", *overrides)
+    train(tmp_path, "name=parts", *overrides)
     whole, parts = (tmp_path / "runs" / name for name in ("whole", "parts"))
     assert sorted(metrics_of(whole)) == list(range(1, STEPS + 1))
     trained = [record["step"] for record in read_records(parts / "metrics.jsonl") if "train/loss" in record]

@@ -179,6 +179,8 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         ([f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=full",
           f"{ACTOR}.megatron.override_transformer_config.recompute_method=block",
           f"{ACTOR}.megatron.override_transformer_config.recompute_num_layers=2"], "actor.recompute.layers", 2),
+        ([f"+{ACTOR}.megatron.override_transformer_config.fp8=e4m3",
+          f"+{ACTOR}.megatron.override_transformer_config.fp8_recipe=blockwise"], "actor.fp8", "blockwise"),
         (OVERLAPPED[:1], "actor.optimizer.overlap_grad_reduce", True),
         (OVERLAPPED, "actor.optimizer.overlap_param_gather", True),
         (OVERLAPPED[1:], "actor.optimizer.overlap_param_gather", False),

@@ -46,6 +46,7 @@ def put_roles(command: Command, tree: Tree) -> None:
     tree.put("actor.logprob_tokens_per_gpu", logprobs if logprobs != budget else None)
     put_optimizer(command, tree, ACTOR, 1e-6)
     put_adapters(command, tree)
+    put_fp8(command, tree)
     put_overlap(command, tree, ACTOR)
     if tree["algorithm"].get("kl_coef") and "lora" not in tree["actor"]:
         put_role(command, tree, REFERENCE, longest, budget)
@@ -185,6 +186,20 @@ def put_megatron_layout(command: Command, tree: Tree, role: str) -> None:
         layers = command.number(f"{options}.num_layers_in_{edge}_pipeline_stage", inherited)
         is_cut = tree.get(ROLES[role], {}).get("layout", {}).get("pipeline", 1) > 1
         tree.put(f"{section}.{edge}_stage_layers", layers if is_cut else None)
+
+
+def put_fp8(command: Command, tree: Tree) -> None:
+    """The actor's training in 8 bits, scaled by blocks."""
+    options = f"{ACTOR}.megatron.override_transformer_config"
+    form, scaling = command.take(f"{options}.fp8"), command.take(f"{options}.fp8_recipe")
+    if not form:
+        return
+    if scaling != "blockwise":
+        command.refuse(f"{options}.fp8", "training in 8 bits is scaled by blocks here (fp8_recipe=blockwise)")
+        return
+    tree.put("actor.fp8", scaling)
+    if form != "e4m3":
+        command.remark(f"{options}.fp8", "gradients are e4m3 too")
 
 
 def put_sharded_layout(command: Command, tree: Tree, role: str) -> None:

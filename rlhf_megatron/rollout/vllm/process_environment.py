@@ -55,6 +55,8 @@ def prepare_environment(deterministic: bool = False) -> None:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation relies on it
+        # With actor.fp8, scales that are no powers of two, as vLLM's and NeMo-RL's: closer to what is scaled.
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
     }
     if not has_gpu():
         settings |= {

@@ -1,0 +1,53 @@
+"""Training in 8 bits by Transformer Engine's block-wise scaling, through Megatron's ``fp8_recipe="blockwise"``.
+
+Activations and gradients have a scale for each 1 x 128 numbers, weights for each 128 x 128 (DeepSeek-V3, arXiv
+2412.19437, section 3.3). Here: what machine and model must have for it. The products are Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlhf_megatron.errors import UserError
+from rlhf_megatron.models.description import Architecture
+from rlhf_megatron.models.rectangles import Implementation
+from rlhf_megatron.recipe.roles import Fp8Recipe
+
+TOKENS = 128
+"""Tokens of a rank come in multiples of this: those of one scale in the gradients of weights. With fewer Transformer
+Engine gathers sequence-parallel activations unquantized."""
+_COLUMNS = 16  # of which every width is a multiple: 16 bytes, asked for by cuBLAS; the last block may be smaller
+_HOPPER = 9  # major compute capability
+
+
+def check_fp8(role: str, recipe: Fp8Recipe, implementation: Implementation) -> None:
+    """Raises UserError where this process cannot train in 8 bits: without Transformer Engine or a GPU that does."""
+    key = f"{role}.fp8={recipe}"
+    if not torch.cuda.is_available():
+        raise UserError(f"{key} needs a Hopper GPU, and there is none; leave it out")
+    if torch.cuda.get_device_capability()[0] != _HOPPER:
+        raise UserError(f"{key} needs a Hopper GPU; this is {torch.cuda.get_device_name()}: leave it out")
+    if implementation != "transformer_engine":
+        raise UserError(f"{key} needs Transformer Engine; it is not installed here: install it, or leave fp8 out")
+    from transformer_engine.pytorch.quantization import check_fp8_block_scaling_support
+
+    supported, reason = check_fp8_block_scaling_support()
+    if not supported:
+        raise UserError(f"{key}: {reason}")
+
+
+def unsupported_in_fp8(architecture: Architecture, tensor: int) -> str | None:
+    """Return why a model whose layers are cut into ``tensor`` parts is not trained in 8 bits; None where it is."""
+    a = architecture
+    parts = {"experts": a.experts, "latent attention": a.latent, "delta nets": a.delta_net}
+    present = next((name for name, part in parts.items() if part), None)
+    if present:
+        return f"the model has {present}, for which it is not available in this version"
+    widths = {
+        "hidden_size": a.hidden,
+        "the heads of a GPU": a.heads * a.head_dim // tensor,
+        "the key-value heads of a GPU": max(1, a.key_value_heads // tensor) * a.head_dim,
+        "the columns of a GPU (intermediate_size)": a.feed_forward // tensor,
+    }
+    odd = next((f"{name} {width}" for name, width in widths.items() if width % _COLUMNS), None)
+    return odd and f"widths must be multiples of {_COLUMNS}, and {odd} is not"

@@ -1,0 +1,166 @@
+"""What the ranks of the tests of training in 8 bits run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from torch import Tensor
+
+from parallel.whole_batches import logprobs, update
+from rlhf_megatron.compat import megatron
+
+megatron.install()
+
+from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
+from rlhf_megatron.data.packing import MicroBatch  # noqa: E402
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows  # noqa: E402
+from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
+from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
+from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
+from rlhf_megatron.recipe import ActorSection, OptimizerSection  # noqa: E402
+from rlhf_megatron.roles.passes import Passes  # noqa: E402
+from rlhf_megatron.roles.role import Role  # noqa: E402
+from rlhf_megatron.topology.layout import Layout  # noqa: E402
+
+STEPS = 3
+LARGEST = 448.0  # of e4m3
+
+
+def learn_in_longer_micro_batches(
+    model: str, rows: list[Any], cases: dict[str, tuple[dict[str, int], dict[str, Any]]], shares_prompts: bool = False
+) -> dict[str, Any]:
+    """For each case, a layout and a section: what a role computes and learns with and without the padding of fp8."""
+    batch = batch_from_rows(*rows)
+    found = {}
+    for name, (layout, section) in cases.items():
+        found[name] = [_learned(_role(model, layout, section, "float32"), batch, None)]
+        role = _role(model, layout, section, "float32", shares_prompts)
+        config = copy.copy(role.shard.config)
+        config.fp8 = "e4m3"
+        chunks = role.trainer.chunks if role.trainer else []
+        role._passes = Passes(
+            role.architecture, role.layout, config, role.groups, chunks, shares_prompts=shares_prompts
+        )
+        sizes: list[int] = []
+        role._passes._micro_batch = _recorded(role._passes._micro_batch, sizes)  # type: ignore[method-assign]
+        found[name].append(_learned(role, batch, sizes))
+    return found
+
+
+def _recorded(make: Callable[..., MicroBatch], sizes: list[int]) -> Callable[..., MicroBatch]:
+    def recorded(*given: Any, **named: Any) -> MicroBatch:
+        micro = make(*given, **named)
+        sizes.append(len(micro.tokens))
+        return micro
+
+    return recorded
+
+
+def _role(
+    model: str, layout: dict[str, int], section: dict[str, Any], dtype: str, shares_prompts: bool = False
+) -> Role:
+    learning = OptimizerSection(learning_rate=1e-3, weight_decay=0.0)
+    architecture = read_architecture(model).for_rows(256)
+    actor = ActorSection(**section, optimizer=learning)
+    role = Role(
+        "actor", architecture, Layout(**layout), range(dist.get_world_size()), actor, dtype=dtype, seed=1,
+        optimizer=learning, training_steps=STEPS, shares_prompts=shares_prompts,
+    )  # fmt: skip
+    with CheckpointFiles(model, architecture) as files:
+        role.load(files)
+    return role
+
+
+def _learned(role: Role, batch: RolloutBatch, sizes: list[int] | None) -> dict[str, Any]:
+    """Logprobs, then losses and gradient norms of updates."""
+    outputs = logprobs(role, batch)
+    weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
+    steps = [update(role, batch, {"weights": weights}, negative_log_likelihood) for _ in range(STEPS)]
+    return {
+        "logprobs": outputs.logprobs[batch.response_mask].tolist(),
+        "losses": [step["loss"] for step in steps],
+        "grad_norms": [step["grad_norm"] for step in steps],
+        "sizes": sizes,
+    }
+
+
+# ---- on a GPU
+
+
+def compare_with_bfloat16(model: str, rows: list[Any], section: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of a first update in fp8 beside those in bfloat16, as cosines; its copies of weights at each point."""
+    batch = batch_from_rows(*rows)
+    weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
+    gradients, copies = [], []
+    for fp8 in (None, "blockwise"):
+        role = _role(model, {}, section | {"fp8": fp8}, "bfloat16")
+
+        def objective(*given: Any, of_role: Role = role) -> Any:
+            copies.append(_quantized_weights(of_role))
+            return negative_log_likelihood(*given)
+
+        copies.clear()
+        logprobs(role, batch)
+        copies.append(_quantized_weights(role))
+        update(role, batch, {"weights": weights}, objective)
+        copies.append(_quantized_weights(role))
+        of_role = dict(role.shard.module.named_parameters())
+        gradients.append({name: parameter.main_grad.float().flatten() for name, parameter in of_role.items()})
+        dtypes = sorted({str(parameter.dtype) for parameter in of_role.values()})
+    of_types, of_fp8 = gradients
+    return {
+        "cosines": {name: float(functional.cosine_similarity(of_types[name], of_fp8[name], 0)) for name in of_types},
+        "cosine": float(functional.cosine_similarity(*(torch.cat(list(each.values())) for each in gradients), 0)),
+        "copies": copies,
+        "dtypes": dtypes,
+    }
+
+
+def _quantized_weights(role: Role) -> int:
+    return sum(len(getattr(module, "_fp8_workspaces", ())) for module in role.shard.module.modules())
+
+
+def multiply_in_fp8(model: str, tokens: int) -> dict[str, list[float]]:
+    """(largest difference from the formula, from the product in float32, largest number) of a layer's output, and of
+    both of its gradients."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    role = _role(model, {}, {"tokens_per_gpu": 512, "fp8": "blockwise"}, "bfloat16")
+    layer = role.shard.module.decoder.layers[0].mlp.linear_fc2  # type: ignore[union-attr, index]
+    generator = torch.Generator().manual_seed(5)
+    weight: Any = layer.weight
+    x, gradient = (
+        (torch.randn(tokens, width, generator=generator) * torch.randn(tokens, width, generator=generator).exp())
+        .bfloat16().cuda() for width in reversed(weight.shape)
+    )  # fmt: skip
+    x.requires_grad_()
+    weight.main_grad.zero_()
+    with get_fp8_context(role.shard.config):
+        out, _ = layer(x[:, None])
+    out.backward(gradient[:, None])
+    w, given, back = weight.detach().float(), x.detach().float(), gradient.float()
+    assert x.grad is not None
+    found = {"output": out[:, 0], "of input": x.grad, "of weight": weight.main_grad}
+    expected = {
+        "output": (blocks(given, 1) @ blocks(w, 128).t(), given @ w.t()),
+        "of input": (blocks(back, 1) @ blocks(w, 128), back @ w),
+        "of weight": (blocks(back.t(), 1) @ blocks(given.t(), 1).t(), back.t() @ given),
+    }
+    return {
+        name: [float((value.float() - other).abs().max()) for other in expected[name]] + [float(value.abs().max())]
+        for name, value in found.items()
+    }
+
+
+def blocks(values: Tensor, rows: int, columns: int = 128) -> Tensor:
+    """[n, m] -> the same as e4m3 leaves it, scaled by the largest of each block (arXiv 2412.19437, section 3.3.2)."""
+    n, m = values.shape
+    padded = functional.pad(values, (0, -m % columns, 0, -n % rows))
+    blocked = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    scale = blocked.abs().amax((1, 3), keepdim=True).clamp_min(1e-30) / LARGEST
+    return ((blocked / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale).flatten(2, 3).flatten(0, 1)[:n, :m]
