@@ -1,4 +1,4 @@
-"""The Dockerfile, the Apptainer file and the JobSet: what they name exists, versions are the locks', nothing runs as root."""
+"""The Dockerfile, the Apptainer file and the JobSet: what they name exists, versions are the locks', no root."""
 
 from __future__ import annotations
 
@@ -109,9 +109,8 @@ def test_nodes_of_the_jobset_meet_and_have_the_gpus_of_the_recipe() -> None:
     assert options.rdzv_endpoint.partition(":")[0] == first
     assert first in pod()["initContainers"][0]["command"][-1]
     assert options.shutdown_timeout < pod()["terminationGracePeriodSeconds"]
-    assert pod()["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]["labelSelector"] == {
-        "matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}
-    }
+    apart = pod()["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
+    assert apart["labelSelector"] == {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}
     assert (ROOT / options.training_script.removeprefix(HOME)).is_file()
     recipe, *overrides = options.training_script_args
     loaded = load_recipe(ROOT / recipe.removeprefix(HOME), overrides)
