@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the Dockerfile's image for CPUs where no registry of images is reached, and runs the demo's first stage in it.
 #
-#   tools/environment/build_cpu_rootfs.sh FOLDER        (as root; needs debootstrap and buildah, 15 GB, four minutes)
+#   tools/environment/build_cpu_rootfs.sh FOLDER        (as root; needs debootstrap and buildah, 7 GB, five minutes)
 #
 # Debian's packages make the base image, so its digest is not the Dockerfile's. Further arguments go to `buildah build`,
 # such as -v /etc/pip.conf:/etc/pip.conf:ro.
