@@ -14,6 +14,7 @@ import yaml
 
 from end_to_end.commands import ROOT
 from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, metrics_of, steps_of
+from gpu.devices import skip_without_gpus
 from parallel.ranks import run_ranks
 from rlhf_megatron.monitor.gpu import GpuMeter
 
@@ -42,10 +43,10 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def test_one_rank_learns_while_another_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "reward.py").write_text(LENGTH_REWARD)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    make_model(tmp_path, 4)
+def _prepare(folder: Path, recipe: dict[str, Any]) -> None:
+    (folder / "reward.py").write_text(LENGTH_REWARD)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    make_model(folder, 4)
     rows = [
         {
             "data_source": "digits",
@@ -54,7 +55,22 @@ def test_one_rank_learns_while_another_generates(tmp_path: Path, monkeypatch: py
         }
         for number in range(1000, 1100)
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+
+
+def test_code_that_one_gpu_has_compiled_is_not_run_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_gpus(2)
+    colocated = {"actor": {"tokens_per_gpu": 8192}, "rollout": {"max_response_length": 64, "kv_cache_gb": 2.0}}
+    _prepare(tmp_path, RECIPE | colocated | {"steps": 1})
+    monkeypatch.chdir(tmp_path)
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    for ranks in (1, 2):
+        run_ranks(ROOT / TRAIN, ranks, ["recipe.yaml", f"name={ranks}_ranks"], timeout=300.0, environment=cache)
+    assert metrics_of(tmp_path / "runs" / "2_ranks")[1]["train/rollout_logprob_abs_diff"] < 1e-2
+
+
+def test_one_rank_learns_while_another_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _prepare(tmp_path, RECIPE)
     monkeypatch.chdir(tmp_path)
     run_ranks(ROOT / TRAIN, 2, ["recipe.yaml"], timeout=500.0)
     found = metrics_of(tmp_path / "runs" / "ahead")

@@ -21,6 +21,7 @@ from torch import Tensor
 from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.compat.vllm import (
     choice_recorder,
+    compile_cache,
     internals,
     latent_weights,
     logprobs,
@@ -261,6 +262,7 @@ def _starting(on_gpu: bool) -> Iterator[None]:
             stack.enter_context(preserved_threads())
         else:
             model_runner.take_newer_runner()
+            compile_cache.cache_by_device()
         yield
 
 
