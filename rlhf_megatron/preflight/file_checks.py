@@ -39,6 +39,7 @@ from rlhf_megatron.preflight import machine
 from rlhf_megatron.preflight.check import Check, run_check
 from rlhf_megatron.recipe import Recipe, RLRecipe
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
+from rlhf_megatron.rewards.sandbox.probe import probe
 from rlhf_megatron.rewards.score import Scorer
 
 ROWS = 4  # rows that tokenizer and rewards are tried on
@@ -193,6 +194,8 @@ def reward_check(recipe: Recipe, asks_services: bool = True) -> Check:
         empty = [dataclasses.replace(item, solution="", tokens=0) for item in items]
         right, nothing = scorer.score(items), scorer.score(empty)
     seen = f"{len(items)} right answers: {_span(right)}; empty ones: {_span(nothing)}"
+    if any(judging_rule(recipe.reward, item.data_source) == "code" for item in items):
+        seen += f"; programs: {probe().described()}"
     missed = [item for item, high, low in zip(items, right, nothing, strict=True) if not high > low]
     if missed and all(_form(recipe, item) is not None for item in missed):
         seen += f"; row {missed[0].row_id} ({missed[0].data_source}) gains nothing by its right answer"

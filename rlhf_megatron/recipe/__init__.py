@@ -15,7 +15,13 @@ from rlhf_megatron.recipe.load import (
 )
 from rlhf_megatron.recipe.operations import MonitorSection
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.reward import RewardPartSection, RewardSection, RewardServiceSection, RewardSource
+from rlhf_megatron.recipe.reward import (
+    RewardCodeSection,
+    RewardPartSection,
+    RewardSection,
+    RewardServiceSection,
+    RewardSource,
+)
 from rlhf_megatron.recipe.rl_recipe import RLRecipe, RolloutRecipe
 from rlhf_megatron.recipe.roles import (
     ActorSection,
@@ -48,6 +54,7 @@ __all__ = [
     "RewardModelSection",
     "RewardModelingRecipe",
     "RewardPartSection",
+    "RewardCodeSection",
     "RewardSection",
     "RewardServiceSection",
     "RewardSource",

@@ -65,11 +65,37 @@ class RewardServiceSection(Section):
         return self
 
 
+# The strongest first: no network, no other process and no file but Python's; no network; limits of time and memory.
+Isolation = Literal["full", "network", "limits"]
+
+
+class RewardCodeSection(Section):
+    """Rule code: a response's program in a sandbox (docs/rewards.md#programs)."""
+
+    score: Literal["fraction", "all"] = "fraction"
+    """Of the test cases that pass; all: 1 or 0."""
+    timeout_seconds: float = Field(default=5.0, gt=0, le=LONGEST_SECONDS)
+    """Per test case; reward.timeout_seconds is that of all."""
+    memory_limit_gb: float = Field(default=1.0, ge=0.125, le=4)
+    """Of a program, Python included, GB of 2^30 bytes."""
+    isolation: Isolation = "full"
+    """Refuse to start below it; network: programs may use your files; limits: the network too."""
+
+
 class RewardSource(Section):
     """One way to score a response: a rule, a function or a service."""
 
     rule: Literal[
-        "data_source", "gsm8k", "math", "dapo_math", "multiple_choice", "reasoning_gym", "format", "length", "none"
+        "data_source",
+        "gsm8k",
+        "math",
+        "dapo_math",
+        "multiple_choice",
+        "reasoning_gym",
+        "code",
+        "format",
+        "length",
+        "none",
     ] = "data_source"
     """data_source: that of the row's data_source; none: the reward model or the environment alone."""
     pattern: str | None = None
@@ -126,6 +152,8 @@ class RewardSection(RewardSource):
     """Processes per replica, and as many per function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
     """Per worker of a function, with its children, GB of 2^30 bytes; killed above, and its samples fail."""
+    code: RewardCodeSection = RewardCodeSection()
+    """Sandbox of rule code."""
     concurrency: int = Field(default=64, gt=0, le=2**16)
     """Concurrent samples per async worker; concurrent requests to a service."""
 
@@ -137,6 +165,9 @@ class RewardSection(RewardSource):
             raise ValueError("reward.parts: rule none is no reward; leave that part out")
         if self.parts and not any(part.weight for part in self.parts):
             raise ValueError("reward.parts: all weights are 0, and so would be each reward; give one another")
+        rules = {source.rule for source in (self.parts or [self])}
+        if self.changed("code") and not rules & {"code", "data_source"}:
+            raise ValueError("reward.code is for rule code, and no rule here is; leave it out")
         names = self.part_names
         for name in names:
             if names.count(name) > 1 or name in _TAKEN_NAMES:

@@ -15,6 +15,7 @@ from rlhf_megatron.errors import UserError
 from rlhf_megatron.rewards.user_function import LARGEST_SCORE, MOST_MESSAGES, MOST_ROLE_CHARACTERS
 from rlhf_megatron.rewards.worker import (
     AGENT,
+    CODE,
     DONE,
     ENVIRONMENT,
     FAILED,
@@ -81,7 +82,7 @@ class Batch:
         self.outcomes: dict[int, Outcome] = {}
         self.awaited: bool | None = None
         self.most_bytes = MOST_TURN_BYTES if any(job["kind"] in _OF_TURNS for job in jobs) else MOST_LINE_BYTES
-        self.ends_itself = any(job["kind"] in (ENVIRONMENT, AGENT, TOOLS) for job in jobs)
+        self.ends_itself = any(job["kind"] in (ENVIRONMENT, AGENT, TOOLS, CODE) for job in jobs)
         self._open = {job["nonce"]: index for index, job in enumerate(self.jobs)}
 
     @property

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from rlhf_megatron.errors import RewardError
-from rlhf_megatron.recipe import RewardSource
+from rlhf_megatron.recipe import RewardCodeSection, RewardSource
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rewards.pool import DIED, LOAD_SECONDS, WorkerPool
@@ -43,14 +43,21 @@ class RuleJudge:
     name = ""
     is_rule = True
 
-    def __init__(self, source: RewardSource, pool: WorkerPool) -> None:
+    def __init__(self, source: RewardSource, pool: WorkerPool, code: RewardCodeSection) -> None:
         """Judge by `source.rule`; the pool is shared with other rules."""
-        self._source, self._pool = source, pool
+        self._source, self._pool, self._code = source, pool, code.model_dump()
+        self._has_sandbox = False
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
         """See Judge."""
-        for data_source in data_sources:
-            self._rule(data_source)
+        if "code" in {self._rule(data_source) for data_source in data_sources} and not self._has_sandbox:
+            self._check_sandbox()
+
+    def _check_sandbox(self) -> None:
+        outcome = self._pool.submit({"kind": "code", "code": self._code, "load_only": True}).result()
+        if outcome.state != worker.DONE:
+            raise RewardError(f"rule code: {outcome.message or outcome.state}")
+        self._has_sandbox = True
 
     def submit(self, items: Sequence[ScoreItem]) -> list[Future[Outcome]]:
         """See Judge. Raises RewardError for a data source without a rule, before anything is scored."""
@@ -72,7 +79,8 @@ class RuleJudge:
             return settled(Outcome(worker.UNUSABLE, message=message))
         if score is not None:
             return settled(Outcome(worker.DONE, score))
-        return self._pool.submit({"kind": rule, "pattern": self._source.pattern, **fields_of(item)})
+        settings = {"code": self._code} if rule == "code" else {"pattern": self._source.pattern}
+        return self._pool.submit({"kind": rule, **settings, **fields_of(item)})
 
 
 class FunctionJudge:

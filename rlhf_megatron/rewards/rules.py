@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_megatron.recipe import RewardSection, RewardSource
-from rlhf_megatron.rewards import form, gsm8k, math, multiple_choice, reasoning_gym
+from rlhf_megatron.rewards import code, form, gsm8k, math, multiple_choice, reasoning_gym
 
 GSM8K_SOURCES = ("openai/gsm8k", "gsm8k")
 DAPO_SOURCES = ("math_dapo", "math_dapo_reasoning", "dapo-math-17k")
@@ -28,6 +28,8 @@ MATH_SOURCES = (
 )
 # ... and these, with or without an owner before the slash.
 MATH_PREFIXES = ("aime", "amc", "numina_", "hmmt")
+# As verl's prime_code has them.
+CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 CHOICE_PREFIXES = ("gpqa", "mmlu", "arc_challenge", "arc_easy")
 
 
@@ -98,6 +100,7 @@ RULES = {
         "Answer: {}",
     ),
     "reasoning_gym": Rule(None, lambda text: reasoning_gym.extract_answer(text) or None, "<answer>{}</answer>"),
+    "code": Rule(None, code.extract_program, code.RECALL),
     "format": Rule(None, None, None),
     "length": Rule(_length, None, None),
 }
@@ -115,6 +118,8 @@ def rule_of(data_source: str) -> str | None:
         return "dapo_math"
     if name in MATH_SOURCES or short.startswith(MATH_PREFIXES):
         return "math"
+    if short in CODE_SOURCES:
+        return "code"
     if short.startswith(CHOICE_PREFIXES):
         return "multiple_choice"
     return None
@@ -148,7 +153,8 @@ def unknown_source(data_source: str) -> str:
     """Return what to tell about a data source without a rule, in one line."""
     prefixes = (*MATH_PREFIXES, *CHOICE_PREFIXES)
     known = [
-        *GSM8K_SOURCES, f"{reasoning_gym.PREFIX}TASK", *DAPO_SOURCES, *MATH_SOURCES, *(f"{name}*" for name in prefixes)
+        *GSM8K_SOURCES, f"{reasoning_gym.PREFIX}TASK", *DAPO_SOURCES, *MATH_SOURCES, *CODE_SOURCES,
+        *(f"{name}*" for name in prefixes)
     ]  # fmt: skip
     return (
         f"no reward is known for data_source {data_source!r}; known: {', '.join(known)}; for others set reward.rule or "

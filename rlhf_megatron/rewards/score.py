@@ -202,7 +202,7 @@ class Scorer:
             service = ServiceJudge(source.service, section.timeout_seconds, section.concurrency)
             self._resources.callback(service.close)
             return service
-        return RuleJudge(source, self._rules)
+        return RuleJudge(source, self._rules, section.code)
 
     def _value(self, part: _Part, item: ScoreItem, outcome: Outcome) -> float:
         """Return a part's score of a sample; 0.0 or NaN where it has none."""

@@ -31,8 +31,9 @@ from rlhf_megatron.rewards import user_agent, user_environment, user_function, u
 
 HEADER = struct.Struct(">Q")
 
-# Kinds of job; the others are names of rules.
+# Kinds of job; the others, as CODE is, are names of rules.
 USER_FUNCTION, TURN, ENVIRONMENT, AGENT, TOOLS = "user_function", "turn", "environment", "agent", "tools"
+CODE = "code"
 # States of an answer.
 STARTED, DONE, FAILED, UNUSABLE, TIMED_OUT = "started", "done", "failed", "unusable", "timed_out"
 # Jobs that are awaited, and those of an environment, end here at their limit, before the pool kills the process.
@@ -231,7 +232,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 def refusal(error: BaseException) -> Answer:
     """Return the answer for an error: UNUSABLE where the user must act (a bad function or row), else FAILED."""
-    state = UNUSABLE if type(error).__name__ in ("FunctionUnusable", "EntryError") else FAILED
+    state = UNUSABLE if type(error).__name__ in ("FunctionUnusable", "EntryError", "SandboxError") else FAILED
     return {"state": state, "message": user_function.text_of(error) or type(error).__name__}
 
 
@@ -258,6 +259,10 @@ def load(job: Job) -> bool:
         from rlhf_megatron.rewards import reasoning_gym
 
         reasoning_gym.load()
+    elif job["kind"] == CODE:
+        from rlhf_megatron.rewards import code
+
+        code.load(job["code"])
     return False
 
 
@@ -302,6 +307,10 @@ def score(job: Job) -> float:
         from rlhf_megatron.rewards import reasoning_gym
 
         return reasoning_gym.score(*sample_of(job))
+    if job["kind"] == CODE:
+        from rlhf_megatron.rewards import code
+
+        return code.score(job["solution"], job["ground_truth"], job["code"], job["timeout_seconds"])
     return user_function.call(job["function"], *sample_of(job))
 
 

@@ -73,6 +73,7 @@ REFUSED = [
     (["rollout.multi_turn={function: a.py}", *RESUMED], "what was given up begins anew; use discard"),
     (["rollout.multi_turn={environment: a.py, workers: 2}"], "environments and tools have a process each"),
     (["reward.parts=[{name: a, rule: math, weight: 0}]"], "all weights are 0"),
+    (["reward.rule=gsm8k", "reward.code.score=all"], "reward.code is for rule code"),
     (["reward.rule=none", "reward_model={path: m, tokens_per_gpu: 9, weight: 0}"], "reward_model.weight=0"),
     (["reward.rule=length", "reward.length_low=50", "reward.length_high=60"], "no response would be paid"),
     (["reward.rule=format", "reward.pattern='a{99999999999}'"], "pattern is not a regular expression"),
