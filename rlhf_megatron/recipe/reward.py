@@ -152,10 +152,10 @@ class RewardSection(RewardSource):
     """Processes per replica, and as many per function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
     """Per worker of a function, with its children, GB of 2^30 bytes; killed above, and its samples fail."""
-    code: RewardCodeSection = RewardCodeSection()
-    """Sandbox of rule code."""
     concurrency: int = Field(default=64, gt=0, le=2**16)
     """Concurrent samples per async worker; concurrent requests to a service."""
+    code: RewardCodeSection = RewardCodeSection()
+    """Sandbox of rule code."""
 
     @model_validator(mode="after")
     def _parts_agree(self) -> RewardSection:
@@ -165,7 +165,8 @@ class RewardSection(RewardSource):
             raise ValueError("reward.parts: rule none is no reward; leave that part out")
         if self.parts and not any(part.weight for part in self.parts):
             raise ValueError("reward.parts: all weights are 0, and so would be each reward; give one another")
-        rules = {source.rule for source in (self.parts or [self])}
+        sources: list[RewardSource] = [*self.parts] or [self]
+        rules = {source.rule for source in sources}
         if self.changed("code") and not rules & {"code", "data_source"}:
             raise ValueError("reward.code is for rule code, and no rule here is; leave it out")
         names = self.part_names

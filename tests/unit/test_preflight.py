@@ -364,6 +364,21 @@ def test_who_speaks_between_turns_is_tried(recipe_of: Callable[..., Recipe], tmp
     assert turns_check(played) == [Check("turns", "ok", "4 right answers: 0 answered, 4 ended")]
 
 
+def test_a_row_of_test_cases_is_tried_with_a_program_that_knows_them(
+    recipe_of: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    row = {
+        "data_source": "codeforces",
+        "prompt": [{"role": "user", "content": "Add the numbers."}],
+        "reward_model": {"style": "rule", "ground_truth": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})},
+    }
+    data = tmp_path / "code.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), data)
+    check = reward_check(recipe_of(data={"train_files": [str(data)], "max_prompt_length": 64}))
+    assert check.result == "ok"
+    assert check.seen.startswith("1 right answers: 1; empty ones: 0; programs: isolation full (files, memory, ")
+
+
 def test_beside_a_reward_model_rewards_are_tried_where_there_are_any(
     recipe_of: Callable[..., Recipe], folder: Path
 ) -> None:

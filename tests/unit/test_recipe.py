@@ -155,7 +155,7 @@ def test_resolved_yaml_loads_to_the_same_recipe(small: Path, tmp_path: Path) -> 
         (
             "reward.zzz=1",
             "unknown key reward.zzz; known keys here: rule, pattern, length_low, length_high, function, "
-            "service, parts, on_failure, timeout_seconds, workers, memory_limit_gb, concurrency",
+            "service, parts, on_failure, timeout_seconds, workers, memory_limit_gb, concurrency, code",
         ),
     ],
 )

@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from rlhf_megatron.child_python import child_command
-from rlhf_megatron.recipe import RewardSection
+from rlhf_megatron.recipe import RewardCodeSection, RewardSection
 from rlhf_megatron.rewards import code
 from rlhf_megatron.rewards.rules import RULES, rule_of
 from rlhf_megatron.rewards.sandbox import probe
@@ -31,7 +31,7 @@ def block(program: str) -> str:
 
 def scores(section: dict[str, Any], *items: tuple[str, Any]) -> list[float]:
     """Scores of (response, test cases)."""
-    with Scorer(RewardSection(timeout_seconds=60.0, workers=2, code=section)) as scorer:
+    with Scorer(RewardSection(timeout_seconds=60.0, workers=2, code=RewardCodeSection(**section))) as scorer:
         return scorer.score(
             [ScoreItem("taco", text, json.dumps(truth), {}, row) for row, (text, truth) in enumerate(items)]
         )
@@ -131,7 +131,7 @@ def test_hostile_programs_get_nothing_in_bounded_time(tmp_path: Path, server: so
 def test_a_sample_ends_at_its_limit_with_what_passed_before() -> None:
     truth = {"inputs": ["1", *["9"] * 20], "outputs": ["1", *["9"] * 20]}
     program = "import time\nn = input()\nprint(n)\nif n != '1':\n    time.sleep(99)"
-    with Scorer(RewardSection(timeout_seconds=3.0, code={"timeout_seconds": 2.0})) as scorer:
+    with Scorer(RewardSection(timeout_seconds=3.0, code=RewardCodeSection(timeout_seconds=2.0))) as scorer:
         assert scorer.score([ScoreItem("apps", block(program), json.dumps(truth), {}, 0)]) == [1 / 21]
 
 
