@@ -14,7 +14,7 @@ from rlhf_megatron.compat.patches import patch
     "vllm",
     first="0.25.1",
     last="0.32.0",
-    why="compiled code is kept by rank of a replica: that of one GPU is loaded on another, and fails (invalid argument)",
+    why="compiled code is kept by rank of a replica: that of one GPU is loaded on others, and fails (invalid argument)",
     upstream="https://github.com/vllm-project/vllm/pull/38962",
 )
 def cache_by_device() -> None:
