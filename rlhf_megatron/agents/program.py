@@ -86,7 +86,7 @@ class AgentProgram:
         self._returned = self._failures = 0
 
     def begin(self, row: dict[str, Any], trajectory: AgentTrajectory) -> Play:
-        """Start it on a row, which has prompt, data_source, ground_truth, extra_info, and seed."""
+        """Start it on a row, which has prompt, data_source, ground_truth, extra_info, seed, and attempt."""
         job = self._job | {"row": row}
         return Play(self._endpoint, self._pool.session(), job, trajectory, self._closing)
 

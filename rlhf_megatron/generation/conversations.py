@@ -262,7 +262,7 @@ def conversations_of(
     """Returns the turns of these groups, where responses have several; see Conversations and AgentTurns."""
     if recipe.rollout.agent is not None:
         program = partner if isinstance(partner, AgentProgram) else None
-        return AgentTurns(recipe, program, groups, responses_per_prompt, tokenizer, seed_of)
+        return AgentTurns(recipe, program, groups, responses_per_prompt, tokenizer, seed_of, journal)
     if recipe.rollout.multi_turn is None:
         return None
     assert not isinstance(partner, AgentProgram)

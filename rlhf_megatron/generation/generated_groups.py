@@ -96,9 +96,7 @@ class GroupScoring:
         """The whole responses of a group, those from before included."""
         if index not in self._rows:
             begun = self._asked[index].begun.items()
-            self._rows[index] = [
-                dataclasses.replace(of, row_id=index * self._responses + number) for number, of in begun if of.is_whole
-            ]
+            self._rows[index] = [of.of_row(index * self._responses + number) for number, of in begun if of.is_whole]
         return self._rows[index]
 
     def submitted(self) -> list[int]:

@@ -83,15 +83,17 @@ def generation_metrics(
 def agent_metrics(counts: Sequence[AgentCounts], replica: Replica, team: Team) -> dict[str, float]:
     """Returns what programs have asked of all replicas, and how they ended; collective over ``team``."""
     names = {
-        "requests": "requests",
-        "branches": "branches",
-        "refused": "refusals",
-        "ended": "ends",
-        "failed": "failures",
-    }
+        "requests": "agent_requests",
+        "branches": "agent_branches",
+        "refused": "agent_refusals",
+        "ended": "agent_ends",
+        "failed": "agent_failures",
+        "recalled": "agent_answers_replayed",
+        "diverged": "agent_divergences",
+    } | {name: f"trajectories_{name}" for name in ("replayed", "resumed", "restarted")}
     own = [float(sum(getattr(each, name) for each in counts)) if replica.leads else 0.0 for name in names]
     total = sum_over_ranks(own, team.group)
-    return {f"rollout/agent_{name}": value for name, value in zip(names.values(), total, strict=True)}
+    return {f"rollout/{name}": value for name, value in zip(names.values(), total, strict=True)}
 
 
 def tool_metrics(turns: Sequence[ToolTurns], names: Sequence[str], replica: Replica, team: Team) -> dict[str, float]:

@@ -1,97 +1,41 @@
 """Trajectories of several turns on disk as they go, so that a killed run goes on with them: journal/step-N/.
 
 A replica's leading rank adds a line at each turn. A run that resumes before the step finds them by their prompts: whole
-trajectories are not generated again, those whose environment has told its state go on with their next turn, others
-begin again. A step's folder is deleted when a checkpoint has the step.
+trajectories are not generated again, those whose environment has told its state go on with their next turn, an agent's
+program begins again and is answered as before, others begin again. A step's folder is deleted when a checkpoint has the
+step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.durable import remove
-from rlhf_megatron.errors import DataError, UserError
+from rlhf_megatron.errors import DataError
+from rlhf_megatron.generation.journal_rows import JournalRow, Name, read_rows, token_line
 from rlhf_megatron.generation.prompt_groups import Group, begun_numbers
 from rlhf_megatron.generation.replica import Replica
-from rlhf_megatron.recipe import RLRecipe
+from rlhf_megatron.recipe import AgentSection, MultiTurnSection, RLRecipe
 from rlhf_megatron.rewards.answers import Message
 from rlhf_megatron.rewards.user_function import split_specification
-from rlhf_megatron.rollout.engine import Completion
+from rlhf_megatron.rollout.engine import Completion, SampledTurn
 from rlhf_megatron.topology.exchange import from_rank, gather_objects
 from rlhf_megatron.topology.team import Team
-from rlhf_megatron.untrusted import opened, parse_json, read_bytes, reason_of
+from rlhf_megatron.untrusted import read_bytes, reason_of
 
 _FORMAT = 1
 _STEP = re.compile(r"step-(\d+)")
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # call of the step, attempt, replica
-_MOST_LINE_BYTES = 2**26
 _NEVER = 2**53  # a step
-
-# Of a trajectory: the number of its prompt in the run, or its place in the call, and that of the response.
-Name = tuple[int, int]
-
-
-@dataclasses.dataclass
-class JournalRow:
-    """One trajectory so far.
-
-    Attributes:
-        prompt: digest of the prompt's tokens.
-        attempts: how often it was begun or gone on with.
-        completion: up to the model's next turn; its row id is the number of the response. None: it begins again.
-        opening: what was observed before the first turn.
-        answers: what followed each turn.
-        state: of its environment, in base64; None where it has told none.
-    """
-
-    prompt: str
-    attempts: int
-    completion: Completion | None = None
-    opening: list[Message] = dataclasses.field(default_factory=list)
-    answers: list[list[Message]] = dataclasses.field(default_factory=list)
-    state: str | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """True if nothing of it is left to generate."""
-        return self.completion is not None and self.completion.is_whole
-
-    @property
-    def length(self) -> int:
-        """Number of tokens after the prompt."""
-        return len(self.completion.token_ids) if self.completion else 0
-
-    def add(self, line: Mapping[str, Any], response: int, version: int) -> None:
-        """Append what a line of the file has; raises KeyError, TypeError or ValueError where it is none."""
-        before = self.completion or Completion(response, [], [], "abort", [])
-        tokens, runs, logprobs = line["tokens"], line["sampled"], line["logprobs"]
-        if sum(runs) != len(tokens) or sum(runs[::2]) != len(logprobs) or not all(type(each) is int for each in tokens):
-            raise ValueError("tokens, marks and logprobs of other lengths")
-        marks = [number % 2 == 0 for number, length in enumerate(runs) for _ in range(length)]
-        drawn, rewards = iter(logprobs), line["rewards"]
-        own = before.sampled or [True] * len(before.token_ids)
-        self.completion = dataclasses.replace(
-            before,
-            token_ids=[*before.token_ids, *tokens],
-            logprobs=[*before.logprobs, *(float(next(drawn)) if mark else 0.0 for mark in marks)],
-            weight_versions=[*before.weight_versions, *[version] * len(tokens)],
-            sampled=None if before.sampled is None and all(marks) else [*own, *marks],
-            finish_reason=str(line["finish"]),
-            turn_rewards=None if rewards is None else [float(each) for each in rewards],
-            prompt_token_ids=line.get("prompt_tokens", before.prompt_token_ids),
-        )
-        self.opening, self.state = line.get("opening", self.opening), line["state"]
-        self.answers = [*self.answers, *line["answers"]]
 
 
 class JournaledCall:
@@ -109,7 +53,7 @@ class JournaledCall:
         self._file: IO[str] | None = None
         self._written: dict[int, tuple[int, int]] = {}  # tokens and answers, by row
         self.replayed = sum(row.is_whole for row in rows.values())
-        self.restarted = sum(row.completion is None for row in rows.values())
+        self.restarted = sum(row.begins_again for row in rows.values())
         self.resumed = len(rows) - self.replayed - self.restarted
 
     def begin_file(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -122,8 +66,12 @@ class JournaledCall:
         self._write(about)
         for row_id, row in self.rows.items():
             self._begin(row_id, row.attempts)
-            if row.completion:
-                self.keep(dataclasses.replace(row.completion, row_id=row_id), row.opening, row.answers, row.state)
+            for asked, turn in row.recorded:
+                self.keep_turn(row_id, asked, turn)
+            if row.completion and row.messages is not None:
+                self.keep_branches(row.completion.of_row(row_id), row.messages)
+            elif row.completion:
+                self.keep(row.completion.of_row(row_id), row.opening, row.answers, row.state)
 
     def begin(self, row_id: int) -> int:
         """Notes that a trajectory begins or goes on; returns for which time, 1 for the first."""
@@ -133,10 +81,13 @@ class JournaledCall:
         return 1
 
     def _begin(self, row_id: int, attempts: int) -> None:
-        group, response = divmod(row_id, self._responses)
         self._written[row_id] = 0, 0
-        name, prompt = (_number(self.groups, group), response), _digest_of(self.groups[group].prompt)
-        self._write({"row": name, "attempts": attempts, "prompt": prompt})
+        prompt = _digest_of(self.groups[row_id // self._responses].prompt)
+        self._write({"row": self._name(row_id), "attempts": attempts, "prompt": prompt})
+
+    def _name(self, row_id: int) -> Name:
+        group, response = divmod(row_id, self._responses)
+        return _number(self.groups, group), response
 
     def keep(
         self,
@@ -153,22 +104,19 @@ class JournaledCall:
             self._begin(row_id, 1)
         tokens, known = self._written[row_id]
         self._written[row_id] = count, len(answers)
-        sampled = (completion.sampled or [True] * count)[tokens:]
-        group, response = divmod(row_id, self._responses)
-        line: dict[str, Any] = {
-            "row": (_number(self.groups, group), response),
-            "tokens": completion.token_ids[tokens:],
-            "sampled": _run_lengths(sampled),
-            "logprobs": [value for value, own in zip(completion.logprobs[tokens:], sampled, strict=True) if own],
-            "answers": [list(each) for each in answers[known:]],
-            "rewards": completion.turn_rewards,
-            "finish": completion.finish_reason,
-            "state": state,
-        }
-        if not tokens:
-            prompt = completion.prompt_token_ids
-            line |= {"opening": list(opening)} | ({"prompt_tokens": prompt} if prompt else {})
-        self._write(line)
+        line = {"row": self._name(row_id), **token_line(completion, tokens)}
+        line |= {"answers": [list(each) for each in answers[known:]], "state": state}
+        self._write(line if tokens else line | {"opening": list(opening)})
+
+    def keep_turn(self, row_id: int, asked: str, turn: SampledTurn) -> None:
+        """Adds an agent's turn, by the digest of what was asked; weight versions are the file's."""
+        completion = Completion(row_id, turn.token_ids, turn.logprobs, turn.finish_reason, turn.weight_versions)
+        self._write({"row": self._name(row_id), "asked": asked, **token_line(completion)})
+
+    def keep_branches(self, completion: Completion, messages: Sequence[Message]) -> None:
+        """Adds an agent's trajectory, which is whole."""
+        branches = [token_line(branch) for branch in (*completion.branches, completion)]
+        self._write({"row": self._name(completion.row_id), "branches": branches, "messages": list(messages)})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
@@ -266,7 +214,7 @@ class Journal:
         indices = {_number(groups, index): index for index in range(len(groups))}
         found: dict[int, dict[int, JournalRow]] = {}
         for name in files[self._replica.index :: self._replica.count]:
-            for (number, response), row in _read(self._path(name), about).items():
+            for (number, response), row in read_rows(self._path(name), about).items():
                 index = indices.get(number)
                 if index is None or response >= responses or _digest_of(groups[index].prompt) != row.prompt:
                     continue
@@ -280,6 +228,8 @@ class Journal:
         if row.is_whole:
             return row
         row.attempts += 1
+        if row.completion is None:
+            return row
         if row.length >= self._most_tokens or (self._needs_state and row.state is None):
             return JournalRow(row.prompt, row.attempts)
         return row
@@ -287,36 +237,6 @@ class Journal:
 
 def _begun(rows: Mapping[int, JournalRow]) -> dict[int, Completion]:
     return {response: row.completion for response, row in rows.items() if row.completion}
-
-
-def _read(path: Path, about: Mapping[str, Any]) -> dict[Name, JournalRow]:
-    """The rows of a file, up to where it was cut off; none where it is of another recipe or other weights."""
-    rows: dict[Name, JournalRow] = {}
-    try:
-        lines = _lines(path)
-        if next(lines, None) != about:
-            return {}
-        for line in lines:
-            name = int(line["row"][0]), int(line["row"][1])
-            if "attempts" in line:
-                rows[name] = JournalRow(str(line["prompt"]), int(line["attempts"]))
-            else:
-                rows[name].add(line, name[1], about["version"])
-    except (UserError, KeyError, TypeError, ValueError, IndexError):
-        return rows  # the last line of a process that was killed
-    return rows
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    with opened(path, DataError) as file:
-        for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""):
-            yield parse_json(line, str(path), DataError, finite=False)
-
-
-def _run_lengths(marks: Sequence[bool]) -> list[int]:
-    """Lengths of the runs of equal marks, of which the first is of True, and may be empty."""
-    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
-    return [*([0] if runs and not runs[0][0] else []), *(length for _, length in runs)]
 
 
 def is_failed(completion: Completion) -> bool:
@@ -330,18 +250,30 @@ def _number(groups: Sequence[Group], index: int) -> int:
 
 
 def _digest_of(prompt: Prompt) -> str:
-    return hashlib.blake2b(json.dumps(list(prompt.token_ids)).encode(), digest_size=8).hexdigest()
+    return digest_of_tokens(prompt.token_ids)
+
+
+def digest_of_tokens(token_ids: Sequence[int], *more: Any) -> str:
+    """Returns a digest of tokens, and of what else makes a difference."""
+    return hashlib.blake2b(json.dumps([list(token_ids), *more]).encode(), digest_size=8).hexdigest()
 
 
 def _digest_of_recipe(recipe: RLRecipe) -> str:
-    """A digest of what decides what trajectories are, the files of functions, tools or environment included."""
-    turns, rollout = recipe.rollout.multi_turn, recipe.rollout
-    assert turns is not None
+    """A digest of what decides what trajectories are, the files of functions, tools, environment or agent included."""
+    turns, agent, rollout = recipe.rollout.multi_turn, recipe.rollout.agent, recipe.rollout
+    section = turns or agent
+    assert section is not None
     sections = {name: getattr(recipe, name) for name in ("model", "data", "batch", "algorithm", "reward")}
-    sections |= {"turns": turns, "optimizer": recipe.actor.optimizer}
+    sections |= {"turns": section, "optimizer": recipe.actor.optimizer}
     values = {name: section.model_dump(mode="json") for name, section in sections.items()}
     values |= {"seed": recipe.seed, "sampling": [rollout.temperature, rollout.top_p, rollout.top_k]}
     values |= {"tokens": rollout.max_response_length, "begun": [rollout.oversample, rollout.steps_ahead]}
-    own = turns.tool_functions if turns.tools else [turns.function or turns.environment or ""]
-    content = b"".join(read_bytes(split_specification(each)[0], DataError) for each in own)
+    content = b"".join(read_bytes(split_specification(each)[0], DataError) for each in _files(turns, agent))
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode() + content, digest_size=8).hexdigest()
+
+
+def _files(turns: MultiTurnSection | None, agent: AgentSection | None) -> list[str]:
+    """The specifications of the user's functions or class."""
+    if turns is None:
+        return [agent.function] if agent else []
+    return turns.tool_functions if turns.tools else [turns.function or turns.environment or ""]

@@ -234,7 +234,7 @@ class RolloutWorker:
         engine.expect(self._lengths)
 
         def take(completion: Completion) -> None:
-            if isinstance(conversations, Conversations):
+            if conversations:
                 conversations.end(completion)
             scoring.take(completion)
 

@@ -57,7 +57,7 @@ class RolloutRecipe(Recipe):
     @property
     def keeps_journal(self) -> bool:
         """True if trajectories of several turns are kept on disk as they go."""
-        turns = self.rollout.multi_turn
+        turns = self.rollout.multi_turn or self.rollout.agent
         if turns is None or turns.journal is not None:
             return turns is not None and bool(turns.journal)
         return not self.rollout_repeats and self.checkpoint.save_interval > 0
@@ -325,14 +325,15 @@ class RLRecipe(RolloutRecipe):
             raise ValueError(
                 "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
             )
+        section = "multi_turn" if self.rollout.multi_turn else "agent"
         if self.keeps_journal and self.deterministic:
             raise ValueError(
-                "rollout.multi_turn.journal: a trajectory that goes on is computed in other batches, and with "
+                f"rollout.{section}.journal: a trajectory that goes on is computed in other batches, and with "
                 "deterministic a killed run repeats its step; leave one out"
             )
         if self.keeps_journal and not self.checkpoint.save_interval:
             raise ValueError(
-                "rollout.multi_turn.journal: without checkpoint.save_interval a killed run begins anew; set that, or "
+                f"rollout.{section}.journal: without checkpoint.save_interval a killed run begins anew; set that, or "
                 "leave it out"
             )
         of_turns = self.algorithm.changed("discount_per", "credited_turns")

@@ -156,6 +156,9 @@ class AgentSection(Section):
     """Per trajectory; one that takes longer or fails is left out of training."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
     """Per process with its children, GB of 2^30 bytes; killed above."""
+    journal: bool | None = None
+    """Keep answers on disk as they are given, for a killed run to give again. Default: with checkpoints and scheduling
+    queue."""
 
 
 class SpeculativeSection(Section):

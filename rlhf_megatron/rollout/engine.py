@@ -62,6 +62,15 @@ class Sampling:
         return dataclasses.replace(self, temperature=0.0, top_p=1.0, top_k=-1, by_length=by_length)
 
 
+class SampledTurn(NamedTuple):
+    """What the model has said at a time; see Completion."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """One generated trajectory, or as much of it as there is; a stop token, if it ended by one, is its last token."""
@@ -88,6 +97,22 @@ class Completion:
     def sampled_tokens(self) -> int:
         """Number of tokens that are the model's."""
         return len(self.token_ids) if self.sampled is None else sum(self.sampled)
+
+    def of_row(self, row_id: int) -> Completion:
+        """Return it under another id, its branches too."""
+        branches = tuple(dataclasses.replace(branch, row_id=row_id) for branch in self.branches)
+        return dataclasses.replace(self, row_id=row_id, branches=branches)
+
+    def continued(self, turn: SampledTurn) -> Completion:
+        """Return it with what the model has said next."""
+        return dataclasses.replace(
+            self,
+            token_ids=[*self.token_ids, *turn.token_ids],
+            logprobs=[*self.logprobs, *turn.logprobs],
+            weight_versions=[*self.weight_versions, *turn.weight_versions],
+            finish_reason=turn.finish_reason,
+            sampled=None if self.sampled is None else [*self.sampled, *[True] * len(turn.token_ids)],
+        )
 
     def answered(self, token_ids: Sequence[int]) -> Completion:
         """Return it with ``token_ids`` appended that the model did not sample."""
@@ -187,6 +212,7 @@ class EnvironmentReply(NamedTuple):
     branches: bool = False  # the tokens are a whole prompt, with which another branch of the trajectory begins
     max_tokens: int | None = None  # of the next turn
     kept: int | None = None  # how many tokens of the completion stay; None: all
+    recorded: SampledTurn | None = None  # the next turn, where it was sampled before; None: the engine samples it
 
 
 class Environment(Protocol):

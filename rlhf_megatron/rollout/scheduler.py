@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from rlhf_megatron.data.expert_choices import merged
-from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, Sampling
+from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, SampledTurn, Sampling
 from rlhf_megatron.rollout.engine_core import EngineCore, EngineOutput, EngineRequest
 from rlhf_megatron.rollout.environment_turns import Answer, EnvironmentTurns
 from rlhf_megatron.rollout.grouped_requests import GroupedRequests
@@ -344,19 +344,29 @@ class GenerationScheduler:
         elif not completion.token_ids:
             if tokens:
                 self._prompts[number] = tokens
-            self._submit(number, reply.max_tokens)
+            self._speak(answer)
         elif reply.branches:
             self._branches[number] = (*self._branches.get(number, ()), completion)
             self._prompts[number] = tokens
             self._so_far.pop(number, None)
-            self._submit(number, reply.max_tokens)
+            self._speak(answer)
         elif len(completion.token_ids) + len(tokens) >= self._limit(number):
             cut = dataclasses.replace(completion, finish_reason="length")
             if not self._turns.take(number, cut):
                 self._ended.append(self._end(number, cut))
         else:
             self._so_far[number] = completion.answered(tokens)
+            self._speak(answer)
+
+    def _speak(self, answer: Answer) -> None:
+        """Have the model's next turn, which the engine samples unless it was recorded."""
+        number, _, reply = answer
+        if reply.recorded is None:
             self._submit(number, reply.max_tokens)
+            return
+        completion = self._before(number).continued(reply.recorded)
+        if not self._turns.take(number, completion):
+            self._ended.append(self._end(number, completion))
 
     def _end(self, number: int, completion: Completion) -> tuple[int, Completion]:
         group = self._group_of[number]
@@ -370,23 +380,18 @@ class GenerationScheduler:
         return number, dataclasses.replace(completion, branches=branches) if branches else completion
 
     def _completion(self, number: int, output: EngineOutput) -> Completion:
-        request, begun, known = self._requests[number], self._so_far.get(number), self._known[number]
+        known = self._known[number]
         tokens, logprobs = output.token_ids[known:], output.logprobs[known:]
         if output.finish_reason not in ("stop", "length", "abort"):
-            raise RuntimeError(
-                f"{self._core.name} ended row {request.row_id} with {output.finish_reason!r} after {len(tokens)} tokens"
-            )
-        versions, sampled, choices = [self._version] * len(tokens), None, output.expert_choices
-        rewards = begun.turn_rewards if begun else None
+            row_id, reason = self._requests[number].row_id, output.finish_reason
+            raise RuntimeError(f"{self._core.name} ended row {row_id} with {reason!r} after {len(tokens)} tokens")
         self._sampled_tokens += len(tokens)
-        if begun:
-            if begun.sampled is not None:
-                sampled = [*begun.sampled, *[True] * len(tokens)]
-            tokens = [*begun.token_ids, *tokens]
-            logprobs = [*begun.logprobs, *logprobs]
-            versions = [*begun.weight_versions, *versions]
-            choices = merged(begun.expert_choices, choices)
-        prompt = self._prompts.get(number)
-        return Completion(
-            request.row_id, tokens, logprobs, output.finish_reason, versions, sampled, rewards, prompt, choices
-        )
+        turn = SampledTurn(tokens, logprobs, [self._version] * len(tokens), output.finish_reason)
+        completion = self._before(number).continued(turn)
+        return dataclasses.replace(completion, expert_choices=merged(completion.expert_choices, output.expert_choices))
+
+    def _before(self, number: int) -> Completion:
+        """Return a row up to the model's next turn."""
+        begun = self._so_far.get(number) or Completion(0, [], [], "abort", [])
+        row_id, prompt = self._requests[number].row_id, self._prompts.get(number)
+        return dataclasses.replace(begun, row_id=row_id, prompt_token_ids=prompt)

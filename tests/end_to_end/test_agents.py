@@ -122,6 +122,27 @@ def test_a_killed_run_resumes_bit_for_bit(
 
 
 @pytest.mark.grid
+def test_a_killed_run_does_not_play_again_what_has_ended(
+    folder: Path, whole: dict[int, dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_MEGATRON_FAULT", "kill@update:2:1")
+    before = len((folder / "heard.jsonl").read_text().splitlines())
+    keys = ("name=journaled", "rollout.scheduling=queue", "deterministic=false")
+    with torchrun(2, TRAIN, "agents.yaml", *keys, folder=folder, restarts=1) as command:
+        command.finish().check()
+    metrics = metrics_of(folder / "runs" / "journaled")
+    assert [values["rollout/trajectories_replayed"] for values in metrics.values()] == [4, 4]
+    heard = [json.loads(line) for line in (folder / "heard.jsonl").read_text().splitlines()[before:]]
+    assert len(heard) == 8, "each trajectory is played once"
+    found = []
+    for step, values in metrics.items():
+        assert values["train/mismatch_kl"] < 1e-9 and values["rollout/agent_divergences"] == 0
+        rows = pq.read_table(folder / "runs" / "journaled" / "rollouts" / f"step-{step}.parquet").to_pylist()
+        found += [(tuple(sampled(row)), row["reward"]) for row in rows]
+    assert sorted(found) == sorted((joined(branch), reward) for branches, reward in heard for branch in branches)
+
+
+@pytest.mark.grid
 def test_a_replica_of_two_ranks_has_the_same_branches(
     folder: Path, whole: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:

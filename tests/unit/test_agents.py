@@ -243,7 +243,8 @@ def test_a_conversation_is_one_row_of_what_was_sampled(folder: Path, play: Play)
     heard = [token for each in (first, stopped, cut, last) for token in each[2]]
     assert heard == batch.tokens[batch.response_mask].tolist()
     assert scores[0].value == 1.5 and completions[0].turns == 4
-    assert vars(turns.counts) == {"requests": 4, "branches": 0, "refused": 0, "ended": 1, "failed": 0}
+    counts = {name: count for name, count in vars(turns.counts).items() if count}
+    assert counts == {"requests": 4, "ended": 1}
     assert [message["content"] for message in turns.messages(completions[0])][-2:] == ["Oh.", "end"]
 
 

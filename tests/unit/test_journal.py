@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.generation.agent_turns import AgentCounts
 from rlhf_megatron.generation.conversations import conversations_of
 from rlhf_megatron.generation.generated_groups import GroupScoring
 from rlhf_megatron.generation.journal import Journal, JournaledCall
@@ -142,8 +144,17 @@ def groups_of(tokenizer: Tokenizer, count: int = 2) -> list[Group]:
     ]
 
 
-def play(folder: Path, recipe: RLRecipe, lives: int = 100, replica: Replica | None = None) -> tuple[Any, JournaledCall]:
-    """(completions by row with their scores and messages, the journal) of step 5 of a run in ``folder``."""
+def play(
+    folder: Path,
+    recipe: RLRecipe,
+    lives: int = 100,
+    replica: Replica | None = None,
+    engine: type[Talker] = Talker,
+    counts: list[Any] | None = None,
+) -> tuple[Any, JournaledCall]:
+    """(completions by row with their scores and messages, the journal) of step 5 of a run in ``folder``.
+
+    ``counts`` gets those of the turns."""
     tokenizer = load_tokenizer(folder)
     replica = replica or Replica([0], 1, 0)
     journal = Journal(folder / "journal", recipe, replica, Team((0,))).open(5, 4, groups_of(tokenizer), RESPONSES)
@@ -153,7 +164,9 @@ def play(folder: Path, recipe: RLRecipe, lives: int = 100, replica: Replica | No
     conversations = conversations_of(recipe, partner, groups, RESPONSES, tokenizer, lambda row: row, journal)
     assert conversations is not None
     sampling = Sampling(1.0, 1.0, -1, 400, tokenizer.stop_token_ids)
-    core = Talker(tokenizer, lives)
+    core = engine(tokenizer, lives)
+    counts = [] if counts is None else counts
+    counts.append(conversations.counts)
     try:
         with Scorer(RewardSection(rule="none")) as scorer, conversations:
             scoring = GroupScoring(scorer, groups, RESPONSES, tokenizer, conversations=conversations)
@@ -263,6 +276,105 @@ def test_what_is_of_another_past_is_not_gone_on_with(tmp_path: Path) -> None:
     assert not (folder / "step-5").exists(), "a step between is done anew, and so are those behind it"
     Journal(folder, recipe, alone, Team((0,))).forget(4)
     assert not list(folder.iterdir())
+
+
+# Two or four answers, the history rewritten behind the second. What was heard is written down at the end.
+PROGRAM = """
+import json, os
+import openai
+
+def run(base_url, api_key, row):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages, heard, number = list(row["prompt"]), [], row["extra_info"]["number"]
+    for turn in range(2 + 2 * number):
+        said = client.chat.completions.create(model="policy", messages=messages, max_tokens=30).choices[0]
+        heard.append(said.token_ids)
+        messages.append({"role": "assistant", "content": said.message.content.strip()})
+        if turn == 1:
+            messages = [{"role": "user", "content": f"In short: {said.message.content}"}]
+        elif DIVERGES:
+            messages.append({"role": "user", "content": f"attempt {row['attempt']}"})
+        else:
+            messages.append({"role": "user", "content": f"{turn}"})
+    with open(os.path.join(os.path.dirname(__file__), "heard.jsonl"), "a") as file:
+        file.write(json.dumps([number, row["attempt"], heard]) + "\\n")
+    return sum(map(sum, heard)) % 7 / 4
+"""
+
+
+class Oracle(Talker):
+    """Says what follows from all that it is given, the row's seed included."""
+
+    def _output(self, request: EngineRequest) -> EngineOutput:
+        digest = hashlib.blake2b(json.dumps([request.seed, list(request.token_ids)]).encode()).hexdigest()
+        tokens = self._tokenizer.encode(digest[: 1 + int(digest[-1], 16) % 5] + END)
+        return EngineOutput(request.number, tokens, [-int(digest[:4], 16) / 2**16] * len(tokens), "stop")
+
+
+def agent_recipe_of(folder: Path, diverges: bool = False) -> RLRecipe:
+    recipe = recipe_of(folder, GAME)
+    (folder / "agent.py").write_text(PROGRAM.replace("DIVERGES", str(diverges)))
+    values = recipe.model_dump(mode="json", exclude_unset=True)
+    del values["rollout"]["multi_turn"]
+    values["rollout"]["agent"] = {"function": str(folder / "agent.py"), "timeout_seconds": 60.0, "journal": True}
+    made = make_recipe(values, "test")
+    assert isinstance(made, RLRecipe) and made.keeps_journal
+    return made
+
+
+def heard_in(folder: Path) -> list[tuple[int, int, list[list[int]]]]:
+    return sorted(json.loads(line) for line in (folder / "heard.jsonl").read_text().splitlines())
+
+
+def sampled(completion: Completion) -> list[int]:
+    """The model's tokens in all branches."""
+    rows = (*completion.branches, completion)
+    marked = ((row.token_ids, row.sampled or [True] * len(row.token_ids)) for row in rows)
+    return [token for tokens, marks in marked for token, own in zip(tokens, marks, strict=True) if own]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    rows, _ = play(folder, agent_recipe_of(folder), engine=Oracle)
+    assert [len(row.branches) for row, _, _ in rows.values()] == [0, 0, 1, 1]
+    return rows, heard_in(folder)
+
+
+@pytest.mark.parametrize("lives", [0, 1, 3, 4])
+def test_an_agent_begins_again_and_hears_what_it_heard(
+    lives: int, unbroken: tuple[Any, list[Any]], tmp_path: Path
+) -> None:
+    recipe, counts = agent_recipe_of(tmp_path), list[AgentCounts]()
+    if lives < 4:
+        with pytest.raises(Killed):
+            play(tmp_path, recipe, lives, engine=Oracle)
+    else:  # killed after the generation
+        play(tmp_path, recipe, engine=Oracle)
+    rows, _ = play(tmp_path, recipe, engine=Oracle, counts=counts)
+    assert rows == unbroken[0], "tokens, logprobs, versions, branches, rewards, messages"
+    assert [[number, heard] for number, _, heard in heard_in(tmp_path)] == [
+        [number, heard] for number, _, heard in unbroken[1]
+    ], "no program that had ended has run again"
+    whole = {0: 0, 1: 0, 3: 2, 4: 4}[lives]
+    begun = {0: (0, 0, 4), 1: (0, 4, 0), 3: (2, 2, 0), 4: (4, 0, 0)}[lives]
+    assert (counts[0].replayed, counts[0].resumed, counts[0].restarted) == begun
+    assert counts[0].recalled == {0: 0, 1: 4, 3: 6, 4: 0}[lives] and counts[0].diverged == 0
+    assert sum(attempt == 2 for _, attempt, _ in heard_in(tmp_path)) == 4 - whole
+    again = list[AgentCounts]()
+    assert play(tmp_path, recipe, engine=Oracle, counts=again)[0] == rows and again[0].replayed == 4
+
+
+def test_an_agent_that_asks_otherwise_than_before_is_answered_anew_and_counted(tmp_path: Path) -> None:
+    recipe, counts = agent_recipe_of(tmp_path, diverges=True), list[AgentCounts]()
+    with pytest.raises(Killed):
+        play(tmp_path, recipe, 3, engine=Oracle)
+    rows, _ = play(tmp_path, recipe, engine=Oracle, counts=counts)
+    # The third answer was to what only the first attempt asks.
+    assert (counts[0].resumed, counts[0].recalled, counts[0].diverged) == (2, 2, 2)
+    heard = [[token for answer in said for token in answer] for _, attempt, said in heard_in(tmp_path) if attempt == 2]
+    assert sorted(sampled(rows[row_id][0]) for row_id in (2, 3)) == sorted(heard)
+    assert all(each[0].is_whole for each in rows.values())
 
 
 def test_a_recipe_that_could_not_keep_its_promise_is_refused(tmp_path: Path) -> None:
