@@ -51,7 +51,7 @@ setup(
     package_data={
         "rlhf_megatron": ["py.typed"],
         "rlhf_megatron.monitor": ["templates/*"],
-        "rlhf_megatron.launch": ["env/*", "slurm/*"],
+        "rlhf_megatron.launch": ["env/*", "kubernetes/*", "slurm/*"],
         "rlhf_megatron.recipes": ["*.json", "**/*.yaml", "**/*.json", "**/*.py"],
         "rlhf_megatron.tools.verl": ["*.tsv"],
     },

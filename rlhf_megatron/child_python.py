@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 _SAME_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
 
@@ -11,6 +12,8 @@ _SAME_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
 def child_command(code: str, *arguments: str) -> list[str]:
     """Return the command that runs ``code`` in a child, with ``arguments`` from ``sys.argv[2]`` on.
 
-    The child looks for modules where this process does, whatever the folder that it starts in.
+    The child looks for modules where this process does, whatever the folder that it starts in; for this package also
+    where an editable install has it, which a child without ``site`` would not find.
     """
-    return [sys.executable, "-P", "-c", _SAME_PATH + code, json.dumps(sys.path), *arguments]
+    folders = list(dict.fromkeys([*sys.path, str(Path(__file__).resolve().parents[1])]))
+    return [sys.executable, "-P", "-c", _SAME_PATH + code, json.dumps(folders), *arguments]

@@ -60,8 +60,9 @@ def _prepare(folder: Path, recipe: dict[str, Any]) -> None:
 
 def test_code_that_one_gpu_has_compiled_is_not_run_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_gpus(2)
-    colocated = {"actor": {"tokens_per_gpu": 8192}, "rollout": {"max_response_length": 64, "kv_cache_gb": 2.0}}
-    _prepare(tmp_path, RECIPE | colocated | {"steps": 1})
+    actor = {key: value for key, value in RECIPE["actor"].items() if key != "ranks"}
+    rollout = {"max_response_length": 64, "kv_cache_gb": 2.0}
+    _prepare(tmp_path, RECIPE | {"steps": 1, "actor": actor, "rollout": rollout, "checkpoint": {}})
     monkeypatch.chdir(tmp_path)
     cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     for ranks in (1, 2):

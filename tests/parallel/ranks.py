@@ -62,7 +62,7 @@ def run_ranks(
             sys.executable, "-P", "-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--nnodes=1",
             "--max-restarts=0", "--master-addr=127.0.0.1",
         ]  # fmt: skip
-        rank_command = _rank_command(target, arguments)
+        rank_command = _rank_command(target, arguments, Path(folder) / "arguments.json")
         variables = {
             "OMP_NUM_THREADS": "1",
             **({} if has_gpu() else {"TORCHDYNAMO_DISABLE": "1"}),
@@ -104,8 +104,9 @@ def free_port() -> int:
 
 
 def _rank_command(
-    target: Callable[..., Any] | str | Path, arguments: Mapping[str, Any] | Sequence[str] | None
+    target: Callable[..., Any] | str | Path, arguments: Mapping[str, Any] | Sequence[str] | None, file: Path
 ) -> list[str]:
+    """The arguments of a function go by the file: those of many cases are more than a command line may have."""
     if isinstance(target, Path):
         return [__file__, "script", str(target), *(arguments or [])]
     if callable(target):
@@ -113,7 +114,8 @@ def _rank_command(
         if target.__qualname__ != name:
             raise TypeError(f"{target.__qualname__} must stand at the top level of its file to be found by the ranks")
         target = f"{inspect.getsourcefile(target)}:{name}"
-    return [__file__, "function", target, json.dumps(arguments or {})]
+    file.write_text(json.dumps(arguments or {}), encoding="utf-8")
+    return [__file__, "function", target, str(file)]
 
 
 def _name(target: Callable[..., Any] | str | Path) -> str:
@@ -256,7 +258,7 @@ def _run_function(target: str, arguments: str) -> None:
     from rlhf_megatron.topology.world import join_world
 
     join_world()  # gloo, and NCCL besides where there are GPUs
-    result = getattr(_import_target(module), function)(**json.loads(arguments))
+    result = getattr(_import_target(module), function)(**json.loads(Path(arguments).read_text("utf-8")))
     write_result(result)
     if dist.is_initialized():  # an engine that ends may take torch.distributed with it
         # Ranks that end before others have read their last message would break those.
