@@ -21,6 +21,14 @@ WITH_GRAPHS = {
 }
 ONE_RANK = [name for name, case in CASES.items() if case.launch[:2] == (1, 1)]
 NAMES = {**{name: name for name in ONE_RANK}, **WITH_GRAPHS}
+# vLLM 0.25.1 refuses these configs as transformers writes them, and so does a start with them.
+NOT_OF_VLLM_0_25 = {
+    "windows and two rotary tables": "rotary parameters by type of layer (OLMo 3)",
+    "factors, renamed tensors": "the layer type full_attention (Granite 4)",
+    "without positions": "the layer type full_attention (Granite 4)",
+    "norms of turned heads": "a Hunyuan without use_qk_norm",
+    "norms of turned heads, experts": "a Hunyuan without moe_intermediate_size",
+}
 # vLLM 0.25 has a head's size of the hidden size in some families, and loads no vocabulary by its general model that it
 # would have to pad.
 HIDDEN, PADDED = {"hidden_size": 128}, 256
@@ -45,8 +53,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("name", named({name: CASES[of] for name, of in NAMES.items()}))
 def test_vllm_follows_the_trainer(name: str, results: Launches) -> None:
-    if name == "windows and two rotary tables" and importlib.metadata.version("vllm").startswith("0.25."):
-        pytest.skip("vLLM 0.25 reads no rotary parameters by type of layer (OLMo 3)")
+    if name in NOT_OF_VLLM_0_25 and importlib.metadata.version("vllm").startswith("0.25."):
+        pytest.skip(f"vLLM 0.25 does not read {NOT_OF_VLLM_0_25[name]}")
     (updates,) = results[name]
     sampled = []
     for number in range(UPDATES):

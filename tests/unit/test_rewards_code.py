@@ -73,6 +73,7 @@ def server() -> Iterator[socket.socket]:
         yield listening
 
 
+@pytest.mark.grid
 def test_hostile_programs_get_nothing_in_bounded_time(tmp_path: Path, server: socket.socket) -> None:
     """Each prints the expected text only where it escapes."""
     port, victim = server.getsockname()[1], tmp_path / "victim"

@@ -63,7 +63,7 @@ def script(folder: Path, *arguments: str) -> str:
     checked = subprocess.run(["bash", "-n"], input=shown.stdout, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
     if shutil.which("shellcheck"):
-        # Functions that a trap calls are reached (SC2317), what stands in single quotes is meant to stay as it is (SC2016),
+        # Functions that a trap calls are reached (SC2317), what stands in single quotes is to stay as it is (SC2016),
         # and so is a line of the recipe that looks like its end (SC1039).
         command = ["shellcheck", "--exclude=SC2317,SC2016,SC1039", "-"]
         found = subprocess.run(command, input=shown.stdout, capture_output=True, text=True, check=False)

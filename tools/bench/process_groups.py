@@ -1,7 +1,7 @@
 """Counts and times what one rank of thousands does to get its process groups, and what joining takes.
 
     python tools/bench/process_groups.py --output docs/results/process_groups.json
-    torchrun --nproc-per-node 2 tools/bench/process_groups.py --gpus --output FILE.json
+    torchrun --nproc-per-node 2 tools/bench/process_groups.py --gpus --output docs/results/communicators.json
 
 Without --gpus: the groups of an actor, a reference in the same layout and a critic, on one rank of 1,024 and 8,192 with
 torch's fake backend, beside groups made by all ranks of the world for each role; and real processes of this machine
