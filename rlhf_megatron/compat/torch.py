@@ -69,10 +69,10 @@ def split_of(
 ) -> dist.ProcessGroup:
     """Split the NCCL communicator of `parent`: of `parts`, in its ranks, return this rank's; collective over it."""
     dist.all_reduce(torch.zeros(1, device="cuda"), group=parent)  # which must have a communicator
-    # torch 2.11 splits all backends of the parent, later ones those that they are told.
-    told = {"backend": "cuda:nccl"} if "backend" in inspect.signature(dist.split_group).parameters else {}
+    # torch 2.11 splits all backends of the parent; later versions only those asked for.
+    asked = {"backend": "cuda:nccl"} if "backend" in inspect.signature(dist.split_group).parameters else {}
     with _group_names(name):
-        group = dist.split_group(parent, parts, timeout, **told)
+        group = dist.split_group(parent, parts, timeout, **asked)
     assert group is not None, f"this rank is in none of {parts}"
     return group
 

@@ -123,7 +123,7 @@ class AgentTurns:
         return EnvironmentReply(event.token_ids, None, event.branches, event.max_tokens, event.kept, recorded)
 
     def _recall(self, completion: Completion, asked: Asked) -> SampledTurn | None:
-        """What a killed run has answered to the same prompt; None where nothing is left of that."""
+        """Take the answer that a killed run has given to the same prompt; None where none is left."""
         row_id, before = completion.row_id, completion.cut(asked.kept) if asked.kept is not None else completion
         begins = asked.branches or not completion.token_ids
         prompt = [] if begins else [*(before.prompt_token_ids or ()), *before.token_ids]

@@ -63,7 +63,7 @@ class Sampling:
 
 
 class SampledTurn(NamedTuple):
-    """What the model has said at a time; see Completion."""
+    """Tokens that the model sampled in one turn; see Completion."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of training in 8 bits run."""
+"""Functions that ranks run in the tests of training in 8 bits."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def judge(case: Case, folder: Path, faults: list[float], seconds: float, problem
 
 
 def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
-    """How a run compares with the reference, in words; adds what is not as the case expects to ``problems``."""
+    """Comparison of a run with the reference, in words; adds what is not as the case expects to ``problems``."""
     run = folder / "runs" / case.name
     equal = equality(run, folder / "runs" / RECIPE["name"])
     if equal not in {"bits": ["bits"], "rounding": ["bits", "rounding"]}.get(case.equality, [equal]):
@@ -113,7 +113,7 @@ def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
 
 
 def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
-    """How a run's trajectories were begun, in words; adds what is not as the case expects to ``problems``."""
+    """Account of how trajectories were begun, in words; adds what is not as the case expects to ``problems``."""
     found, counts = judged(folder / "runs" / case.name, folder / "games" / case.name)
     problems += found
     if (seen := {what for what, count in counts.items() if count}) != set(case.begun):

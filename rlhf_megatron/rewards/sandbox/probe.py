@@ -54,7 +54,7 @@ print(json.dumps(held))
 
 @dataclass(frozen=True)
 class Held:
-    """What a machine's sandbox holds.
+    """Guarantees that the sandbox gives on a machine.
 
     Attributes:
         isolation: the level that is reached; None where a program cannot even be run within limits.

@@ -1,4 +1,4 @@
-"""What runs in the confined process: it takes rights from itself, then runs a model's program; started by process.py.
+"""The confined process: it takes rights from itself, then runs a model's program; started by process.py.
 
 Nothing here is worth forging: what a right answer would be is not known in this process.
 """
