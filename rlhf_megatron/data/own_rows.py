@@ -54,6 +54,7 @@ class OwnRows:
         texts = [json.dumps(self._row(row), sort_keys=True, default=str).encode() for row in sample.tolist()]
         self.digest = hashlib.blake2b(b"\n".join([str(self._length).encode(), *texts]), digest_size=16).hexdigest()
         self.row_bytes = float(max(map(len, texts[:_MEASURED_ROWS])))
+        self.decoded_again = 0
         self.blocks = [
             Block(0, range(0), first, rows, int(rows * self.row_bytes))
             for first in range(0, self._length, _BLOCK_ROWS)

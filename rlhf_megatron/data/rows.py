@@ -15,7 +15,6 @@ import math
 import os
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ import pyarrow
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from rlhf_megatron.data.decoded_blocks import DecodedBlocks
 from rlhf_megatron.data.parquet import (
     MOST_MESSAGES,
     UNREADABLE,
@@ -127,8 +127,7 @@ class ParquetRows:
             raise DataError(f"{shown(', '.join(self.files))}: no rows; check the step that wrote the data")
         self.row_bytes = max(block.size / max(1, block.rows) for block in self.blocks)
         self._block_starts = numpy.array([block.first for block in self.blocks], numpy.int64)
-        self._cache: OrderedDict[int, pyarrow.Table] = OrderedDict()
-        self._cached_bytes = 0
+        self._decoded = DecodedBlocks(self._memory)
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -143,6 +142,11 @@ class ParquetRows:
                     f"{shown(file.name)}, column {file.media[0]}: only models of text are trained, which "
                     "cannot see it; give data without it, or set data.images: drop to learn from the text alone"
                 )
+
+    @property
+    def decoded_again(self) -> int:
+        """Blocks that were decoded once more, since a window takes far more memory than its footers say."""
+        return self._decoded.decoded_again
 
     @property
     def files(self) -> list[str]:
@@ -251,17 +255,10 @@ class ParquetRows:
                 start, rows, size = index + 1, 0, 0
 
     def _block(self, index: int) -> pyarrow.Table:
-        """Return a decoded block from memory or the file; the ones that were not used for longest make room."""
+        """Return a decoded block from memory or the file."""
+        block = self.blocks[index]
         with self._lock:
-            if index in self._cache:
-                self._cache.move_to_end(index)
-                return self._cache[index]
-            block = self.blocks[index]
-            self._cache[index] = table = self._decode(block, self._files[block.file].columns)
-            self._cached_bytes += table.nbytes  # which may be more than the footer claims
-            while len(self._cache) > 1 and self._cached_bytes > self._memory:
-                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
-            return table
+            return self._decoded.get(index, block.size, lambda: self._decode(block, self._files[block.file].columns))
 
     def _decode(self, block: Block, columns: Sequence[str]) -> pyarrow.Table:
         with self._lock:

@@ -190,10 +190,18 @@ class PromptStream:
         self._restart()
 
     def metrics(self) -> dict[str, float]:
-        """Epochs gone by, of each part of a mixture, and the number of rows left out for their length."""
+        """Epochs gone by, of each part of a mixture, and the number of rows left out for their length.
+
+        And blocks that are decoded again and again, where there are any.
+        """
         epochs = [position / len(dataset) for position, dataset in zip(self._positions, self._datasets, strict=True)]
         names = [f"data/epoch/{name}" for name in self._names] if len(epochs) > 1 else ["data/epoch"]
-        return {**dict(zip(names, epochs, strict=True)), "data/rows_left_out": float(self._left_out)}
+        again = sum(dataset.rows.decoded_again for dataset in self._datasets)
+        return {
+            **dict(zip(names, epochs, strict=True)),
+            "data/rows_left_out": float(self._left_out),
+            **({"data/blocks_decoded_again": float(again)} if again else {}),
+        }
 
     def take_wait(self) -> dict[str, float]:
         """Return the metric of the milliseconds since the last call that were spent waiting for prompts."""

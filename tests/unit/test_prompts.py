@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_megatron.data import rows
+from rlhf_megatron.data.decoded_blocks import MOST_EXPANSION
 from rlhf_megatron.data.prompts import DataError, LeftOut, Prompt, PromptDataset
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.recipe import DataSection, make_recipe
@@ -91,10 +93,31 @@ def test_small_row_groups_are_decoded_together_and_forgotten_for_others(tmp_path
     for _ in range(2):
         assert [row["number"] for row in opened.take(wanted)] == wanted
     opened.take(range(6000))
-    assert sum(opened.blocks[index].size for index in opened._cache) <= 2**20 < sum(b.size for b in opened.blocks)
+    assert opened._decoded.stored_bytes <= 2**20 < sum(block.size for block in opened.blocks)
     narrow = rows.ParquetRows([file], ["number"], memory_mb=1)
     assert len(narrow.blocks) == 1, "columns that nobody reads have no weight"
     assert narrow.digest == opened.digest
+
+
+@pytest.mark.parametrize(("repeated", "again"), [(5, False), (100, True)])
+def test_a_window_is_decoded_once_unless_it_is_far_larger_than_its_footers_say(
+    tmp_path: Path, repeated: int, again: bool
+) -> None:
+    """A text that many rows repeat stands in the file once."""
+    values = [{"number": number, "text": f"{number // repeated:0>2500}"} for number in range(12000)]
+    file = write(tmp_path / "repeated.parquet", values, row_group_size=500)
+    opened = rows.ParquetRows([file], ["number", "text"], memory_mb=2)
+    window = [
+        index for index, size in enumerate(itertools.accumulate(block.size for block in opened.blocks)) if size <= 2**21
+    ]
+    spread = [opened.blocks[index].first for index in window]
+    tables = [opened._block(index) for index in window]
+    assert sum(table.nbytes for table in tables) > 2**21, "more than the memory, as it is decoded"
+    for _ in range(3):
+        assert [row["number"] for row in opened.take(spread)] == spread
+    assert all(opened._block(index) is table for index, table in zip(window, tables, strict=True)) != again
+    assert (opened.decoded_again > 0) == again
+    assert opened._decoded.decoded_bytes <= 2**21 * MOST_EXPANSION
 
 
 def test_files_with_null_fields_numbers_and_extra_columns_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
