@@ -64,15 +64,15 @@ class FilterGroupsSection(_SwitchedSection):
     enable: bool = False
     """Turn it on."""
     metric: Literal["accuracy", "reward"] = "accuracy"
-    """Must differ within a group: the score, or the reward with penalties."""
+    """Must differ within a group: score, or reward with penalties."""
     max_num_gen_batches: int = Field(default=10, ge=0)
     """Generation rounds per step; 0: unlimited."""
     prompts_per_round: int | None = Field(default=None, gt=0, le=2**20)
     """Default: batch.prompts_per_step."""
     when_exhausted: Literal["train", "stop"] = "train"
-    """After the last round: train on the groups so far, or stop."""
+    """After the last round: train on what there is, or stop."""
     keep_surplus: bool = False
-    """Carry surplus groups, one weight version old, over to the next step."""
+    """Carry surplus groups, one update old, to the next step."""
 
 
 class OverlongBufferSection(_SwitchedSection):
@@ -81,7 +81,7 @@ class OverlongBufferSection(_SwitchedSection):
     enable: bool = False
     """Turn it on."""
     len: int = Field(default=0, ge=0)
-    """The penalty grows over this many last tokens of rollout.max_response_length."""
+    """The penalty grows over the last so many tokens of rollout.max_response_length."""
     penalty_factor: float = Field(default=1.0, ge=0)
     """Penalty at the limit."""
 
@@ -98,7 +98,7 @@ class RolloutCorrectionSection(Section):
     threshold_low: float = Field(default=0.0, ge=0)
     """mis: smallest weight."""
     reject_threshold: float | None = Field(default=None, gt=1)
-    """Reject responses with a geometric mean ratio above this or below 1 / this, such as 1.01."""
+    """Reject responses with geometric mean ratio outside 1 / this to this, such as 1.01."""
     veto_threshold: float | None = Field(default=None, gt=0, lt=1)
     """Reject responses with a token ratio below this, such as 0.0001."""
 
@@ -126,7 +126,7 @@ class KLControllerSection(Section):
     """Schedule of the KL coefficient."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: adjusted to keep the KL near target."""
+    """adaptive: keeps the KL near target."""
     target: float | None = Field(default=None, gt=0)
     """adaptive: KL to keep, nats per token."""
     horizon: int = Field(default=10000, gt=0)
@@ -154,7 +154,7 @@ class CovarianceSection(Section):
     """Tokens selected by the covariance of advantage and logprob, for policy_loss clip_cov and kl_cov."""
 
     fraction: float = Field(default=0.0002, gt=0, le=1)
-    """Share of a minibatch's sampled tokens; at least one."""
+    """Of a minibatch's sampled tokens; at least one."""
     low: float = 1.0
     """clip_cov: smallest covariance."""
     high: float = 5.0
@@ -182,47 +182,46 @@ class AlgorithmSection(Section):
     advantage: AdvantageName = "grpo"
     """Dr.GRPO is grpo without normalize_by_std."""
     normalize_by_std: bool | None = None
-    """Divide by the group's reward std; for grpo (default true), gpg and pass_at_k (default false)."""
+    """Divide by the group's reward std: grpo (default true), gpg and pass_at_k (default false)."""
     pass_k: int | None = Field(default=None, ge=2)
-    """pass_at_k: responses of which the best counts; default: batch.responses_per_prompt."""
+    """pass_at_k: k; default: batch.responses_per_prompt."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """gae and reinforce_plus_plus: discount."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """gae: 1 trusts rewards only, 0 the next value only."""
+    """gae: 1: rewards only; 0: next value only."""
     discount_per: Literal["token", "turn"] = "token"
-    """gae, reinforce_plus_plus: gamma and gae_lambda count per token or per turn (docs/multi_turn.md)."""
+    """gae, reinforce_plus_plus: gamma and gae_lambda per token or turn (docs/multi_turn.md)."""
     credited_turns: Literal["all", "last"] = "all"
     """Turns whose tokens get the advantage."""
     whiten_advantages: bool = True
-    """gae: whiten advantages over the step's sampled tokens."""
+    """gae: over the step's sampled tokens."""
     policy_loss: PolicyLossName = "clip"
     """Of a token (docs/algorithms.md)."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
-    """Clips the ratio below 1 - this (gspo: of the sequence; gmpo: the log ratio below minus this; dppo: divergence
-    where A < 0)."""
+    """Clips the ratio below 1 - this (gspo: the sequence's; gmpo: log ratio below minus this; dppo: divergence where A
+    < 0)."""
     clip_ratio_high: float = Field(default=0.2, gt=0)
     """Clips the ratio above 1 + this; gspo, gmpo, dppo: likewise."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
-    """Dual clip: bound on the ratio where A < 0, for clip, gspo and clip_cov; dppo: bound on each token's ratio."""
+    """Dual clip: bound on the ratio where A < 0 (clip, gspo, clip_cov); dppo: on every ratio."""
     sapo: SapoSection = SapoSection()
     """sapo: a higher temperature damps tokens sooner."""
     covariance: CovarianceSection = CovarianceSection()
-    """clip_cov, kl_cov: tokens selected by the covariance of advantage and logprob."""
+    """clip_cov, kl_cov: tokens selected by covariance of advantage and logprob."""
     loss_aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_constant"
     ] = "token_mean"
-    """Mean over the minibatch's tokens (DAPO), or over its responses of their mean (GRPO), sum, or sum over a constant
-    (Dr.GRPO)."""
+    """Mean over the minibatch's tokens (DAPO), or over its responses' mean (GRPO), sum, or sum / constant (Dr.GRPO)."""
     loss_constant: float | None = Field(default=None, gt=0)
-    """sequence_sum_constant: the constant in tokens; default: rollout.max_response_length."""
+    """sequence_sum_constant: in tokens; default: rollout.max_response_length."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL from the reference; 0: no reference model."""
+    """KL to the reference; 0: no reference model."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or subtracted from the reward (per token for per-token advantages)."""
+    """In the loss, or subtracted from the reward (per token for per-token advantages)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 is usual in the reward."""
     kl_gradient: Literal["k1", "k2", "k3"] | None = None
-    """In the loss: gradient of this estimator instead; k2's is the KL's own."""
+    """In the loss: this estimator's gradient instead; k2's is the KL's own."""
     kl_controller: KLControllerSection = KLControllerSection()
     """Schedule of kl_coef."""
     entropy_coef: float = 0.0
@@ -230,10 +229,10 @@ class AlgorithmSection(Section):
     zero_advantage_rows: Literal["skip", "keep"] = "skip"
     """skip: no passes over rows without a gradient, unless a KL or entropy term needs them."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    """Old policy: the actor before the step's updates, or the rollout. auto: the actor, from the update's forward pass
-    if there is one update per step."""
+    """Of the actor before the step's updates, or the rollout. auto: the actor, from the update's forward pass if there
+    is one update per step."""
     router_replay: Literal["off", "rollout"] = "off"
-    """rollout: the actor uses the experts that the rollout chose, with its own weights (R3)."""
+    """rollout: the actor uses the rollout's choice of experts (R3)."""
     filter_groups: FilterGroupsSection = FilterGroupsSection()
     """DAPO's dynamic sampling: replace groups whose rewards are all equal."""
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()

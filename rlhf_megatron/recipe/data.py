@@ -22,7 +22,7 @@ class MixturePart(Section):
     files: list[str] = Field(min_length=1)
     """Parquet files."""
     weight: float = Field(gt=0)
-    """Share of prompts, relative to the sum of weights, whatever the file sizes."""
+    """Share of prompts, relative to the other weights."""
 
 
 class CurriculumSection(Section):
@@ -33,7 +33,7 @@ class CurriculumSection(Section):
     order: Literal["ascending", "descending"] = "ascending"
     """Lowest or highest values first."""
     bands: int | None = Field(default=None, gt=0)
-    """Shuffle within each of this many equal parts; default: only ties."""
+    """Shuffle within so many equal parts; default: only ties."""
 
 
 class DataSection(Section):
@@ -42,25 +42,25 @@ class DataSection(Section):
     train_files: list[str] = Field(default=[])
     """This or mixture is required."""
     mixture: list[MixturePart] = Field(default=[])
-    """Instead of train_files: weighted sets of files, each with its own epochs."""
+    """Instead of train_files: weighted sets, each with its own epochs."""
     dataset: str | None = None
-    """path/to/file.py:Class, called with the files, gives rows with verl's columns instead of reading parquet."""
+    """path/to/file.py:Class, called with the files: rows with verl's columns, instead of parquet."""
     validation_files: list[str] = Field(default=[])
     """Never trained on."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Instead of validation_files: share of rows held out by a hash of the prompt."""
+    """Instead of files: share of rows held out by a hash of the prompt."""
     max_prompt_length: int = Field(gt=0)
     """In tokens, chat template included."""
     min_prompt_length: int = Field(default=0, ge=0)
     """Counted alike."""
     max_response_length: int | None = Field(default=None, gt=0)
-    """sft: longest response in tokens, end included; reward_modeling: longest conversation."""
+    """sft: longest response in tokens, end included; reward_modeling: conversation."""
     overlong_prompts: Literal["drop", "stop"] = "drop"
-    """Drop and count rows outside these lengths, or stop and name the row."""
+    """Rows outside these lengths: drop and count, or stop at the first."""
     shuffle: bool = True
     """Each epoch, by the seed; else the files' order."""
     shuffle_window_mb: int = Field(default=128, gt=0)
-    """Decoded MB (by parquet footers) in memory per set of files; larger data is shuffled in windows of row groups."""
+    """Decoded MB in memory per set of files; larger data is shuffled in windows of row groups."""
     curriculum: CurriculumSection | None = None
     """Order each epoch by a column."""
     system_prompt: str | None = None
@@ -72,11 +72,11 @@ class DataSection(Section):
     response_column: str | None = None
     """sft: column of responses; default: messages, else completion, else reward_model.ground_truth."""
     learned_turns: Literal["all", "last"] = "all"
-    """sft: the assistant's turns of messages or completion that the loss is on."""
+    """sft: the assistant's turns that the loss is on."""
     string_prompts: Literal["chat", "plain"] = "chat"
-    """sft, reward_modeling: a prompt of text is a user's message, or plain text without a chat template."""
+    """sft, reward_modeling: a text prompt is a user's message, or plain, without chat template."""
     images: Literal["refuse", "drop"] = "refuse"
-    """Refuse files with images, videos or sound, or learn from their text alone."""
+    """Files with images, videos or sound: refuse, or read the text alone."""
 
     @property
     def parts(self) -> list[MixturePart]:

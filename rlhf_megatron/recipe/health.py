@@ -17,13 +17,13 @@ class HealthRuleSection(Section):
     metric: str
     """Metric or pattern such as eval/*/accuracy."""
     when: Literal["above", "below", "moving_std_above", "slope_above", "not_finite"]
-    """Of the value, its std or slope over window, or nan and inf (docs/health.md)."""
+    """Value, its std or slope over window, or nan and inf (docs/health.md)."""
     value: float | None = None
     """Threshold; none for not_finite."""
     window: int = Field(default=20, gt=1)
     """Values for moving_std_above and slope_above, which wait for as many."""
     steps: int = Field(default=1, gt=0)
-    """Consecutive steps it must hold. Fires once, and again after it has not held."""
+    """Consecutive steps it must hold. Fires again only after it has not held."""
     action: Literal["log", "alert", "stop"] = "log"
     """alert: also webhook and command; stop: also end the run."""
 
@@ -48,11 +48,11 @@ class AlertSection(Section):
     webhook_environment: str | None = None
     """Variable with the webhook's URL, a secret."""
     command: list[str] = Field(default=[])
-    """Program and arguments, without a shell; {message} is replaced, JSON on stdin."""
+    """Program and arguments, no shell; {message} is replaced, JSON on stdin."""
     retries: int = Field(default=4, ge=0, le=20)
     """After 1, 2, 4, ... seconds."""
     most_per_hour: int = Field(default=12, gt=0)
-    """More are counted and reported with the next. A stop is always sent."""
+    """More are reported with the next. A stop is always sent."""
 
     @model_validator(mode="after")
     def _variable_has_a_name(self) -> AlertSection:

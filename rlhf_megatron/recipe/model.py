@@ -11,19 +11,19 @@ class ModelSection(Section):
     """The model that the actor starts from."""
 
     path: str
-    """Hugging Face folder, or OWNER/NAME on the hub where there is no such folder (docs/models.md)."""
+    """Hugging Face folder, else OWNER/NAME on the hub (docs/models.md)."""
     revision: str | None = None
-    """Branch, tag or commit on the hub; default: main. A run keeps to the commit that it began with."""
+    """Branch, tag or commit on the hub; default: main, kept at the run's first commit."""
     config: str | None = None
-    """Folder with the config.json for `--dry-run` where `path` is not on this machine."""
+    """Folder with the config.json, for `--dry-run` without `path`."""
     tokenizer: str | None = None
     """Folder, OWNER/NAME, or sentencepiece .model file; default: `path`."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Of weights and activations; master weights are float32. float16 scales the loss dynamically."""
+    """Of weights and activations; master weights are float32. float16: dynamic loss scale."""
     read_once: bool = False
-    """Copy a node's part of the files to its host memory, each rank another share, and map that; by default the files
-    are mapped. For file systems on which mapped reads are slow, or not shared by the ranks of a node."""
+    """Read files once per node into host memory, a share per rank, instead of mapping them: for file systems where
+    mapped reads are slow or ranks share no cache."""
     random_weights: bool = False
-    """For benchmarks: weights drawn from the seed."""
+    """For benchmarks: from the seed."""
     trust_remote_code: bool = False
     """Let the tokenizer run code from its folder."""

@@ -26,7 +26,7 @@ class EvaluationSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     correct_from: float = 1.0
-    """Lowest score of a right response (of the first of reward.parts)."""
+    """Lowest right score (of the first of reward.parts)."""
     max_prompts: int | None = Field(default=None, gt=0)
     """Use the first N rows."""
 
@@ -59,7 +59,7 @@ class CheckpointSection(Section):
     keep_last_k: int = Field(default=2, gt=0)
     """Older ones are deleted."""
     keep_best: KeepBestSection | None = None
-    """Also keep the best evaluated checkpoint, named by checkpoints/best."""
+    """Keep the best evaluated checkpoint too, named by checkpoints/best."""
     save_before_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
     """Save and stop if the next step would leave less before the job's end (Slurm, RLHF_MEGATRON_DEADLINE); 0:
     never."""
@@ -95,13 +95,13 @@ class ProfileSection(Section):
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
     """On these ranks."""
     tool: Literal["torch", "nsys"] = "torch"
-    """torch: Chrome trace and kernel table per phase; nsys: NVTX ranges and capture marks for nsys around torchrun."""
+    """torch: Chrome trace and kernel table per phase; nsys: NVTX ranges and capture marks."""
     phases: list[
         Literal["generate", "score", "sleep", "logprobs", "update_critic", "update", "regather", "evaluate", "save"]
     ] = Field(default=["logprobs", "update_critic", "update", "regather"])
-    """Recorded by torch; generate may give gigabytes."""
+    """For torch; generate may give gigabytes."""
     duration_seconds: float | None = Field(default=None, gt=0, le=LONGEST_SECONDS)
-    """From a step's start, end of recording: with nsys at once, with torch no phase begins to be recorded after it."""
+    """Recording ends so long after a step's start (torch: no phase begins after it)."""
 
     @model_validator(mode="after")
     def _something_is_recorded(self) -> ProfileSection:
@@ -116,7 +116,7 @@ class PrometheusSection(Section):
     port: int = Field(default=9400, ge=0, le=65535)
     """0: a free one, which is logged."""
     address: str = "127.0.0.1"
-    """127.0.0.1: this node; 0.0.0.0: whoever can reach it."""
+    """127.0.0.1: this node; 0.0.0.0: whoever reaches it."""
 
 
 class RolloutsSection(Section):
@@ -125,7 +125,7 @@ class RolloutsSection(Section):
     every: int = Field(default=10, ge=0)
     """Every N-th step; 0: never."""
     rows: int = Field(default=64, gt=0)
-    """Of a step: its first groups that have no more together, at least one."""
+    """At most, of a step's first groups; at least one group."""
 
     def has(self, step: int) -> bool:
         """Returns whether rows of a step are kept."""
@@ -136,9 +136,9 @@ class PageSection(Section):
     """The page of the run while it goes on, on rank 0's node (docs/monitoring.md#the-page)."""
 
     port: int | None = Field(default=None, ge=0, le=65535)
-    """null: no page; 0: a free one. The address is printed, with the token that opens it."""
+    """0: a free one; null: no page. The address is printed with its token."""
     address: str = "127.0.0.1"
-    """127.0.0.1: this node; 0.0.0.0: whoever can reach it and has the token."""
+    """127.0.0.1: this node; 0.0.0.0: whoever reaches it and has the token."""
 
 
 class MonitorSection(Section):
@@ -155,13 +155,13 @@ class MonitorSection(Section):
     report: bool = True
     """report.html at the end."""
     sample_rows: int = Field(default=8, ge=0)
-    """Responses kept per evaluation in samples/step-N.parquet."""
+    """Responses per evaluation in samples/step-N.parquet."""
     page: PageSection = PageSection()
     """Serves the run's page while it goes on."""
     log_model: bool = False
-    """Logs the last export with mlflow, as a model of its transformers flavour."""
+    """Logs the last export with mlflow (transformers flavour)."""
     rollouts: RolloutsSection = RolloutsSection()
-    """Rows of training that are kept, with the logprobs of both sides."""
+    """Training rows to keep, with both sides' logprobs."""
     timeline: TimelineSection = TimelineSection()
     """Writes phases to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
     profile: ProfileSection = ProfileSection()
@@ -193,10 +193,9 @@ class RegatherSection(Section):
     buffer_mb: int = Field(default=256, gt=0)
     """Per GPU, MB of 2^20 bytes; less where memory is short."""
     peer_memory: bool = True
-    """Read weights of the host's other GPUs over NVLink where possible; false: messages."""
+    """NVLink reads within a host where possible; false: messages."""
     verify: int = Field(default=0, ge=0)
-    """Compare checksums of all weights at source and destination in every N-th weight sync; a mismatch stops the run.
-    0: never."""
+    """Compare checksums at source and destination in every N-th weight sync; a mismatch stops the run. 0: never."""
 
 
 HOPPER = ("H100", "H20", "H200", "H800")
@@ -211,11 +210,11 @@ class ClusterSection(Section):
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
     """GB of 2^30 bytes; `--dry-run` compares its estimate."""
     memory_reserve_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
-    """Of these, kept free in plans, beside the 5% that what estimates leave out may take."""
+    """Kept free in plans beside 5%."""
     gpu: Literal["A100", "A800", "B200", "GB200", "H100", "H20", "H200", "H800", "L40S"] | None = None
     """For `--dry-run`'s step time."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
-    """Inter-node bandwidth per GPU, for the estimate of a weight sync."""
+    """Inter-node bandwidth per GPU, for estimates."""
 
     @model_validator(mode="after")
     def _memory_is_left(self) -> ClusterSection:

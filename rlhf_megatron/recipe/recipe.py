@@ -57,14 +57,13 @@ class Recipe(Section):
     loop: str
     """rl; sft: supervised fine-tuning; reward_modeling: a reward model from pairs."""
     steps: int = Field(default=0, ge=0)
-    """Of batch.prompts_per_step prompts each. 0: as many as epochs take."""
+    """0: as many as epochs take."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the training rows, rounded up to whole steps and counted as the run starts; with steps too, whichever
-    ends first."""
+    """Passes over the training rows, rounded up to whole steps; with steps too, whichever ends first."""
     seed: int = Field(default=1, ge=0)
     """Of data order, sampling, random weights."""
     deterministic: bool = False
-    """Reproducible kernels only, slower on GPUs; needs rollout.scheduling static."""
+    """Reproducible, slower kernels; needs rollout.scheduling static."""
     run_root: str = "runs"
     """Folder of all runs."""
     model: ModelSection
@@ -76,7 +75,7 @@ class Recipe(Section):
     actor: ActorSection
     """The model that is trained."""
     evaluation: EvaluationSection = EvaluationSection()
-    """Evaluation on the validation files (docs/evaluation.md)."""
+    """On the validation files (docs/evaluation.md)."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Checkpoints and exports (docs/checkpoints.md)."""
     monitor: MonitorSection = MonitorSection()
@@ -84,7 +83,7 @@ class Recipe(Section):
     health: HealthSection = HealthSection()
     """Rules over metrics, and alerts (docs/health.md)."""
     cluster: ClusterSection = ClusterSection()
-    """Machines, for plans and for near sources of weight syncs."""
+    """Machines, for plans and weight sync."""
     retry: RetrySection = RetrySection()
     """Restarts after a fault (docs/recovery.md)."""
     slurm: SlurmSection = SlurmSection()

@@ -35,7 +35,7 @@ class RewardServiceSection(Section):
     max_retries: int = Field(default=4, ge=0, le=1000)
     """Without an answer, or on status 408, 425, 429, 5xx."""
     backoff_seconds: float = Field(default=0.5, gt=0, le=LONGEST_SECONDS)
-    """Longest random wait before the first retry; doubles, up to 30."""
+    """Longest random wait before the first retry; doubles up to 30."""
     header: str = "Authorization"
     """Sent if header_environment is set."""
     header_environment: str | None = None
@@ -79,7 +79,7 @@ class RewardCodeSection(Section):
     memory_limit_gb: float = Field(default=1.0, ge=0.125, le=4)
     """Of a program, Python included, GB of 2^30 bytes."""
     isolation: Isolation = "full"
-    """Refuse to start below it; network: programs may use your files; limits: the network too."""
+    """Least to start with; network: programs may use your files; limits: the network too."""
 
 
 class RewardSource(Section):
@@ -97,7 +97,7 @@ class RewardSource(Section):
         "length",
         "none",
     ] = "data_source"
-    """data_source: that of the row's data_source; none: the reward model or the environment alone."""
+    """data_source: by the row's; none: reward model or environment alone."""
     pattern: str | None = None
     """format: regular expression of the whole response; `.` matches line breaks."""
     length_low: int = Field(default=0, ge=0)
@@ -143,17 +143,17 @@ class RewardSection(RewardSource):
     """Rewards (docs/rewards.md)."""
 
     parts: list[RewardPartSection] = Field(default=[])
-    """Weighted sum of rewards. The first decides what is right in an evaluation."""
+    """Weighted sum. The first decides what is right in an evaluation."""
     on_failure: Literal["stop", "zero", "mask"] = "stop"
-    """After a failed function or service: stop the run, score 0, or mask the sample in the loss."""
+    """Function or service failed: stop, score 0, or mask the sample in the loss."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
-    """Per sample in a worker process; per request to a service."""
+    """Per sample, or request to a service."""
     workers: int = Field(default=2, gt=0, le=MOST_WORKERS)
     """Processes per replica, and as many per function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Per worker of a function, with its children, GB of 2^30 bytes; killed above, and its samples fail."""
+    """Per worker of a function, with children, GB of 2^30 bytes; killed above, its samples fail."""
     concurrency: int = Field(default=64, gt=0, le=2**16)
-    """Concurrent samples per async worker; concurrent requests to a service."""
+    """Concurrent samples per async worker, or requests to a service."""
     code: RewardCodeSection = RewardCodeSection()
     """Sandbox of rule code."""
 

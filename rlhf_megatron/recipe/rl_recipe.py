@@ -19,7 +19,7 @@ class RolloutRecipe(Recipe):
     """A recipe that generates responses and scores them."""
 
     rollout: RolloutSection
-    """Generation, under vLLM's names where it has them (docs/rollout.md)."""
+    """Generation; vLLM's names (docs/rollout.md)."""
     reward: RewardSection = RewardSection()
     """Rewards (docs/rewards.md)."""
 
@@ -83,7 +83,7 @@ class RLRecipe(RolloutRecipe):
     batch: GroupedBatchSection
     """Sizes of one step over all GPUs."""
     reference: FrozenRoleSection | None = None
-    """Frozen model for kl_coef; with actor.lora only with its own path."""
+    """Frozen model for kl_coef; with actor.lora needs a path."""
     critic: CriticSection | None = None
     """PPO's value model: a decoder with a scalar head."""
     reward_model: RewardModelSection | None = None

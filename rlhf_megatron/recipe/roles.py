@@ -26,9 +26,9 @@ class LayoutSection(Section):
     context: int = Field(default=1, gt=0)
     """Shards every sequence."""
     expert: int = Field(default=1, gt=0)
-    """Spreads a layer's experts over a stage's tensor x context x data GPUs."""
+    """Spreads experts over a stage's tensor x context x data GPUs."""
     expert_tensor: int | None = Field(default=None, gt=0)
-    """Tensor parallelism of experts; default: tensor. 1 keeps each expert whole."""
+    """Tensor parallelism of experts; default: tensor. 1: whole experts."""
     data: int | None = Field(default=None, gt=0)
     """Default: the role's remaining GPUs."""
     first_stage_layers: int | None = Field(default=None, gt=0)
@@ -61,7 +61,7 @@ class RecomputeSection(Section):
     granularity: Literal["none", "selective", "full"] = "none"
     """selective: attention; full: whole layers."""
     layers: int | None = Field(default=None, gt=0)
-    """With full: layers per stage or virtual_pipeline chunk; default: all."""
+    """full: layers per stage or virtual chunk; default: all."""
 
     @model_validator(mode="after")
     def _layers_need_full(self) -> RecomputeSection:
@@ -80,7 +80,7 @@ class OffloadSection(Section):
     optimizer: bool = False
     """Master weights and moments."""
     streamed_optimizer: float = Field(default=0.0, ge=0, le=1)
-    """Share of master weights and moments kept in host memory and streamed through the GPU in each optimizer step."""
+    """Share of these on the host, streamed through the GPU in each optimizer step."""
 
 
 class OptimizerSection(Section):
@@ -97,7 +97,7 @@ class OptimizerSection(Section):
     decay_steps: int | None = Field(default=None, gt=0)
     """End of decay; default: the last."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay; not of norms and biases."""
+    """Decoupled; not of norms and biases."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -107,13 +107,13 @@ class OptimizerSection(Section):
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global norm; 0: off."""
     skip_grad_norm: float | None = Field(default=None, gt=0)
-    """Skip steps with a larger gradient norm before clipping."""
+    """Skip steps with a larger norm before clipping."""
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Sum gradients during the backward pass."""
     overlap_param_gather: bool = False
-    """Gather updated weights during the next passes."""
+    """Gather weights during the next passes."""
 
     @model_validator(mode="after")
     def _first_step_fits(self) -> OptimizerSection:
@@ -162,11 +162,11 @@ class RoleSection(Section):
     layout: LayoutSection | None = None
     """Degrees of parallelism; default: the actor's."""
     sequence_parallel: bool = False
-    """With tensor parallelism, shard norms and dropout along the sequence; always on with experts."""
+    """Shard norms and dropout along the sequence; always on with experts."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """Context parallel attention: ring, all-gather, or Ulysses."""
     tokens_per_gpu: int = Field(gt=0)
-    """Packed micro-batch, the knob for memory and speed. A longer sequence runs alone."""
+    """Packed micro-batch: the knob for memory and speed. A longer row runs alone."""
     logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
     """The same without gradients; default: tokens_per_gpu."""
     recompute: RecomputeSection = RecomputeSection()
@@ -174,7 +174,7 @@ class RoleSection(Section):
     offload: OffloadSection = OffloadSection()
     """Move state to host memory between phases."""
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
-    """auto: Transformer Engine where installed on GPUs, else Megatron's local PyTorch layers."""
+    """auto: Transformer Engine on GPUs, if installed; local: Megatron's PyTorch layers."""
 
     @property
     def weights_folder(self) -> str | None:
@@ -246,9 +246,9 @@ class LoraSection(Section):
     target_modules: Literal["all-linear"] | list[LinearLayer] = "all-linear"
     """Names in the checkpoint, of experts too."""
     path: str | None = None
-    """PEFT adapter to start from, of the same rank and modules; default: a new one, with B = 0."""
+    """PEFT adapter to start from, of the same rank and modules; default: B = 0."""
     offload_base: bool = False
-    """Keep base weights in host memory, read after each optimizer step and for the reference."""
+    """Keep base weights on the host, read after each optimizer step and for the reference."""
 
     @property
     def scale(self) -> float:
@@ -277,8 +277,8 @@ class ActorSection(LearningRoleSection):
     lora: LoraSection | None = None
     """Low-rank adapters (docs/lora.md)."""
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
-    """Memory for a micro-batch's logits (tokens x vocabulary / layout.tensor, 2 bytes each in bfloat16); else they are
-    computed twice, blockwise."""
+    """Memory for a micro-batch's logits (tokens x vocabulary / tensor, 2 bytes each in bfloat16); else computed twice,
+    blockwise."""
     shared_prompts: bool = False
     """Compute a prompt once for its responses in a micro-batch; reference and critic too."""
     fp8: Fp8Recipe | None = None
@@ -318,11 +318,11 @@ class FrozenRoleSection(RoleSection):
     """A frozen model."""
 
     dtype: Dtype | None = None
-    """Of weights and passes; default: model.dtype, the actor's."""
+    """Default: model.dtype."""
     path: str | None = None
-    """Folder of its weights, or name on the hub; default: model.path."""
+    """Folder, or name on the hub; default: model.path."""
     revision: str | None = None
-    """Of path on the hub; see model.revision."""
+    """As model.revision."""
 
     @property
     def weights_folder(self) -> str | None:
@@ -334,15 +334,15 @@ class CriticSection(LearningRoleSection):
     """Value model: a decoder with a scalar head, trained beside the actor."""
 
     dtype: Dtype | None = None
-    """Of weights and passes; default: model.dtype, the actor's."""
+    """Default: model.dtype."""
     path: str | None = None
-    """Reward or language model with the actor's tokenizer; default: model.path."""
+    """Reward or language model of the actor's tokenizer; default: model.path."""
     revision: str | None = None
-    """Of path on the hub; see model.revision."""
+    """As model.revision."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps, which train the critic alone."""
+    """First steps train the critic alone."""
     value_clip: float | None = Field(default=0.5, gt=0)
-    """Clip range around the value before the step; null: none."""
+    """Clip range around the old value; null: none."""
 
     @property
     def weights_folder(self) -> str | None:
@@ -354,13 +354,13 @@ class RewardModelSection(RoleSection):
     """Frozen sequence classifier with one label; its scores are rewards."""
 
     dtype: Dtype | None = None
-    """Of weights and passes; default: model.dtype, the actor's."""
+    """Default: model.dtype."""
     weight: float = 1.0
-    """Weight of its score, added to that of section reward (rule none: nothing)."""
+    """Of its score, added to section reward's."""
     path: str
-    """Weights and tokenizer, such as an export of loop reward_modeling."""
+    """Weights and tokenizer, as of loop reward_modeling's export."""
     revision: str | None = None
-    """Of path on the hub; see model.revision."""
+    """As model.revision."""
     tokenizer: str | None = None
     """Default: path."""
     chat_template: str | None = None

@@ -24,7 +24,7 @@ class RolloutLayoutSection(Section):
     tensor: int = Field(default=1, gt=0)
     """GPUs per vLLM replica."""
     expert_parallel: bool = False
-    """Spread whole experts over a replica's GPUs; else shard each."""
+    """Whole experts over a replica's GPUs; else shards of each."""
     data: int | None = Field(default=None, gt=0)
     """Replicas; default: as many as fit."""
 
@@ -47,9 +47,9 @@ class ToolServerSection(Section):
     """An MCP server, which lists its tools itself."""
 
     command: list[str] = Field(default=[])
-    """A program and its arguments, started per trajectory when it is first called; it speaks over stdio."""
+    """Program and arguments, started per trajectory at its first call; stdio."""
     url: str | None = None
-    """http://127.0.0.1:PORT/mcp instead: a server that runs on each host that generates, over streamable HTTP."""
+    """Instead: http://127.0.0.1:PORT/mcp, on each host that generates; streamable HTTP."""
 
     @model_validator(mode="after")
     def _is_one_server(self) -> ToolServerSection:
@@ -83,29 +83,28 @@ class MultiTurnSection(Section):
     function: str | None = None
     """path/to/file.py:function (default name: respond)."""
     tools: list[str | ToolServerSection] = Field(default=[])
-    """Instead: functions (path/to/file.py:function) and MCP servers ({command: [...]} or {url: ...}), which the model
-    calls as its chat template describes them (docs/multi_turn.md#tools)."""
+    """Instead: functions (path/to/file.py:function) and MCP servers ({command: [...]} or {url: ...}) that the model
+    calls (docs/multi_turn.md#tools)."""
     tool_parser: str | None = None
-    """vLLM's parser of tool calls, such as hermes; needed with tools."""
+    """vLLM's tool-call parser, such as hermes; needed with tools."""
     reasoning_parser: str | None = None
-    """vLLM's parser of reasoning, such as deepseek_r1, which is left out where calls are looked for."""
+    """vLLM's reasoning parser, such as deepseek_r1; calls within reasoning are none."""
     environment: str | None = None
-    """path/to/file.py:Class (default name: Environment), instead of a function: one instance per trajectory."""
+    """Instead of function: path/to/file.py:Class (default name: Environment), one instance per trajectory."""
     max_assistant_turns: int = Field(default=4, gt=1)
-    """The last gets no reply; an environment still scores it."""
+    """The last gets no reply; environments still score it."""
     max_answer_tokens: int = Field(default=1024, gt=0)
-    """Longer replies are truncated. They count towards max_response_length and are not trained on."""
+    """Longer replies are truncated. Counted in max_response_length, not trained on."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
-    """Per reply; a timeout or failure ends the response, and an environment's leaves it out of training."""
+    """Per reply; a timeout or failure ends the response, or with an environment leaves it out of training."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
-    """Processes per replica; trajectories with tools or an environment have one each."""
+    """Processes per replica; with tools or an environment one per trajectory."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Per process with its children, GB of 2^30 bytes; killed above."""
+    """Per process with children, GB of 2^30 bytes; killed above."""
     network: bool = True
-    """false: processes have no network; needs network namespaces."""
+    """false: no network for processes; needs network namespaces."""
     journal: bool | None = None
-    """Keep trajectories on disk as they go, for a killed run to go on with. Default: with checkpoints and scheduling
-    queue."""
+    """Log trajectories to disk, so that a killed run continues them. Default: with checkpoints and scheduling queue."""
 
     @model_validator(mode="after")
     def _someone_replies(self) -> MultiTurnSection:
@@ -142,39 +141,38 @@ class AgentSection(Section):
     """Agents: a program of yours plays each trajectory through an OpenAI-compatible endpoint."""
 
     function: str
-    """path/to/file.py:function (default name: run), which gets base_url, api_key and row and returns a reward."""
+    """path/to/file.py:function (default name: run) of base_url, api_key and row; returns a reward."""
     branches: Literal["all", "last"] = "all"
-    """Where a program rewrites its history another branch begins. all: each is trained, with one advantage and weight
-    per trajectory; last: the last alone."""
+    """A rewritten history begins a branch. all: each is trained, with one advantage and weight per trajectory; last:
+    the last alone."""
     tool_parser: str | None = None
-    """vLLM's parser of tool calls, such as hermes; default: calls stay in the text."""
+    """vLLM's tool-call parser, such as hermes; default: calls stay in the text."""
     reasoning_parser: str | None = None
-    """vLLM's parser of reasoning, such as deepseek_r1; default: reasoning stays in the text."""
+    """vLLM's reasoning parser, such as deepseek_r1; default: reasoning stays in the text."""
     max_turns: int = Field(default=32, gt=0, le=LARGEST_INTEGER)
     """Answers per trajectory; further requests are refused."""
     timeout_seconds: float = Field(default=600.0, gt=0, le=LONGEST_SECONDS)
-    """Per trajectory; one that takes longer or fails is left out of training."""
+    """Per trajectory; beyond it, or failed, left out of training."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Per process with its children, GB of 2^30 bytes; killed above."""
+    """Per process with children, GB of 2^30 bytes; killed above."""
     journal: bool | None = None
-    """Keep answers on disk as they are given, for a killed run to give again. Default: with checkpoints and scheduling
-    queue."""
+    """Log answers to disk, so that a killed run gives them again. Default: with checkpoints and scheduling queue."""
 
 
 class SpeculativeSection(Section):
     """Speculative decoding: drafts are text that was sampled before. What is sampled stays the same."""
 
     method: Literal["ngram", "suffix"] = "suffix"
-    """Where drafts come from: ngram: a response and its prompt; suffix: also others of its group, and of the prompt's
-    group an epoch ago on the same replica."""
+    """Drafts from: ngram: a response and its prompt; suffix: also others of its group, and the prompt's group an epoch
+    ago on the same replica."""
     num_speculative_tokens: int = Field(default=3, gt=0, le=64)
     """Longest draft."""
     match: int = Field(default=3, gt=0, le=64)
     """Draft what followed the last so many tokens."""
     max_running: int = Field(default=32, gt=0, le=2**16)
-    """Draft while at most so many sequences run on a replica."""
+    """Draft while a replica runs at most so many sequences."""
     synthetic_acceptance_length: float | None = Field(default=None, ge=1)
-    """For benchmarks: tokens per step and drafted sequence, as if drafts were right; samples are wrong."""
+    """For benchmarks: accepted tokens per step and sequence; samples are wrong."""
 
     @model_validator(mode="after")
     def _synthetic_length_is_reached(self) -> SpeculativeSection:
@@ -214,8 +212,8 @@ class RolloutSection(Section):
     ranks: Ranks = "all"
     """As for roles. A replica takes neighbours."""
     steps_ahead: Literal[0, 1] = 0
-    """1: one-step off-policy: dedicated GPUs generate the next batch during training. Needs
-    algorithm.rollout_correction or old_logprobs rollout."""
+    """1: one-step off-policy: own GPUs generate the next batch during training. Needs algorithm.rollout_correction or
+    old_logprobs rollout."""
     layout: RolloutLayoutSection = RolloutLayoutSection()
     """Degrees of parallelism."""
     max_response_length: int = Field(gt=0)
@@ -233,11 +231,11 @@ class RolloutSection(Section):
     top_k: int = Field(default=-1, ge=-1)
     """-1: off."""
     by_prompt_length: list[PromptLengthSection] = Field(default=[])
-    """Sampling of its own for short and long prompts in training: the first entry that a prompt fits counts."""
+    """Sampling by prompt length in training: the first entry that fits."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
-    """Linear layers in e4m3; not experts, embeddings, output layer. Same needs as steps_ahead."""
+    """Linear layers in e4m3; not experts, embeddings, output. Same needs as steps_ahead."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """vLLM's share of each GPU's memory."""
     kv_cache_gb: float | None = Field(default=None, gt=0, le=LARGEST_MEMORY_GB)
@@ -247,29 +245,29 @@ class RolloutSection(Section):
     max_num_batched_tokens: int | None = Field(default=None, gt=0, le=2**24)
     """Tokens per engine step."""
     enable_chunked_prefill: bool = True
-    """Split long prefills, which else stall decode; never on CPUs."""
+    """Split long prefills, which stall decode; never on CPUs."""
     enable_prefix_caching: bool = True
     """Prefill a group's prompt once."""
     enforce_eager: bool = False
-    """No CUDA graphs or compilation: faster start, slower generation."""
+    """No CUDA graphs or compilation: faster start, slower decode."""
     share_weights: Literal["auto", "never"] = "auto"
-    """auto: shards that match the actor's share its memory, which stays on the GPU; none with actor.offload.parameters.
-    never: copies."""
+    """auto: shards that match the actor's are its memory, on the GPU; none with actor.offload.parameters. never:
+    copies."""
     sleep: bool = True
-    """Free the KV cache and unshared weights during the update, where a role shares the GPU; never with steps_ahead."""
+    """Free KV cache and unshared weights during the update where a role shares the GPU; never with steps_ahead."""
     async_scheduling: bool = True
-    """Schedule the next engine step while the GPU computes this one; never with speculative."""
+    """Schedule the next engine step during this one; never with speculative."""
     speculative: SpeculativeSection | None = None
     """Speculative decoding (docs/rollout.md#speculative-decoding)."""
     scheduling: Literal["queue", "static"] = "queue"
-    """queue: replicas pull groups from one queue; static: fixed shares, which repeat bit-for-bit."""
+    """queue: replicas claim groups from one queue; static: fixed shares, bit-for-bit repeatable."""
     oversample: float = Field(default=1.0, ge=1, le=100)
-    """Start this many times the needed groups. With partial resume, 1: as many as max_staleness allows."""
+    """Start so many times the needed groups. With partial resume, 1: all that max_staleness allows."""
     partial: Literal["discard", "resume"] = "discard"
-    """Responses that run when enough groups are done: discard aborts, resume pauses them until after the
-    update. Resume has the needs of steps_ahead."""
+    """Responses that still run when enough groups are done: discard: abort; resume: pause until after the update (same
+    needs as steps_ahead)."""
     max_staleness: int = Field(default=1, ge=1, le=8)
-    """With partial resume: most updates between a group's first token and its own update."""
+    """With partial resume: most updates between a group's first token and its update."""
 
     @property
     def updates_in_flight(self) -> int:

@@ -26,23 +26,23 @@ _SET_BY_KEYS = {
 
 
 class OutOfMemorySection(Section):
-    """On a restart after out of memory; a manual start resets it."""
+    """Smaller budgets on restarts after out of memory; a manual start resets them."""
 
     token_factor: float = Field(default=0.75, gt=0, lt=1)
-    """Times the failed pass's token budget; never below the longest sequence."""
+    """Times the failed pass's token budget, at least the longest sequence."""
     rollout_factor: float = Field(default=0.9, gt=0, lt=1)
     """If generation failed: times rollout.kv_cache_gb, else rollout.gpu_memory_utilization."""
     max_reductions: int = Field(default=3, ge=0)
-    """Most reductions; 0: none."""
+    """0: none."""
 
 
 class NetworkRetrySection(Section):
-    """For a hub or reward service that cannot be reached."""
+    """Retries where a hub or reward service cannot be reached."""
 
     max_retries: int = Field(default=4, ge=0, le=1000)
-    """Further tries to reach the hub as a run starts; those of reward services are in reward.service."""
+    """Further tries to reach the hub at the start; reward.service has its own."""
     backoff_seconds: float = Field(default=2.0, gt=0, le=LONGEST_SECONDS)
-    """Before the first of them, and before an attempt that follows such a fault; doubles each time, up to 300."""
+    """Before the first, and before an attempt after such a fault; doubles up to 300."""
 
     def seconds_before(self, retry: int) -> float:
         """Return how long to wait before a try, counted from 0."""
@@ -57,19 +57,19 @@ class RetrySection(Section):
     interval_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
     """Wait before an attempt that follows a fault."""
     network: NetworkRetrySection = NetworkRetrySection()
-    """For a hub or reward service that cannot be reached."""
+    """If a hub or reward service is away."""
     launcher: Literal["torchrun", "ft_launcher"] = "torchrun"
-    """Of launch/submit.py. ft_launcher (nvidia-resiliency-ext) kills ranks that hang for hang_seconds."""
+    """Of launch/submit.py. ft_launcher (nvidia-resiliency-ext) kills ranks silent for hang_seconds."""
     max_repeats: int = Field(default=3, gt=0)
-    """Consecutive failures after the same step before torchrun and Slurm give up."""
+    """Failures after the same step before torchrun and Slurm give up."""
     hang_seconds: float = Field(default=1800.0, ge=0, le=LONGEST_SECONDS)
-    """No progress of a rank for this long ends the attempt; must exceed the longest phase. 0: never."""
+    """No progress of a rank for so long ends the attempt; set it above the longest phase. 0: never."""
     hang_seconds_at_start: float = Field(default=3600.0, ge=0, le=LONGEST_SECONDS)
     """The same until the first step, if longer."""
     max_skipped_steps: int = Field(default=5, ge=0)
     """Consecutive steps with non-finite gradients that end the attempt; the next skips their data. 0: never."""
     out_of_memory: OutOfMemorySection = OutOfMemorySection()
-    """On a restart after out of memory; a manual start resets it."""
+    """On restarts after out of memory; a manual start resets it."""
 
     @model_validator(mode="after")
     def _monitors_have_a_limit(self) -> RetrySection:
@@ -95,25 +95,25 @@ class SlurmSection(Section):
     nodes: int = Field(default=1, gt=0)
     """Number of nodes."""
     request_gpus: bool = True
-    """Request GPUs; false where Slurm does not manage them."""
+    """false where Slurm does not manage GPUs."""
     options: list[str] = Field(default=[])
-    """More sbatch options, such as --qos=high or --cpus-per-task=16."""
+    """More sbatch options, such as --qos=high."""
     venv: str | None = None
     """Virtual environment; default: launch/submit.py's Python."""
     container: str | None = None
-    """Image for srun's --container-image (pyxis), instead of venv; its python3 is used."""
+    """Instead of venv: image for srun's --container-image (pyxis); its python3 is used."""
     container_mounts: list[str] = Field(default=[])
     """source:target, besides the working folder and this repository."""
     setup_script: str | None = None
     """Bash script sourced first on each node."""
     network: Literal["infiniband", "roce", "tcp"] | None = None
-    """File of launch/env/ with NCCL variables; default: none."""
+    """NCCL variables of launch/env/; default: none."""
     rendezvous_host: str | None = None
     """Address of the first node; default: its Slurm name."""
     requeue: bool = True
     """Requeue after preemption, the time limit or a lost node."""
     signal_seconds: int = Field(default=600, ge=60)
-    """Signal to save this long before the limit: the longest step, a save, and a minute."""
+    """Signal to save so long before the limit: the longest step, a save, and a minute."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> SlurmSection:
