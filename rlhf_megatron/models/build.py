@@ -33,17 +33,19 @@ from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
 
-def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str) -> Implementation:
+def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str, shares_prompts: bool) -> Implementation:
     """Chooses a model's layers: with "auto" Transformer Engine's where they are there, with a GPU, and they can.
 
     Raises UserError, which names the key in the section of ``role``, where they are ``wanted`` and cannot be had.
     """
     key = f"{role}.transformer_implementation"
-    can = transformer_engine_can(layout.context, dtype == "float32")
+    can = transformer_engine_can(layout.context, dtype == "float32", shares_prompts)
     if wanted == "transformer_engine" and not can:
+        what, change = "context parallelism", f"{role}.layout.context to 1"
+        if layout.context == 1:
+            what, change = "shared prompts", "actor.shared_prompts to false"
         raise UserError(
-            f"{key}: Transformer Engine has no context parallelism in float32; set it to auto, model.dtype to "
-            f"bfloat16, or {role}.layout.context to 1"
+            f"{key}: Transformer Engine has no {what} in float32; set it to auto, model.dtype to bfloat16, or {change}"
         )
     available = False
     if torch.cuda.is_available():

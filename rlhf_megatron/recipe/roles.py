@@ -202,9 +202,12 @@ class RoleSection(Section):
         return None
 
 
-def transformer_engine_can(context: int, float32: bool) -> bool:
-    """Returns whether Transformer Engine has layers for a model: not with context parallelism in float32."""
-    return context == 1 or not float32
+def transformer_engine_can(context: int, float32: bool, shares_prompts: bool = False) -> bool:
+    """Returns whether Transformer Engine has layers for a model.
+
+    In float32 its attention has neither context parallelism nor sequences with more keys than queries.
+    """
+    return not float32 or (context == 1 and not shares_prompts)
 
 
 class LearningRoleSection(RoleSection):

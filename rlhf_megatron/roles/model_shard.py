@@ -74,6 +74,7 @@ class ModelShard:
         dtype: str,
         seed: int,
         deterministic: bool,
+        shares_prompts: bool,
         *,
         optimizer: OptimizerSection | None,
     ) -> None:
@@ -84,7 +85,9 @@ class ModelShard:
         groups = make_groups(layout, ranks, tied_embeddings=tied, overlapped=self._overlaps)
         self.architecture, self.layout, self.ranks, self.groups = architecture, layout, list(ranks), groups
         self.position = self.ranks.index(dist.get_rank())
-        self.implementation = choose_implementation(section.transformer_implementation, role, layout, dtype)
+        self.implementation = choose_implementation(
+            section.transformer_implementation, role, layout, dtype, shares_prompts
+        )
         if section.fp8_recipe:
             check_fp8(role, section.fp8_recipe, self.implementation)
         self.config = transformer_config(

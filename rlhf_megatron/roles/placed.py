@@ -100,7 +100,9 @@ class PlacedRole:
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
         self.learns = settings.get("optimizer") is not None
         self._has_adapters, self._shares_prompts = section.adapters is not None, settings.get("shares_prompts", False)
-        implementation = choose_implementation(section.transformer_implementation, name, layout, dtype)
+        implementation = choose_implementation(
+            section.transformer_implementation, name, layout, dtype, self._shares_prompts
+        )
         self.local: Role | None = None
         if dist.get_rank() in self.ranks:
             self.local = Role(name, architecture, layout, self.ranks, section, dtype=dtype, **settings)

@@ -72,7 +72,7 @@ class Role:
         self.name, self.architecture, self.layout, self.section = name, architecture, layout, section
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.shard = shard = ModelShard(
-            name, architecture, layout, ranks, section, dtype, seed, deterministic, optimizer=optimizer
+            name, architecture, layout, ranks, section, dtype, seed, deterministic, shares_prompts, optimizer=optimizer
         )
         self.ranks, self.groups = shard.ranks, shard.groups
         self.trainer = Trainer(optimizer, shard, dtype, training_steps) if optimizer is not None else None

@@ -158,9 +158,12 @@ def multiply_in_fp8(model: str, tokens: int) -> dict[str, list[float]]:
 
 
 def blocks(values: Tensor, rows: int, columns: int = 128) -> Tensor:
-    """[n, m] -> the same as e4m3 leaves it, scaled by the largest of each block (arXiv 2412.19437, section 3.3.2)."""
+    """[n, m] -> the same as e4m3 leaves it, scaled by the largest of each block (arXiv 2412.19437, section 3.3.2).
+
+    Scales are powers of two, as Transformer Engine's are by default and those of DeepSeek-V3.1's files.
+    """
     n, m = values.shape
     padded = functional.pad(values, (0, -m % columns, 0, -n % rows))
     blocked = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scale = blocked.abs().amax((1, 3), keepdim=True).clamp_min(1e-30) / LARGEST
+    scale = (blocked.abs().amax((1, 3), keepdim=True).clamp_min(1e-30) / LARGEST).log2().ceil().exp2()
     return ((blocked / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale).flatten(2, 3).flatten(0, 1)[:n, :m]
