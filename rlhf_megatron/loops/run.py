@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import TransientRewardError
 from rlhf_megatron.hub import HubUnreachable
+from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import check_trackers
 from rlhf_megatron.recipe import Recipe, RLRecipe, UserError, check_world
-from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, with_budgets
+from rlhf_megatron.recipe.budgets import with_budgets
+from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory
 from rlhf_megatron.runtime.claim import Claim
 from rlhf_megatron.runtime.health_rules import HealthStop
 from rlhf_megatron.runtime.recovery import NETWORK, RecoveryLog, RepeatedFault
@@ -58,9 +60,10 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
         if not preflight(recipe, PREFLIGHT_SECONDS, attempt=from_rank(uuid.uuid4().hex)):
             os._exit(1)  # a thread may hang in a collective
     check_world(recipe, dist.get_world_size())
-    check_architectures(recipe, role_architectures(recipe, model_architecture(recipe, Path(recipe.model.path))))
+    architectures = role_architectures(recipe, model_architecture(recipe, Path(recipe.model.path)))
+    check_architectures(recipe, architectures)
     with _claimed(recipe, folder):
-        recipe, data_skips = _begin(recipe, recovery)
+        recipe, data_skips = _begin(recipe, recovery, architectures)
         try:
             status = _train(recipe, resume, recovery, data_skips)
         except HealthStop as stop:
@@ -114,29 +117,36 @@ def _claimed(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
             claim.release()
 
 
-def _begin(recipe: Recipe, recovery: RecoveryLog) -> tuple[Recipe, dict[int, dict[str, Any]]]:
+def _begin(
+    recipe: Recipe, recovery: RecoveryLog, architectures: Mapping[str, Architecture]
+) -> tuple[Recipe, dict[int, dict[str, Any]]]:
     """Notes the attempt on rank 0; the recipe with the budgets to go on with, and ``Adaptation.skips``.
 
     Raises RepeatedFault on all ranks where the attempt should not be.
     """
     import torch.distributed as dist
 
-    rank = dist.get_rank()
+    from rlhf_megatron.loops.token_budgets import budget_note, least_memory_gb, run_budgets
+
+    rank, memory = dist.get_rank(), least_memory_gb()
     decided: Any = None
     if rank == 0:
-        adaptation, reduced = adapt(recipe, recovery.of_this_launch())
+        found = run_budgets(recipe, architectures, recovery, *memory)
+        adaptation, reduced = adapt(with_budgets(recipe, found), recovery.of_this_launch())
+        budgets = found | adaptation.budgets
+        note = budget_note(recipe, architectures, {key: int(budgets[key]) for key in found})
         wait = recovery.seconds_to_wait(recipe.retry)
-        refusal = recovery.begin(recipe.retry.max_repeats, reduced)
-        decided = refusal, adaptation, recovery.starts(), wait
+        refusal = recovery.begin(recipe.retry.max_repeats, reduced, note)
+        decided = refusal, budgets, adaptation.skips, recovery.starts(), wait
         forget_hang(recovery.path.parent, recovery.starts())
         if wait and not refusal:
             print(f"waiting {wait:g} s after a fault (retry.interval_seconds, retry.network)", flush=True)
-    refusal, adaptation, starts, wait = from_rank(decided)
+    refusal, budgets, skips, starts, wait = from_rank(decided)
     if refusal:
         raise RepeatedFault(refusal)
     wait_unless_stopped(wait)
     watchdog.watch(recovery.path.parent, starts, rank, dist.get_world_size(), recipe.retry)
-    return with_budgets(recipe, adaptation.budgets), adaptation.skips
+    return with_budgets(recipe, budgets), skips
 
 
 def _kind(error: Exception) -> dict[str, Any]:

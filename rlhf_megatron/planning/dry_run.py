@@ -14,6 +14,7 @@ from rlhf_megatron.planning.model_folders import planning_folder, role_architect
 from rlhf_megatron.planning.parameters import active_parameters, adapter_parameters, model_parameters
 from rlhf_megatron.planning.stage_memory import GB, StageMemory, all_logits, keeps_logits, micro_batch_tokens
 from rlhf_megatron.planning.step_time import lengths
+from rlhf_megatron.planning.token_budgets import planned_budgets
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
@@ -49,10 +50,12 @@ def dry_run(
     architectures = role_architectures(recipe, model)
     check_world(recipe, world_size)
     check_architectures(recipe, architectures)
+    text = resolved_yaml(recipe, redact)
+    recipe = planned_budgets(recipe, architectures, world_size)
     memory = estimate(recipe, architectures, world_size)
     memory_lines = list(_memory_lines(recipe, memory, architectures["actor"]))
     sections = [
-        ("Recipe", resolved_yaml(recipe, redact).rstrip().splitlines()),
+        ("Recipe", text.rstrip().splitlines()),
         ("Model", [_model_line(recipe, model), *model.notes, *notes, *_adapter_lines(recipe, model)]),
         ("Layouts", list(_layout_lines(recipe, architectures, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),

@@ -36,7 +36,7 @@ def exchange_seconds(
     weight_bytes = _GRADIENT_BYTES if section.adapters else ELEMENT_BYTES[recipe.dtype_of(section)]
     weights = weight_bytes * elements * second_for_each_byte * optimizer.distributed
     of_rank = tokens / recipe.batch.minibatches_per_step / layout.data
-    micro_batches = max(1.0, of_rank / (section.tokens_per_gpu * layout.context))
+    micro_batches = max(1.0, of_rank / (section.update_tokens * layout.context))
     micro_batch = passes / updates / micro_batches
     buckets = max(1, math.ceil(elements / max(_BUCKET, _BUCKET_OF_A_RANK * ranks)))
     seconds = updates * weights

@@ -2,8 +2,8 @@
 
 Tried are the actor's tensor, pipeline and expert parallelism, of whole experts, with as many layers on each stage and
 with fewer on the one that has the vocabulary, what it recomputes and streams, and the rollout's tensor parallelism;
-roles without a layout of their own follow the actor. All else is as the recipe has it, but for virtual stages and a
-number of recomputed layers where the layout cannot have them.
+roles without a layout of their own follow the actor, and ``tokens_per_gpu: auto`` is found for each layout. All else is
+as the recipe has it, but for virtual stages and a number of recomputed layers where the layout cannot have them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from rlhf_megatron.planning.feasibility import check_architectures
 from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
 from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, has_figures, head_in_layers, stage_work
+from rlhf_megatron.planning.token_budgets import planned_budgets
 from rlhf_megatron.recipe import LayoutSection, RecipeError, RLRecipe, check_world
+from rlhf_megatron.recipe.budgets import open_budgets, with_budgets
 from rlhf_megatron.topology.role_layout import make_layout
 
 _AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
@@ -89,7 +91,8 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
     """Values by key of every combination, whether it can be or not."""
     degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= min(world, recipe.cluster.gpus_per_node)]
     streams = _STREAMED if recipe.actor.optimizer and recipe.actor.optimizer.distributed else (0.0,)
-    layers, head = model.layers, head_in_layers(recipe, model)
+    short = with_budgets(recipe, dict.fromkeys(open_budgets(recipe), recipe.longest_sequence))
+    layers, head = model.layers, head_in_layers(short, model)
     stages = [
         (*edges, _virtual_pipeline(recipe, layers, *edges))
         for pipeline in _PIPELINES
@@ -163,6 +166,7 @@ def _tried(
         tried = RLRecipe.model_validate(_with_values(recipe, choice))
         check_world(tried, world)
         check_architectures(tried, architectures)
+        tried = planned_budgets(tried, architectures, world)
     except (ValidationError, RecipeError):
         return None
     return overrides, tried, estimate(tried, architectures, world)

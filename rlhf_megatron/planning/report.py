@@ -15,6 +15,7 @@ from rlhf_megatron.planning.links import host_link
 from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
 from rlhf_megatron.planning.start_time import communicators_of_a_rank, expected_start
 from rlhf_megatron.planning.step_time import expected_time
+from rlhf_megatron.planning.token_budgets import planned_budgets
 from rlhf_megatron.recipe import Recipe, RLRecipe, role_ranks, rollout_ranks
 from rlhf_megatron.recipe.world_checks import world_checks
 from rlhf_megatron.regather.learned_rollout import remembered_rollout_blocks
@@ -52,12 +53,13 @@ def plan_text(recipe: Recipe, world_size: int) -> str:
     """Return the whole plan of a run on ``world_size`` GPUs; raises RecipeError where it cannot run."""
     architectures = planned_architectures(recipe)
     dry_run(recipe, world_size)  # its checks come first: what follows takes a layout that fits
+    given, recipe = recipe, planned_budgets(recipe, architectures, world_size)
     start = start_lines(recipe, architectures, world_size)
     if not isinstance(recipe, RLRecipe):
-        return dry_run(recipe, world_size, start=start)
+        return dry_run(given, world_size, start=start)
     regathering = regather_lines(recipe, architectures["actor"], world_size)
     times, crossing = time_lines(recipe, architectures, world_size), host_lines(recipe, architectures, world_size)
-    return dry_run(recipe, world_size, regathering, times, start, crossing)
+    return dry_run(given, world_size, regathering, times, start, crossing)
 
 
 def host_lines(recipe: RLRecipe, architectures: Mapping[str, Architecture], world_size: int) -> list[str]:

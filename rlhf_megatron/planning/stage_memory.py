@@ -80,7 +80,7 @@ class StageMemory:
 def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
     """Tokens of the largest micro-batch of an update or of a pass for logprobs, over the GPUs that context parallelism
     cuts it over: the budget, or a longer row (of preferences: a pair) alone."""
-    budget = section.tokens_per_gpu if gradients else section.logprob_tokens_per_gpu or section.tokens_per_gpu
+    budget = section.update_tokens if gradients else section.forward_tokens
     alone = recipe.rows_per_response * recipe.longest_sequence
     return max(budget * layout_of(recipe, section).context, alone)
 

@@ -314,7 +314,7 @@ def _update(
 def _bubble(recipe: Recipe, section: RoleSection, layout: Layout, tokens: float) -> float:
     """Return the time that a stage waits for others in an update of so many tokens, over that in which it computes."""
     of_rank = tokens / recipe.batch.minibatches_per_step / layout.data
-    micro_batches = of_rank / (section.tokens_per_gpu * layout.context)
+    micro_batches = of_rank / (section.update_tokens * layout.context)
     return (layout.pipeline - 1) / max(1.0, micro_batches) / layout.virtual_pipeline
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_megatron.recipe.placement import Ranks
 from rlhf_megatron.recipe.section import LARGEST_FLOAT, LARGEST_MEMORY_GB, Section
+from rlhf_megatron.untrusted import shown
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Fp8Recipe = Literal["blockwise"]
@@ -165,8 +166,9 @@ class RoleSection(Section):
     """Shard norms and dropout along the sequence; always on with experts."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """Context parallel attention: ring, all-gather, or Ulysses."""
-    tokens_per_gpu: int = Field(gt=0)
-    """Packed micro-batch: the knob for memory and speed. A longer row runs alone."""
+    tokens_per_gpu: Annotated[int, Field(gt=0)] | Literal["auto"]
+    """Packed micro-batch: the knob for memory and speed. A longer row runs alone. auto: found at the start from free
+    memory (docs/layouts.md)."""
     logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
     """The same without gradients; default: tokens_per_gpu."""
     recompute: RecomputeSection = RecomputeSection()
@@ -175,6 +177,25 @@ class RoleSection(Section):
     """Move state to host memory between phases."""
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """auto: Transformer Engine on GPUs, if installed; local: Megatron's PyTorch layers."""
+
+    @field_validator("tokens_per_gpu", mode="before")
+    @classmethod
+    def _tokens_are_a_number_or_auto(cls, value: Any) -> Any:
+        """Refuses in one line what pydantic would refuse in one for each of both types."""
+        if value != "auto" and (type(value) is not int or value <= 0):
+            raise ValueError(f"must be a number of tokens above 0, or auto; it is {shown(repr(value), 40)}")
+        return value
+
+    @property
+    def update_tokens(self) -> int:
+        """tokens_per_gpu as a number, which a recipe with auto has once it is planned (planning.token_budgets)."""
+        assert self.tokens_per_gpu != "auto", "micro-batches are not planned yet"
+        return self.tokens_per_gpu
+
+    @property
+    def forward_tokens(self) -> int:
+        """The budget of passes without gradients."""
+        return self.logprob_tokens_per_gpu or self.update_tokens
 
     @property
     def weights_folder(self) -> str | None:

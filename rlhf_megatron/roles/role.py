@@ -166,7 +166,7 @@ class Role:
     def _compute(self, batch: RolloutBatch, output: Output) -> Tensor:
         """[count, T], or [count, R] of an output per row, on the CPU."""
         self.memory.come_back("parameters")
-        budget = self.section.logprob_tokens_per_gpu or self.section.tokens_per_gpu
+        budget = self.section.forward_tokens
         collected: CollectedOutputs = []
 
         def collect(outputs: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
@@ -203,7 +203,7 @@ class Role:
         ``skipped`` = 1; ``trainer.take_bad_gradients`` then says why, or which parameters' gradients on which ranks.
         In float16 the passes are made again where the loss's scale was too high, which ``loss_scale`` is.
         """
-        budget, loss = self.section.tokens_per_gpu, StepLoss(objective, keeps_outputs=outputs is not None)
+        budget, loss = self.section.update_tokens, StepLoss(objective, keeps_outputs=outputs is not None)
         read = output or self._output
         run_passes = functools.partial(
             self._passes.run, batch, fields, budget, read, loss, rows_together=rows_together, forward_only=False

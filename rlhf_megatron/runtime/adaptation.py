@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rlhf_megatron.recipe import Recipe, RLRecipe, make_recipe
+from rlhf_megatron.recipe import Recipe, RLRecipe
+from rlhf_megatron.recipe.budgets import with_budgets
 from rlhf_megatron.runtime.recovery import since_last_beginning
 
 # Which roles compute in a phase, and whether with gradients.
@@ -62,7 +63,7 @@ def smaller_budgets(recipe: Recipe, phase: str) -> dict[str, float]:
         if section is None:
             continue
         key = "tokens_per_gpu" if with_gradients else "logprob_tokens_per_gpu"
-        now = getattr(section, key) or section.tokens_per_gpu
+        now = section.update_tokens if with_gradients else section.forward_tokens
         # What is longer than the budget goes alone, a pair together, so less than the longest would change nothing.
         value = max(int(now * settings.token_factor), recipe.rows_per_response * recipe.longest_sequence)
         if value < now:
@@ -84,14 +85,3 @@ def adapt(recipe: Recipe, lines: Sequence[Mapping[str, Any]]) -> tuple[Adaptatio
         further = smaller_budgets(with_budgets(recipe, budgets), faults[-1]["phase"])
     skips = {line["first"]: line["data"] for line in lines if line.get("kind") == "not_finite"}
     return Adaptation(budgets | further, skips), further
-
-
-def with_budgets(recipe: Recipe, budgets: Mapping[str, float]) -> Recipe:
-    """The recipe with smaller values at these keys (section.name), where it still has them."""
-    values = recipe.model_dump()
-    for key, value in budgets.items():
-        section, name = key.split(".")
-        known = values.get(section)
-        if isinstance(known, dict) and name in known and (known[name] is None or value < known[name]):
-            known[name] = value
-    return make_recipe(values, "retry.out_of_memory") if budgets else recipe

@@ -48,6 +48,8 @@ class _Line(BaseModel):
     why: str
     step: _Step | None
     reduced: dict[_Budget, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    found: dict[_Budget, Annotated[int, Field(gt=0, lt=2**32)]] = {}
+    planned_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class _Beginning(_Line):
@@ -215,12 +217,15 @@ class RecoveryLog:
             file.flush()
             os.fsync(file.fileno())
 
-    def begin(self, max_repeats: int, reduced: Mapping[str, float] | None = None) -> str | None:
+    def begin(
+        self, max_repeats: int, reduced: Mapping[str, float] | None = None, found: Mapping[str, Any] | None = None
+    ) -> str | None:
         """Notes that an attempt begins; why it should not, where it would be the same fault again.
 
         Call it on one rank, before the metrics of earlier attempts are moved. A fault repeats if the run has ended
         ``max_repeats`` times in a row after the same step and has been started again each time by torchrun or Slurm,
-        all with the same budgets: ``reduced`` are those that are smaller from now on, if any.
+        all with the same budgets: ``reduced`` are those that are smaller from now on, if any. ``found``: fields about
+        those that the recipe leaves open.
         What a health rule has stopped, only a person starts again.
         """
         remove(self._requeue)
@@ -243,7 +248,7 @@ class RecoveryLog:
                 )
         what: What = "restart" if own else "start"
         why = fault or (f"the attempt before had ended with: {lines[-1]['what']}" if lines else "the first attempt")
-        changes = {"reduced": dict(reduced)} if reduced else {}
+        changes = ({"reduced": dict(reduced)} if reduced else {}) | dict(found or {})
         origin = dataclasses.asdict(self._origin)
         self.append(what, step, why, metrics_bytes=_size(self._metrics), **origin, **changes)
         return None

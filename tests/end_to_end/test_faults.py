@@ -20,6 +20,7 @@ CHANGES: dict[str, Any] = {
     "name": "faults",
     "steps": 0,
     "epochs": STEPS * PROMPTS / ROWS,
+    "actor": SUPERVISED["actor"] | {"tokens_per_gpu": "auto"},
     "evaluation": {"interval": 3, "at_start": False},
     "checkpoint": {
         "export_at_end": False,
@@ -74,7 +75,9 @@ def test_each_fault_is_followed_by_what_helps(run: Path) -> None:
         ("done", None, STEPS),
     ]
     assert lines[4]["phase"] == "update"
-    assert lines[5]["reduced"] == {"actor.tokens_per_gpu": 384}
+    whole, less = {"actor.tokens_per_gpu": 256}, {"actor.tokens_per_gpu": 192}  # at once all rows of a rank fit
+    assert [line["found"] for line in lines if line["what"] in ("start", "restart")] == [whole, whole, less, less, less]
+    assert lines[5]["reduced"] == less
     assert (lines[7]["first"], lines[7]["last"]) == (11, 13)
 
 

@@ -11,7 +11,8 @@ import torch
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.recipe import Recipe, load_recipe
-from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, smaller_budgets, with_budgets
+from rlhf_megatron.recipe.budgets import with_budgets
+from rlhf_megatron.runtime.adaptation import adapt, is_out_of_memory, smaller_budgets
 from rlhf_megatron.runtime.faults import Fault, fault_of
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 from rlhf_megatron.runtime.skipped_steps import SkippedSteps, TooManySkippedSteps

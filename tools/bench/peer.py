@@ -150,7 +150,7 @@ def trl_settings(recipe: RLRecipe, model: str, overrides: Sequence[str], on_gpu:
     rollout, optimizer, batch = recipe.rollout, recipe.actor.optimizer, recipe.batch
     rows = batch.prompts_per_step * batch.responses_per_prompt
     prompt, response = recipe.data.max_prompt_length, rollout.max_response_length
-    at_once = rows_at_once(rows, prompt + response, min(recipe.actor.tokens_per_gpu, TRL_TOKENS_AT_ONCE))
+    at_once = rows_at_once(rows, prompt + response, min(recipe.actor.update_tokens, TRL_TOKENS_AT_ONCE))
     arguments: dict[str, Any] = {
         "output_dir": "trl",
         "seed": recipe.seed,

@@ -46,7 +46,7 @@ def generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], lengths: S
 
 def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
     """The micro-batches of this rank's share of the rows; the packing is the role's own."""
-    passes, budget = role._passes, role.section.tokens_per_gpu * role.layout.context
+    passes, budget = role._passes, role.section.update_tokens * role.layout.context
     plan = passes._plan(batch, budget, rows_together=1, multiple=1)
     return [passes._micro_batch(batch, rows, {}, False, passes._alignment) for rows in plan]
 
