@@ -81,7 +81,7 @@ class OverlongBufferSection(_SwitchedSection):
     enable: bool = False
     """Turn it on."""
     len: int = Field(default=0, ge=0)
-    """The penalty grows over the last so many tokens of rollout.max_response_length."""
+    """The penalty grows over the last so many tokens."""
     penalty_factor: float = Field(default=1.0, ge=0)
     """Penalty at the limit."""
 
@@ -98,9 +98,9 @@ class RolloutCorrectionSection(Section):
     threshold_low: float = Field(default=0.0, ge=0)
     """mis: smallest weight."""
     reject_threshold: float | None = Field(default=None, gt=1)
-    """Reject responses with geometric mean ratio outside 1 / this to this, such as 1.01."""
+    """Reject responses with a geometric mean ratio outside 1 / this to this (1.01)."""
     veto_threshold: float | None = Field(default=None, gt=0, lt=1)
-    """Reject responses with a token ratio below this, such as 0.0001."""
+    """Reject responses with a token ratio below this (0.0001)."""
 
     @property
     def is_used(self) -> bool:
@@ -198,7 +198,7 @@ class AlgorithmSection(Section):
     policy_loss: PolicyLossName = "clip"
     """Of a token (docs/algorithms.md)."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
-    """Clips the ratio below 1 - this (gspo: the sequence's; gmpo: log ratio below minus this; dppo: divergence where A
+    """Clips the ratio below 1 - this (gspo: of the sequence; gmpo: log ratio below minus this; dppo: divergence where A
     < 0)."""
     clip_ratio_high: float = Field(default=0.2, gt=0)
     """Clips the ratio above 1 + this; gspo, gmpo, dppo: likewise."""
@@ -227,10 +227,10 @@ class AlgorithmSection(Section):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     zero_advantage_rows: Literal["skip", "keep"] = "skip"
-    """skip: no passes over rows without a gradient, unless a KL or entropy term needs them."""
+    """skip: no passes over rows without a gradient."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    """Of the actor before the step's updates, or the rollout. auto: the actor, from the update's forward pass if there
-    is one update per step."""
+    """Of the actor before the step's updates, or the rollout. auto: of the update's own pass, with one update per
+    step."""
     router_replay: Literal["off", "rollout"] = "off"
     """rollout: the actor uses the rollout's choice of experts (R3)."""
     filter_groups: FilterGroupsSection = FilterGroupsSection()

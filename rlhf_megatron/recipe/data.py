@@ -56,11 +56,11 @@ class DataSection(Section):
     max_response_length: int | None = Field(default=None, gt=0)
     """sft: longest response in tokens, end included; reward_modeling: conversation."""
     overlong_prompts: Literal["drop", "stop"] = "drop"
-    """Rows outside these lengths: drop and count, or stop at the first."""
+    """Rows outside: drop and count, or stop."""
     shuffle: bool = True
     """Each epoch, by the seed; else the files' order."""
     shuffle_window_mb: int = Field(default=128, gt=0)
-    """Decoded MB in memory per set of files; larger data is shuffled in windows of row groups."""
+    """Decoded, per set of files; larger data is shuffled in windows of row groups."""
     curriculum: CurriculumSection | None = None
     """Order each epoch by a column."""
     system_prompt: str | None = None
@@ -70,13 +70,13 @@ class DataSection(Section):
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Its variables, such as {enable_thinking: false}."""
     response_column: str | None = None
-    """sft: column of responses; default: messages, else completion, else reward_model.ground_truth."""
+    """sft: responses; default: messages, completion, or reward_model.ground_truth."""
     learned_turns: Literal["all", "last"] = "all"
     """sft: the assistant's turns that the loss is on."""
     string_prompts: Literal["chat", "plain"] = "chat"
-    """sft, reward_modeling: a text prompt is a user's message, or plain, without chat template."""
+    """sft, reward_modeling: a text prompt is a user's message, or has no chat template."""
     images: Literal["refuse", "drop"] = "refuse"
-    """Files with images, videos or sound: refuse, or read the text alone."""
+    """Files with images, videos, sound: refuse, or read the text."""
 
     @property
     def parts(self) -> list[MixturePart]:

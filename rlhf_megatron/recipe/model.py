@@ -19,10 +19,9 @@ class ModelSection(Section):
     tokenizer: str | None = None
     """Folder, OWNER/NAME, or sentencepiece .model file; default: `path`."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Of weights and activations; master weights are float32. float16: dynamic loss scale."""
+    """Of weights and activations; masters are float32."""
     read_once: bool = False
-    """Read files once per node into host memory, a share per rank, instead of mapping them: for file systems where
-    mapped reads are slow or ranks share no cache."""
+    """Read files once per node into host memory, a share per rank, instead of mapping them: for slow mapped reads."""
     random_weights: bool = False
     """For benchmarks: from the seed."""
     trust_remote_code: bool = False

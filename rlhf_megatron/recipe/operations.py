@@ -59,10 +59,9 @@ class CheckpointSection(Section):
     keep_last_k: int = Field(default=2, gt=0)
     """Older ones are deleted."""
     keep_best: KeepBestSection | None = None
-    """Keep the best evaluated checkpoint too, named by checkpoints/best."""
+    """Keep the best evaluated one too, checkpoints/best."""
     save_before_seconds: float = Field(default=0.0, ge=0, le=LONGEST_SECONDS)
-    """Save and stop if the next step would leave less before the job's end (Slurm, RLHF_MEGATRON_DEADLINE); 0:
-    never."""
+    """Save and stop if the next step would leave less before the job's end; 0: never."""
     export_interval: int = Field(default=0, ge=0)
     """In steps; 0: never."""
     export_at_end: bool = True
@@ -136,7 +135,7 @@ class PageSection(Section):
     """The page of the run while it goes on, on rank 0's node (docs/monitoring.md#the-page)."""
 
     port: int | None = Field(default=None, ge=0, le=65535)
-    """0: a free one; null: no page. The address is printed with its token."""
+    """0: a free one; null: no page."""
     address: str = "127.0.0.1"
     """127.0.0.1: this node; 0.0.0.0: whoever reaches it and has the token."""
 
@@ -191,11 +190,11 @@ class RegatherSection(Section):
     """Weight sync from actor to rollout."""
 
     buffer_mb: int = Field(default=256, gt=0)
-    """Per GPU, MB of 2^20 bytes; less where memory is short."""
+    """Per GPU; less where memory is short."""
     peer_memory: bool = True
     """NVLink reads within a host where possible; false: messages."""
     verify: int = Field(default=0, ge=0)
-    """Compare checksums at source and destination in every N-th weight sync; a mismatch stops the run. 0: never."""
+    """Compare checksums in every N-th weight sync; a mismatch stops the run. 0: never."""
 
 
 HOPPER = ("H100", "H20", "H200", "H800")
@@ -208,7 +207,7 @@ class ClusterSection(Section):
     gpus_per_node: int = Field(default=8, gt=0)
     """GPUs per node."""
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
-    """GB of 2^30 bytes; `--dry-run` compares its estimate."""
+    """`--dry-run` compares its estimate."""
     memory_reserve_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
     """Kept free in plans beside 5%."""
     gpu: Literal["A100", "A800", "B200", "GB200", "H100", "H20", "H200", "H800", "L40S"] | None = None

@@ -55,11 +55,11 @@ class Recipe(Section):
     name: str
     """Files go to run_root/name."""
     loop: str
-    """rl; sft: supervised fine-tuning; reward_modeling: a reward model from pairs."""
+    """sft: supervised fine-tuning; reward_modeling: from pairs."""
     steps: int = Field(default=0, ge=0)
     """0: as many as epochs take."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the training rows, rounded up to whole steps; with steps too, whichever ends first."""
+    """Passes over the rows, rounded up to whole steps; with steps too, whichever ends first."""
     seed: int = Field(default=1, ge=0)
     """Of data order, sampling, random weights."""
     deterministic: bool = False

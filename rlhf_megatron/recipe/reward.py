@@ -77,7 +77,7 @@ class RewardCodeSection(Section):
     timeout_seconds: float = Field(default=5.0, gt=0, le=LONGEST_SECONDS)
     """Per test case; reward.timeout_seconds is that of all."""
     memory_limit_gb: float = Field(default=1.0, ge=0.125, le=4)
-    """Of a program, Python included, GB of 2^30 bytes."""
+    """Of a program, Python included."""
     isolation: Isolation = "full"
     """Least to start with; network: programs may use your files; limits: the network too."""
 
@@ -145,13 +145,13 @@ class RewardSection(RewardSource):
     parts: list[RewardPartSection] = Field(default=[])
     """Weighted sum. The first decides what is right in an evaluation."""
     on_failure: Literal["stop", "zero", "mask"] = "stop"
-    """Function or service failed: stop, score 0, or mask the sample in the loss."""
+    """After a failed function or service: stop, score 0, or mask in the loss."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST_SECONDS)
     """Per sample, or request to a service."""
     workers: int = Field(default=2, gt=0, le=MOST_WORKERS)
     """Processes per replica, and as many per function."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Per worker of a function, with children, GB of 2^30 bytes; killed above, its samples fail."""
+    """Per worker of a function, with children; killed above."""
     concurrency: int = Field(default=64, gt=0, le=2**16)
     """Concurrent samples per async worker, or requests to a service."""
     code: RewardCodeSection = RewardCodeSection()

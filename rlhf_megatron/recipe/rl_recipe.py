@@ -83,11 +83,11 @@ class RLRecipe(RolloutRecipe):
     batch: GroupedBatchSection
     """Sizes of one step over all GPUs."""
     reference: FrozenRoleSection | None = None
-    """Frozen model for kl_coef; with actor.lora needs a path."""
+    """Frozen model for kl_coef; with actor.lora by path only."""
     critic: CriticSection | None = None
     """PPO's value model: a decoder with a scalar head."""
     reward_model: RewardModelSection | None = None
-    """Frozen sequence classifier, one label: scores are rewards."""
+    """Frozen sequence classifier; its scores are rewards."""
     regather: RegatherSection = RegatherSection()
     """Weight sync, actor to rollout."""
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -81,7 +81,7 @@ class OffloadSection(Section):
     optimizer: bool = False
     """Master weights and moments."""
     streamed_optimizer: float = Field(default=0.0, ge=0, le=1)
-    """Share of these on the host, streamed through the GPU in each optimizer step."""
+    """Share of these kept on the host, streamed through the GPU at updates."""
 
 
 class OptimizerSection(Section):
@@ -167,8 +167,7 @@ class RoleSection(Section):
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """Context parallel attention: ring, all-gather, or Ulysses."""
     tokens_per_gpu: Annotated[int, Field(gt=0)] | Literal["auto"]
-    """Packed micro-batch: the knob for memory and speed. A longer row runs alone. auto: found at the start from free
-    memory (docs/layouts.md)."""
+    """Packed micro-batch; a longer row runs alone. auto: found at the start from free memory (docs/layouts.md)."""
     logprob_tokens_per_gpu: int | None = Field(default=None, gt=0)
     """The same without gradients; default: tokens_per_gpu."""
     recompute: RecomputeSection = RecomputeSection()
@@ -176,7 +175,7 @@ class RoleSection(Section):
     offload: OffloadSection = OffloadSection()
     """Move state to host memory between phases."""
     transformer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
-    """auto: Transformer Engine on GPUs, if installed; local: Megatron's PyTorch layers."""
+    """auto: Transformer Engine on GPUs, if installed; local: Megatron's."""
 
     @field_validator("tokens_per_gpu", mode="before")
     @classmethod
@@ -301,12 +300,11 @@ class ActorSection(LearningRoleSection):
     lora: LoraSection | None = None
     """Low-rank adapters (docs/lora.md)."""
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
-    """Memory for a micro-batch's logits (tokens x vocabulary / tensor, 2 bytes each in bfloat16); else computed twice,
-    blockwise."""
+    """For a micro-batch's logits (tokens x vocabulary / tensor, 2 bytes each in bfloat16); else computed twice."""
     shared_prompts: bool = False
     """Compute a prompt once for its responses in a micro-batch; reference and critic too."""
     fp8: Fp8Recipe | None = None
-    """Decoder layers multiply in e4m3, in updates and old logprobs; dense models, Hopper GPUs (docs/rollout.md)."""
+    """Decoder layers in e4m3; dense models, Hopper GPUs (docs/rollout.md)."""
 
     @model_validator(mode="after")
     def _fp8_can_be(self) -> ActorSection:
@@ -360,7 +358,7 @@ class CriticSection(LearningRoleSection):
     dtype: Dtype | None = None
     """Default: model.dtype."""
     path: str | None = None
-    """Reward or language model of the actor's tokenizer; default: model.path."""
+    """With the actor's tokenizer; default: model.path."""
     revision: str | None = None
     """As model.revision."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -49,7 +49,7 @@ class ToolServerSection(Section):
     command: list[str] = Field(default=[])
     """Program and arguments, started per trajectory at its first call; stdio."""
     url: str | None = None
-    """Instead: http://127.0.0.1:PORT/mcp, on each host that generates; streamable HTTP."""
+    """Instead: http://127.0.0.1:PORT/mcp, on each generating host."""
 
     @model_validator(mode="after")
     def _is_one_server(self) -> ToolServerSection:
@@ -83,8 +83,8 @@ class MultiTurnSection(Section):
     function: str | None = None
     """path/to/file.py:function (default name: respond)."""
     tools: list[str | ToolServerSection] = Field(default=[])
-    """Instead: functions (path/to/file.py:function) and MCP servers ({command: [...]} or {url: ...}) that the model
-    calls (docs/multi_turn.md#tools)."""
+    """Instead: functions (path/to/file.py:function), MCP servers ({command: [...]} or {url: ...})
+    (docs/multi_turn.md#tools)."""
     tool_parser: str | None = None
     """vLLM's tool-call parser, such as hermes; needed with tools."""
     reasoning_parser: str | None = None
@@ -94,17 +94,17 @@ class MultiTurnSection(Section):
     max_assistant_turns: int = Field(default=4, gt=1)
     """The last gets no reply; environments still score it."""
     max_answer_tokens: int = Field(default=1024, gt=0)
-    """Longer replies are truncated. Counted in max_response_length, not trained on."""
+    """Longer replies are truncated. Part of max_response_length, not trained on."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=LONGEST_SECONDS)
-    """Per reply; a timeout or failure ends the response, or with an environment leaves it out of training."""
+    """Per reply; a late or failed one ends the response (an environment's: not trained on)."""
     workers: int = Field(default=4, gt=0, le=MOST_WORKERS)
     """Processes per replica; with tools or an environment one per trajectory."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Per process with children, GB of 2^30 bytes; killed above."""
+    """Per process with children; killed above."""
     network: bool = True
     """false: no network for processes; needs network namespaces."""
     journal: bool | None = None
-    """Log trajectories to disk, so that a killed run continues them. Default: with checkpoints and scheduling queue."""
+    """Log trajectories, so that a killed run continues them. Default: with checkpoints and scheduling queue."""
 
     @model_validator(mode="after")
     def _someone_replies(self) -> MultiTurnSection:
@@ -143,8 +143,8 @@ class AgentSection(Section):
     function: str
     """path/to/file.py:function (default name: run) of base_url, api_key and row; returns a reward."""
     branches: Literal["all", "last"] = "all"
-    """A rewritten history begins a branch. all: each is trained, with one advantage and weight per trajectory; last:
-    the last alone."""
+    """A rewritten history begins a branch. all: each is trained, with one advantage and weight per trajectory; or the
+    last."""
     tool_parser: str | None = None
     """vLLM's tool-call parser, such as hermes; default: calls stay in the text."""
     reasoning_parser: str | None = None
@@ -154,17 +154,16 @@ class AgentSection(Section):
     timeout_seconds: float = Field(default=600.0, gt=0, le=LONGEST_SECONDS)
     """Per trajectory; beyond it, or failed, left out of training."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
-    """Per process with children, GB of 2^30 bytes; killed above."""
+    """Per process with children; killed above."""
     journal: bool | None = None
-    """Log answers to disk, so that a killed run gives them again. Default: with checkpoints and scheduling queue."""
+    """Log answers, so that a killed run gives them again. Default: with checkpoints and scheduling queue."""
 
 
 class SpeculativeSection(Section):
     """Speculative decoding: drafts are text that was sampled before. What is sampled stays the same."""
 
     method: Literal["ngram", "suffix"] = "suffix"
-    """Drafts from: ngram: a response and its prompt; suffix: also others of its group, and the prompt's group an epoch
-    ago on the same replica."""
+    """Drafts from a response and its prompt; suffix: also from its group, now and an epoch ago on the same replica."""
     num_speculative_tokens: int = Field(default=3, gt=0, le=64)
     """Longest draft."""
     match: int = Field(default=3, gt=0, le=64)
@@ -212,8 +211,8 @@ class RolloutSection(Section):
     ranks: Ranks = "all"
     """As for roles. A replica takes neighbours."""
     steps_ahead: Literal[0, 1] = 0
-    """1: one-step off-policy: own GPUs generate the next batch during training. Needs algorithm.rollout_correction or
-    old_logprobs rollout."""
+    """1: one-step off-policy: own GPUs generate the next batch. Needs algorithm.rollout_correction or old_logprobs
+    rollout."""
     layout: RolloutLayoutSection = RolloutLayoutSection()
     """Degrees of parallelism."""
     max_response_length: int = Field(gt=0)
@@ -239,35 +238,34 @@ class RolloutSection(Section):
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """vLLM's share of each GPU's memory."""
     kv_cache_gb: float | None = Field(default=None, gt=0, le=LARGEST_MEMORY_GB)
-    """KV cache per GPU, GB of 2^30 bytes; default: what the share leaves (CPUs: 0.0625)."""
+    """KV cache per GPU; default: what the share leaves (CPUs: 0.0625)."""
     max_num_seqs: int = Field(default=256, gt=0, le=2**16)
     """Per replica."""
     max_num_batched_tokens: int | None = Field(default=None, gt=0, le=2**24)
     """Tokens per engine step."""
     enable_chunked_prefill: bool = True
-    """Split long prefills, which stall decode; never on CPUs."""
+    """Split long prefills; never on CPUs."""
     enable_prefix_caching: bool = True
     """Prefill a group's prompt once."""
     enforce_eager: bool = False
     """No CUDA graphs or compilation: faster start, slower decode."""
     share_weights: Literal["auto", "never"] = "auto"
-    """auto: shards that match the actor's are its memory, on the GPU; none with actor.offload.parameters. never:
-    copies."""
+    """auto: shards equal to the actor's are its memory, on the GPU, unless actor.offload.parameters; never: copies."""
     sleep: bool = True
-    """Free KV cache and unshared weights during the update where a role shares the GPU; never with steps_ahead."""
+    """Free KV cache and unshared weights during the update on shared GPUs; never with steps_ahead."""
     async_scheduling: bool = True
     """Schedule the next engine step during this one; never with speculative."""
     speculative: SpeculativeSection | None = None
     """Speculative decoding (docs/rollout.md#speculative-decoding)."""
     scheduling: Literal["queue", "static"] = "queue"
-    """queue: replicas claim groups from one queue; static: fixed shares, bit-for-bit repeatable."""
+    """Replicas claim groups from one queue, or get fixed shares, bit-for-bit repeatable."""
     oversample: float = Field(default=1.0, ge=1, le=100)
-    """Start so many times the needed groups. With partial resume, 1: all that max_staleness allows."""
+    """Times the needed groups to start. With partial resume, 1: all that max_staleness allows."""
     partial: Literal["discard", "resume"] = "discard"
-    """Responses that still run when enough groups are done: discard: abort; resume: pause until after the update (same
-    needs as steps_ahead)."""
+    """Responses still running when enough groups are done: abort, or pause until after the update (same needs as
+    steps_ahead)."""
     max_staleness: int = Field(default=1, ge=1, le=8)
-    """With partial resume: most updates between a group's first token and its update."""
+    """partial resume: most updates between a group's first token and its update."""
 
     @property
     def updates_in_flight(self) -> int:

@@ -63,7 +63,7 @@ class RetrySection(Section):
     max_repeats: int = Field(default=3, gt=0)
     """Failures after the same step before torchrun and Slurm give up."""
     hang_seconds: float = Field(default=1800.0, ge=0, le=LONGEST_SECONDS)
-    """No progress of a rank for so long ends the attempt; set it above the longest phase. 0: never."""
+    """A rank without progress for so long ends the attempt; above the longest phase. 0: never."""
     hang_seconds_at_start: float = Field(default=3600.0, ge=0, le=LONGEST_SECONDS)
     """The same until the first step, if longer."""
     max_skipped_steps: int = Field(default=5, ge=0)
@@ -99,9 +99,9 @@ class SlurmSection(Section):
     options: list[str] = Field(default=[])
     """More sbatch options, such as --qos=high."""
     venv: str | None = None
-    """Virtual environment; default: launch/submit.py's Python."""
+    """Default: launch/submit.py's Python."""
     container: str | None = None
-    """Instead of venv: image for srun's --container-image (pyxis); its python3 is used."""
+    """Image (pyxis) instead of venv; its python3 is used."""
     container_mounts: list[str] = Field(default=[])
     """source:target, besides the working folder and this repository."""
     setup_script: str | None = None
@@ -113,7 +113,7 @@ class SlurmSection(Section):
     requeue: bool = True
     """Requeue after preemption, the time limit or a lost node."""
     signal_seconds: int = Field(default=600, ge=60)
-    """Signal to save so long before the limit: the longest step, a save, and a minute."""
+    """Signal so long before the limit: the longest step, a save, and a minute."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> SlurmSection:
