@@ -55,6 +55,7 @@ RECIPES = {
     "tiny_tools": 2,
     "tiny_guess": 2,
     "tiny_agent": 2,
+    "tiny_reasoning_gym": 2,
     "tiny_ppo": 2,
     "tiny_reward_model": 2,
     "smollm_grpo": 1,
