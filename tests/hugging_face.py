@@ -258,7 +258,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": WINDOW,
-        "swiglu_limit": 0.7,
+        # Lower than any published one, so that it is reached. transformers before 5.19 has 7, whatever the config says.
+        "swiglu_limit": 0.7 if hasattr(GptOssConfig, "swiglu_limit") else 7.0,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 150000.0,

@@ -61,7 +61,8 @@ def test_vllm_follows_the_trainer(name: str, results: Launches) -> None:
         result = updates[number]
         difference = torch.tensor(result["rollout_logprobs"]) - torch.tensor(result["trainer_logprobs"])
         print(f"update {number}: largest {difference.abs().max():.2e}, median {difference.abs().median():.2e}")
-        assert difference.abs().median() < 1e-2
+        # Delta nets sum over tokens, and rounding with them.
+        assert difference.abs().median() < (5e-2 if CASES[NAMES[name]].dtype == "bfloat16" else 1.5e-2)
         if not CASES[NAMES[name]].experts:  # near ties of a router may fall otherwise, in few tokens
             assert difference.abs().max() < 0.15
         assert result["versions"] == [number + 1]

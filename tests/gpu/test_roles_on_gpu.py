@@ -23,6 +23,7 @@ from parallel.test_family_parity import CASES as OF_FAMILIES
 from parallel.test_memory import check_cycles
 from parallel.test_parity import TRANSFORMERS
 from parallel.test_router_replay import routers_of
+from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.recipe.roles import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
@@ -55,8 +56,8 @@ class Layers(NamedTuple):
 # Transformer Engine multiplies float32 matrices in TF32, which has 10 bits of mantissa, as float16 has; bfloat16 has 7.
 LAYERS = {
     "Megatron float32": Layers("local", "float32", 1e-5, 1e-6, 1e-5, 1e-6),
-    "Transformer Engine float32": Layers("transformer_engine", "float32", 5e-3, 1e-3, 1e-2, 5e-5),
-    "Transformer Engine bfloat16": Layers("transformer_engine", "bfloat16", 6e-2, 1e-2, 1e-2, 3e-4),
+    "Transformer Engine float32": Layers("transformer_engine", "float32", 5e-3, 1e-3, 2e-2, 5e-5),
+    "Transformer Engine bfloat16": Layers("transformer_engine", "bfloat16", 6e-2, 1e-2, 2e-2, 3e-4),
     "Transformer Engine float16": Layers("transformer_engine", "float16", 1e-2, 2e-3, 1e-2, 1e-4),
 }
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
@@ -183,8 +184,9 @@ def test_outputs_and_steps_equal_transformers(
         f"{name}, {layers}: logprobs {difference.max():.1e} (median {difference.median():.1e}), "
         f"parameters {moved.max():.1e} (median {moved.median():.1e}) from transformers"
     )
-    assert difference.max() < kind.largest
-    assert difference.median() < max(kind.median, own_rounding(home / name, kind.dtype))
+    sums = 3 if read_architecture(home / name).delta_net else 1  # over tokens, and rounding with them
+    assert difference.max() < sums * kind.largest
+    assert difference.median() < sums * max(kind.median, own_rounding(home / name, kind.dtype))
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
     assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative)
     assert moved.median() < kind.moved
