@@ -130,7 +130,7 @@ class KLControllerSection(Section):
     target: float | None = Field(default=None, gt=0)
     """adaptive: KL to keep, nats per token."""
     horizon: int = Field(default=10000, gt=0)
-    """Responses over which kl_coef changes by at most a fifth."""
+    """Responses over which kl_coef changes by a fifth at most."""
 
     @model_validator(mode="after")
     def _target_is_given(self) -> KLControllerSection:
@@ -207,7 +207,7 @@ class AlgorithmSection(Section):
     sapo: SapoSection = SapoSection()
     """sapo: a higher temperature damps tokens sooner."""
     covariance: CovarianceSection = CovarianceSection()
-    """clip_cov, kl_cov: tokens selected by covariance of advantage and logprob."""
+    """clip_cov, kl_cov: selection by covariance of advantage and logprob."""
     loss_aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_sum_constant"
     ] = "token_mean"

@@ -22,18 +22,18 @@ class MixturePart(Section):
     files: list[str] = Field(min_length=1)
     """Parquet files."""
     weight: float = Field(gt=0)
-    """Share of prompts, relative to the other weights."""
+    """Relative share of prompts."""
 
 
 class CurriculumSection(Section):
     """Order of each epoch by a numeric column."""
 
     column: str = Field(min_length=1)
-    """Numeric column or path, such as extra_info.difficulty."""
+    """Numeric, such as extra_info.difficulty."""
     order: Literal["ascending", "descending"] = "ascending"
     """Lowest or highest values first."""
     bands: int | None = Field(default=None, gt=0)
-    """Shuffle within so many equal parts; default: only ties."""
+    """Equal parts to shuffle within; default: ties only."""
 
 
 class DataSection(Section):
@@ -44,7 +44,7 @@ class DataSection(Section):
     mixture: list[MixturePart] = Field(default=[])
     """Instead of train_files: weighted sets, each with its own epochs."""
     dataset: str | None = None
-    """path/to/file.py:Class, called with the files: rows with verl's columns, instead of parquet."""
+    """Instead of parquet: path/to/file.py:Class, called with the files."""
     validation_files: list[str] = Field(default=[])
     """Never trained on."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
@@ -54,7 +54,7 @@ class DataSection(Section):
     min_prompt_length: int = Field(default=0, ge=0)
     """Counted alike."""
     max_response_length: int | None = Field(default=None, gt=0)
-    """sft: longest response in tokens, end included; reward_modeling: conversation."""
+    """sft: of the response in tokens, end included; reward_modeling: of the conversation."""
     overlong_prompts: Literal["drop", "stop"] = "drop"
     """Rows outside: drop and count, or stop."""
     shuffle: bool = True

@@ -17,11 +17,11 @@ class ModelSection(Section):
     config: str | None = None
     """Folder with the config.json, for `--dry-run` without `path`."""
     tokenizer: str | None = None
-    """Folder, OWNER/NAME, or sentencepiece .model file; default: `path`."""
+    """Folder, OWNER/NAME, or sentencepiece file; default: `path`."""
     dtype: Literal["float32", "bfloat16", "float16"]
     """Of weights and activations; masters are float32."""
     read_once: bool = False
-    """Read files once per node into host memory, a share per rank, instead of mapping them: for slow mapped reads."""
+    """Read files once per node into host memory, instead of mapping them: for slow mapped reads."""
     random_weights: bool = False
     """For benchmarks: from the seed."""
     trust_remote_code: bool = False

@@ -100,7 +100,7 @@ class ProfileSection(Section):
     ] = Field(default=["logprobs", "update_critic", "update", "regather"])
     """For torch; generate may give gigabytes."""
     duration_seconds: float | None = Field(default=None, gt=0, le=LONGEST_SECONDS)
-    """Recording ends so long after a step's start (torch: no phase begins after it)."""
+    """Recording ends so long after a step's start."""
 
     @model_validator(mode="after")
     def _something_is_recorded(self) -> ProfileSection:

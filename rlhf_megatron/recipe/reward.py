@@ -33,13 +33,13 @@ class RewardServiceSection(Section):
     samples_per_request: int = Field(default=1, gt=0)
     """Most samples in a request."""
     max_retries: int = Field(default=4, ge=0, le=1000)
-    """Without an answer, or on status 408, 425, 429, 5xx."""
+    """Without an answer, or on 408, 425, 429, 5xx."""
     backoff_seconds: float = Field(default=0.5, gt=0, le=LONGEST_SECONDS)
     """Longest random wait before the first retry; doubles up to 30."""
     header: str = "Authorization"
     """Sent if header_environment is set."""
     header_environment: str | None = None
-    """Variable with the header's value, such as "Bearer ..."; never written anywhere."""
+    """Variable with its value, such as "Bearer ..."."""
 
     @model_validator(mode="after")
     def _is_an_address_without_secrets(self) -> RewardServiceSection:
@@ -99,7 +99,7 @@ class RewardSource(Section):
     ] = "data_source"
     """data_source: by the row's; none: reward model or environment alone."""
     pattern: str | None = None
-    """format: regular expression of the whole response; `.` matches line breaks."""
+    """format: regular expression of the whole response."""
     length_low: int = Field(default=0, ge=0)
     """length: score 0 up to this many tokens."""
     length_high: int | None = Field(default=None, gt=0)

@@ -23,13 +23,13 @@ class LayoutSection(Section):
     pipeline: int = Field(default=1, gt=0)
     """Pipeline stages."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
-    """Interleaved chunks per stage: smaller bubble, more messages."""
+    """Interleaved chunks per stage."""
     context: int = Field(default=1, gt=0)
     """Shards every sequence."""
     expert: int = Field(default=1, gt=0)
     """Spreads experts over a stage's tensor x context x data GPUs."""
     expert_tensor: int | None = Field(default=None, gt=0)
-    """Tensor parallelism of experts; default: tensor. 1: whole experts."""
+    """Default: tensor; 1: whole experts."""
     data: int | None = Field(default=None, gt=0)
     """Default: the role's remaining GPUs."""
     first_stage_layers: int | None = Field(default=None, gt=0)
@@ -108,13 +108,13 @@ class OptimizerSection(Section):
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global norm; 0: off."""
     skip_grad_norm: float | None = Field(default=None, gt=0)
-    """Skip steps with a larger norm before clipping."""
+    """Skip steps with a larger norm."""
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Sum gradients during the backward pass."""
     overlap_param_gather: bool = False
-    """Gather weights during the next passes."""
+    """Gather weights in the next passes."""
 
     @model_validator(mode="after")
     def _first_step_fits(self) -> OptimizerSection:
@@ -263,15 +263,15 @@ class LoraSection(Section):
     rank: int = Field(gt=0, le=2**16)
     """Columns of B, rows of A."""
     alpha: float | None = Field(default=None, gt=0)
-    """Scale is alpha / rank; default: rank, for a scale of 1."""
+    """Scale is alpha / rank; default: rank."""
     rank_stabilized: bool = False
     """Scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     target_modules: Literal["all-linear"] | list[LinearLayer] = "all-linear"
     """Names in the checkpoint, of experts too."""
     path: str | None = None
-    """PEFT adapter to start from, of the same rank and modules; default: B = 0."""
+    """PEFT adapter to start from, of the same rank and modules."""
     offload_base: bool = False
-    """Keep base weights on the host, read after each optimizer step and for the reference."""
+    """Keep base weights on the host."""
 
     @property
     def scale(self) -> float:

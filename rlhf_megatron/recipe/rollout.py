@@ -33,7 +33,7 @@ class DrawnLengthsSection(Section):
     """Response lengths from a lognormal distribution."""
 
     mean: float = Field(gt=0, le=LARGEST_INTEGER)
-    """In tokens, before truncation."""
+    """In tokens, untruncated."""
     sigma: float = Field(default=0.0, ge=0, le=100)
     """Of the log length; 0: all have the mean."""
 
@@ -86,9 +86,9 @@ class MultiTurnSection(Section):
     """Instead: functions (path/to/file.py:function), MCP servers ({command: [...]} or {url: ...})
     (docs/multi_turn.md#tools)."""
     tool_parser: str | None = None
-    """vLLM's tool-call parser, such as hermes; needed with tools."""
+    """vLLM's, such as hermes; needed with tools."""
     reasoning_parser: str | None = None
-    """vLLM's reasoning parser, such as deepseek_r1; calls within reasoning are none."""
+    """vLLM's, such as deepseek_r1; calls within reasoning are none."""
     environment: str | None = None
     """Instead of function: path/to/file.py:Class (default name: Environment), one instance per trajectory."""
     max_assistant_turns: int = Field(default=4, gt=1)
@@ -146,11 +146,11 @@ class AgentSection(Section):
     """A rewritten history begins a branch. all: each is trained, with one advantage and weight per trajectory; or the
     last."""
     tool_parser: str | None = None
-    """vLLM's tool-call parser, such as hermes; default: calls stay in the text."""
+    """vLLM's, such as hermes; default: calls stay in the text."""
     reasoning_parser: str | None = None
-    """vLLM's reasoning parser, such as deepseek_r1; default: reasoning stays in the text."""
+    """vLLM's, such as deepseek_r1; default: reasoning stays in the text."""
     max_turns: int = Field(default=32, gt=0, le=LARGEST_INTEGER)
-    """Answers per trajectory; further requests are refused."""
+    """Answers per trajectory."""
     timeout_seconds: float = Field(default=600.0, gt=0, le=LONGEST_SECONDS)
     """Per trajectory; beyond it, or failed, left out of training."""
     memory_limit_gb: float = Field(default=16.0, gt=0, le=LARGEST_MEMORY_GB)
@@ -188,9 +188,9 @@ class PromptLengthSection(Section):
     """Sampling of prompts up to a length, beyond that of the entry before; what is not given is rollout's own."""
 
     up_to: int = Field(gt=0)
-    """Longest prompt, in tokens, chat template included."""
+    """Longest prompt in tokens."""
     max_response_length: int | None = Field(default=None, gt=0)
-    """Longest response in tokens, at most rollout's."""
+    """At most rollout's."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus sampling."""
     top_k: int | None = Field(default=None, ge=-1)
@@ -230,7 +230,7 @@ class RolloutSection(Section):
     top_k: int = Field(default=-1, ge=-1)
     """-1: off."""
     by_prompt_length: list[PromptLengthSection] = Field(default=[])
-    """Sampling by prompt length in training: the first entry that fits."""
+    """By prompt length in training: the first entry that fits."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
