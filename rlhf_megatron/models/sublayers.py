@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -95,5 +96,5 @@ class ParallelLayer(TransformerLayer):
         attention, _bias = self.self_attention(
             normed, attention_mask=attention_mask, packed_seq_params=packed_seq_params
         )
-        feed_forward, _bias = self.mlp(normed)
+        feed_forward, _bias = checkpoint(self.mlp, False, normed) if self.recompute_mlp else self.mlp(normed)
         return hidden_states + attention + feed_forward, context

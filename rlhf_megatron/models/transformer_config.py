@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families import FAMILIES
-from rlhf_megatron.recipe.roles import Fp8Recipe
+from rlhf_megatron.models.recompute import recompute_settings
+from rlhf_megatron.recipe.roles import Fp8Recipe, RecomputeSection
 from rlhf_megatron.topology.layout import Layout
 
 
@@ -20,8 +19,7 @@ def transformer_config(
     *,
     sequence_parallel: bool = False,
     cp_comm_type: str = "p2p",
-    recompute_granularity: str = "none",
-    recompute_layers: int | None = None,
+    recompute: RecomputeSection | None = None,
     fused: bool = False,
     deterministic: bool = False,
     fp8: Fp8Recipe | None = None,
@@ -72,18 +70,6 @@ def transformer_config(
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=True,
         **({"fp8": "e4m3", "fp8_recipe": fp8} if fp8 else {}),
-        **_recompute_config(recompute_granularity, recompute_layers),
+        **recompute_settings(recompute or RecomputeSection()),
         **family.transformer_settings(architecture, layout, float32=dtype == "float32", fused=fused),
     )
-
-
-def _recompute_config(granularity: str, layers: int | None) -> dict[str, Any]:
-    """Megatron's settings of ``granularity`` "none", "selective" or "full", of all layers or of ``layers`` a chunk."""
-    if granularity == "none":
-        return {}
-    if granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    method = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    if layers is not None:
-        method = {"recompute_method": "block", "recompute_num_layers": layers}
-    return {"recompute_granularity": "full"} | method

@@ -119,7 +119,9 @@ def _tensor_sums(edges: Edges, role: _Role, passes: _Passes) -> None:
     for stage in range(layout.pipeline):
         layers = stage_layer_indices(model, layout, stage)
         sums = sum(1 if _has_experts(model, layer) else 2 for layer in layers)
-        again = sums * recomputed_layers(role.section, layout, len(layers)) / len(layers) if passes.backward else 0.0
+        again = sums * recomputed_layers(role.section, layout, len(layers)) / len(layers)
+        if "mlp" in role.section.recompute.selected:
+            again += sum(not _has_experts(model, layer) for layer in layers)
         vectors = tokens * (passes.forward * (sums + (stage == 0)) + passes.backward * (sums + again))
         size = vectors * role.vector
         if stage == layout.pipeline - 1 and model.head == "language":
@@ -146,7 +148,7 @@ def _to_experts(edges: Edges, role: _Role, passes: _Passes) -> None:
     if not model.experts or layout.expert == 1:
         return
     tokens = role.tokens()[0] / layout.tensor
-    again = role.section.recompute.granularity == "full"
+    again = role.section.recompute.granularity == "full" or "moe" in role.section.recompute.selected
     ways = 2 * (passes.forward + passes.backward * (1 + again))  # there and back again
     for group in layout.expert_groups_along("expert"):
         layers = stage_layer_indices(model, layout, role.stage_of(group[0]))

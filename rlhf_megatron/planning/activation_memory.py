@@ -21,17 +21,19 @@ def stage_activations(
     repeated: float = 0.0,
 ) -> float:
     """Return the bytes that a ``stage`` keeps of a micro-batch of ``tokens``; recomputed layers keep their input, and
-    one of them at a time is whole. ``repeated``: see ``layer_activations``."""
-    kept = 0.0
+    one of them at a time is whole, as are the modules that one layer recomputes. ``repeated``: see
+    ``layer_activations``."""
+    kept = again = 0.0
     recomputes = section.recompute.granularity == "full"
     for chunk in layout.stage_chunks(architecture.layers)[stage]:
         recomputed = min(len(chunk), section.recompute.layers or len(chunk)) if recomputes else 0
         kept += recomputed * size * architecture.hidden / _sequence_parts(section, architecture, layout)
-        kept += sum(
-            layer_activations(section, architecture, architecture.layer_kinds[layer], layout, size, longest, repeated)
-            for layer in chunk[recomputed:]
-        )
-    whole = largest_layer(section, architecture, layout, stage, size, longest, repeated) if recomputes else 0.0
+        for layer in chunk[recomputed:]:
+            kind = architecture.layer_kinds[layer]
+            spared = recomputed_activations(section, architecture, kind, layout, size, longest)
+            kept += layer_activations(section, architecture, kind, layout, size, longest, repeated) - spared
+            again = max(again, spared)
+    whole = largest_layer(section, architecture, layout, stage, size, longest, repeated) if recomputes else again
     return tokens * (kept * in_flight + whole)
 
 
@@ -79,6 +81,22 @@ def layer_activations(
     attention += _products(a, kind, size, longest) + repeated * _key_and_value(a)
     inside = (attention + _feed_forward(section, a, kind, layout, size) - halved * a.feed_forward) / layout.tensor
     return size * (outside / _sequence_parts(section, a, layout) + inside)
+
+
+def recomputed_activations(
+    section: RoleSection, architecture: Architecture, kind: LayerKind, layout: Layout, size: int, longest: int
+) -> float:
+    """Return how many of ``layer_activations`` the modules do not keep that ``section.recompute`` selects; a module's
+    input is kept by what makes it."""
+    a, modules = architecture, section.recompute.selected
+    fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
+    inside = _products(a, kind, size, longest) if "core_attn" in modules else 0.0
+    experts = a.experts if kind.feed_forward == "experts" else None
+    if ("moe" if experts else "mlp") in modules:
+        inside += _feed_forward(section, a, kind, layout, size)
+    elif experts and experts.shared and "shared_experts" in modules:
+        inside += (3 if fused else 5) * experts.shared.feed_forward
+    return size * inside / layout.tensor
 
 
 def _sequence_parts(section: RoleSection, architecture: Architecture, layout: Layout) -> int:

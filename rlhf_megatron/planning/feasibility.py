@@ -13,6 +13,7 @@ from rlhf_megatron.errors import DataError, ModelError, RecipeError
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.fp8 import unsupported_in_fp8
 from rlhf_megatron.models.lora import fused_with, module_of
+from rlhf_megatron.models.recompute import lacking_module
 from rlhf_megatron.models.weight_map import is_expert, tensor_shapes
 from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, LinearLayer, RoleSection, transformer_engine_can
@@ -67,6 +68,7 @@ def _check_role(recipe: Recipe, name: str, section: RoleSection, model: Architec
     _check_layout(name, model, _smallest_layout(layout))
     _check_exchange_of_heads(name, section, layout, model.key_value_heads)
     _check_window(recipe, name, section, layout, model)
+    _check_recompute(name, section, model)
     if recipe.shares_prompts(section):
         _check_shared_prompts(name, layout, model)
 
@@ -124,6 +126,11 @@ def _check_router_replay(recipe: RLRecipe, architecture: Architecture) -> None:
         raise RecipeError(
             "algorithm.router_replay=rollout: every layer has a sliding window, and vLLM's cache forgets what was "
             "chosen for tokens before it; leave it out"
+        )
+    if "moe" in recipe.actor.recompute.selected and recipe.actor.layout.pipeline > 1:
+        raise RecipeError(
+            "actor.recompute.modules: with a pipeline, moe would replay the experts of a later micro-batch "
+            "(algorithm.router_replay); use granularity full"
         )
 
 
@@ -209,6 +216,13 @@ def _check_window(
             f"{name}.cp_comm_type=p2p: Transformer Engine's ring has no sliding window, and the model has one of "
             f"{architecture.window} tokens (sliding_window); use a2a or all_gather, or {name}.layout.context=1"
         )
+
+
+def _check_recompute(name: str, section: RoleSection, architecture: Architecture) -> None:
+    """Refuse to recompute what no layer has."""
+    lacking = lacking_module(architecture, section.recompute.selected)
+    if lacking:
+        raise RecipeError(f"{name}.recompute.modules: {lacking}; leave it out")
 
 
 def _check_shared_prompts(name: str, layout: LayoutSection, architecture: Architecture) -> None:

@@ -26,6 +26,7 @@ from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, has_fi
 from rlhf_megatron.planning.token_budgets import planned_budgets
 from rlhf_megatron.recipe import LayoutSection, RecipeError, RLRecipe, check_world
 from rlhf_megatron.recipe.budgets import open_budgets, with_budgets
+from rlhf_megatron.recipe.roles import RecomputeSection
 from rlhf_megatron.topology.role_layout import make_layout
 
 _AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
@@ -98,15 +99,20 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
         for pipeline in _PIPELINES
         for edges in _edges(layers, head, pipeline)
     ]
-    recomputed = (("none", None), ("full", recipe.actor.recompute.layers))
+    given = recipe.actor.recompute
+    default = RecomputeSection().modules
+    recomputed = [("none", None, default), ("full", given.layers, default)]
+    recomputed += [("selective", None, given.modules)] if given.selected else []
     cuts = [
         (tensor, *stage, expert)
         for tensor, stage, expert in itertools.product(degrees, stages, (1,) if model.experts is None else _EXPERT)
         if expert == 1 or world % (tensor * stage[0]) == world // stage[0] % expert == 0
     ]
-    for (tensor, pipeline, first, last, chunks, expert), streamed, (granularity, of_each), rollout in itertools.product(
-        cuts, streams, recomputed, degrees
-    ):
+    for (tensor, pipeline, first, last, chunks, expert), streamed, (
+        granularity,
+        of_each,
+        modules,
+    ), rollout in itertools.product(cuts, streams, recomputed, degrees):
         yield {
             "actor.layout.tensor": tensor,
             "actor.layout.pipeline": pipeline,
@@ -120,6 +126,7 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
             "actor.offload.streamed_optimizer": streamed,
             "actor.recompute.granularity": granularity,
             "actor.recompute.layers": of_each,
+            "actor.recompute.modules": modules,
             "rollout.layout.tensor": rollout,
         }
 

@@ -16,6 +16,7 @@ from statistics import NormalDist, fmean
 from rlhf_megatron.models import flops
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token, peak_flops
+from rlhf_megatron.models.recompute import recomputed_fraction
 from rlhf_megatron.monitor.columns import GENERATING
 from rlhf_megatron.planning.gradient_time import exchange_seconds
 from rlhf_megatron.planning.links import SUMMED_BYTES_PER_SECOND, link
@@ -301,8 +302,9 @@ def _update(
     layout = make_layout(layout_of(recipe, section), gpus)
     stages = layout.stage_layers(model.layers)
     work = stage_work(stages, _head_in_layers(model, whole, spared, outputs, twice))
+    modules = recomputed_fraction(model, section.recompute.selected)
     slowest = max(
-        (once + forward * recomputed_layers(section, layout, layers) / layers) * part
+        (once + forward * (modules + recomputed_layers(section, layout, layers) / layers)) * part
         for layers, part in zip(stages, work, strict=True)
     )
     seconds = slowest / fmean(work) / speed

@@ -38,10 +38,19 @@ _GENERATING = ("rollout", "reward")  # the sections that an evaluation reads bes
 # Keys of other projects that would do nothing here, or could not.
 _WITHOUT_SENSE = {
     "cudnn_benchmark": "cuDNN would choose between algorithms of convolutions, and no layer has one; leave it out",
+    "torch_compile": "vLLM compiles the rollout's model unless rollout.enforce_eager; the trainer's layers are "
+    "kernels of Megatron's and Transformer Engine's; leave it out",
     "disaggregated_prefill": "a replica prefills and decodes in one engine, and vLLM's connectors hand requests from "
     "one engine to another; use enable_chunked_prefill and max_num_batched_tokens",
 }
 _WITHOUT_SENSE["kv_transfer_config"] = _WITHOUT_SENSE["disaggregated_prefill"]
+_FLOAT32_STATE = (
+    "checkpoints, resharding and streaming are for optimizer state in float32, and Megatron's other types need "
+    "Transformer Engine's FusedAdam; use offload.streamed_optimizer"
+)
+_WITHOUT_SENSE |= dict.fromkeys(
+    ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), _FLOAT32_STATE
+)
 AnyKind = TypeVar("AnyKind", bound=Recipe)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # tabs and line breaks are odd, and can be seen
 _OF_A_SHELL = re.compile(r"~/|\$\{|\$\w+/")

@@ -114,7 +114,7 @@ class Adapters:
             if block.tensor.endswith(".weight") and factors.keys() & set(fused_with(block.tensor)):
                 by_parameter[block.parameter].append(block)
         config: Any = models[0].config
-        if config.recompute_granularity == "full" and hasattr(models[0], "embedding"):
+        if config.recompute_granularity and hasattr(models[0], "embedding"):
             models[0].get_submodule("embedding").register_forward_hook(_ask_for_gradient)
         sequence_group = tensor_group if config.sequence_parallel else None
         by_layer: dict[torch.nn.Module, tuple[list[LowRank], list[Tensor]]] = defaultdict(lambda: ([], []))

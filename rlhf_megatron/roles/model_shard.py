@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import build_model, choose_implementation
 from rlhf_megatron.models.fp8 import check_fp8
+from rlhf_megatron.models.recompute import lacking_module
 from rlhf_megatron.models.transformer_config import transformer_config
 from rlhf_megatron.models.weight_map import Block, megatron_blocks
 from rlhf_megatron.models.weight_source import WeightSource, load_blocks
@@ -90,14 +92,16 @@ class ModelShard:
         )
         if section.fp8_recipe:
             check_fp8(role, section.fp8_recipe, self.implementation)
+        lacking = lacking_module(architecture, section.recompute.selected)
+        if lacking:
+            raise UserError(f"{role}.recompute.modules: {lacking}; leave it out")
         self.config = transformer_config(
             architecture,
             layout,
             dtype,
             sequence_parallel=section.sequence_parallel,
             cp_comm_type=section.cp_comm_type,
-            recompute_granularity=section.recompute.granularity,
-            recompute_layers=section.recompute.layers,
+            recompute=section.recompute,
             fused=self.implementation == "transformer_engine",
             deterministic=deterministic,
             fp8=section.fp8_recipe,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,17 +20,20 @@ from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 
-def kept_bytes(models: dict[str, str], tokens: int) -> dict[str, int]:
-    """Return the bytes that the decoder of each model keeps of one row of ``tokens``, parameters not among them."""
+def kept_bytes(models: dict[str, str], tokens: int, modules: dict[str, list[str]] | None = None) -> dict[str, int]:
+    """Return the bytes that the decoder of each model keeps of one row of ``tokens``, parameters not among them, where
+    it recomputes its ``modules``."""
     found = {}
     for name, model in models.items():
+        selected = (modules or {}).get(name)
+        recompute = {"granularity": "selective", "modules": selected} if selected else {}
         architecture, learning = read_architecture(model).for_rows(tokens), OptimizerSection(learning_rate=1e-3)
         role = Role(
             "actor",
             architecture,
             Layout(),
             range(1),
-            ActorSection(tokens_per_gpu=tokens, optimizer=learning),
+            ActorSection(tokens_per_gpu=tokens, optimizer=learning, recompute=recompute),
             dtype="float32",
             seed=1,
             optimizer=learning,
@@ -45,12 +50,15 @@ def kept_bytes(models: dict[str, str], tokens: int) -> dict[str, int]:
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         chunk.decoder.register_forward_pre_hook(lambda *_, hooks=hooks: hooks.__enter__())
-        chunk.decoder.register_forward_hook(lambda *_, hooks=hooks: hooks.__exit__())
+
+        def measure(*_: Any, hooks: Any = hooks, name: str = name, kept: Any = kept, own: Any = parameters) -> None:
+            hooks.__exit__()
+            sizes = {pointer: tensor.untyped_storage().nbytes() for pointer, tensor in kept.items()}
+            found[name] = sum(size for pointer, size in sizes.items() if pointer not in own)
+
+        chunk.decoder.register_forward_hook(measure)
         row = torch.randint(1, architecture.vocabulary, (tokens,)).tolist()
         batch = batch_from_rows([row[:1]], [row[1:]])
         weights = torch.full(batch.tokens.shape, 1.0 / tokens)
         role.update(batch, {"weights": weights}, negative_log_likelihood)
-        found[name] = sum(
-            tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in parameters
-        )
     return found

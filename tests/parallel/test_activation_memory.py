@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,17 @@ from hugging_face import make_model
 from parallel.activations import kept_bytes
 from parallel.ranks import run_ranks
 from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.planning.activation_memory import layer_activations
+from rlhf_megatron.planning.activation_memory import layer_activations, recomputed_activations
 from rlhf_megatron.recipe import ActorSection, OptimizerSection
+from rlhf_megatron.recipe.roles import RecomputeSection
 from rlhf_megatron.topology.layout import Layout
 
 TOKENS = 256
+MODULES: dict[str, list[Any]] = {
+    "qwen3": ["mlp"],
+    "qwen2_moe": ["moe"],
+    "deepseek_v3": ["shared_experts", "mlp"],
+}
 FAMILIES = ["qwen2", "qwen3", "qwen2_moe", "deepseek_v3", "gemma2", "gpt_oss", "qwen3_next"]
 
 
@@ -31,3 +38,24 @@ def test_a_plan_counts_what_layers_keep(tmp_path: Path) -> None:
             layer_activations(section, architecture, kind, Layout(), 4, TOKENS) for kind in architecture.layer_kinds
         )
         assert 0.9 < kept[family] / (TOKENS * counted) < 1.5, family
+
+
+@pytest.mark.grid
+def test_a_plan_counts_what_recomputed_modules_do_not_keep(tmp_path: Path) -> None:
+    models = {family: str(make_model(tmp_path / family, family)) for family in MODULES}
+    arguments = {"models": models, "tokens": TOKENS}
+    [kept] = run_ranks(kept_bytes, 1, arguments)
+    [less] = run_ranks(kept_bytes, 1, arguments | {"modules": MODULES})
+    for family, model in models.items():
+        section = ActorSection(
+            tokens_per_gpu=TOKENS,
+            optimizer=OptimizerSection(learning_rate=1e-3),
+            transformer_implementation="local",
+            recompute=RecomputeSection(granularity="selective", modules=MODULES[family]),
+        )
+        architecture = read_architecture(model)
+        counted = sum(
+            recomputed_activations(section, architecture, kind, Layout(), 4, TOKENS)
+            for kind in architecture.layer_kinds
+        )
+        assert 0.8 < (kept[family] - less[family]) / (TOKENS * counted) < 1.5, family

@@ -617,6 +617,9 @@ def test_keys_without_sense_are_refused_with_the_reason(small: Path) -> None:
     assert "rollout.disaggregated_prefill: a replica prefills" in refusal(small, "rollout.disaggregated_prefill=true")
     assert "rollout.kv_transfer_config: a replica prefills" in refusal(small, "rollout.kv_transfer_config={}")
     assert "actor.cudnn_benchmark: cuDNN would choose" in refusal(small, "actor.cudnn_benchmark=true")
+    assert "actor.torch_compile: vLLM compiles the rollout's" in refusal(small, "actor.torch_compile=true")
+    said = refusal(small, "actor.optimizer.exp_avg_dtype=bfloat16")
+    assert "actor.optimizer.exp_avg_dtype: checkpoints, resharding and streaming are for optimizer state in f" in said
 
 
 def test_a_role_has_a_type_of_its_own(small: Path) -> None:

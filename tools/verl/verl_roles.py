@@ -233,13 +233,14 @@ def put_recomputation(command: Command, tree: Tree, role: str) -> None:
     granularity = command.take(f"{options}.recompute_granularity")
     layers = command.take(f"{options}.recompute_num_layers")
     blocks = command.take(f"{options}.recompute_method") == "block"
-    command.take(f"{options}.recompute_modules")
+    modules = command.take(f"{options}.recompute_modules")
     model = MODEL if role == ACTOR else "critic.model"
     checkpointing = command.take(f"{model}.enable_gradient_checkpointing", not command.is_of_megatron)
     # Only FSDP reads the model's key.
     full = checkpointing and not command.is_of_megatron
     tree.put(f"{ours}.recompute.granularity", granularity or ("full" if full else None))
     tree.put(f"{ours}.recompute.layers", layers if granularity == "full" and blocks else None)
+    tree.put(f"{ours}.recompute.modules", modules if granularity == "selective" else None)
 
 
 def logprob_budget(command: Command, role: str, longest: int) -> int | None:
