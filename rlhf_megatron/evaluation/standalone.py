@@ -145,7 +145,7 @@ def check(recipe: RolloutRecipe, world: int) -> None:
             "leave it out"
         )
     if recipe.reward.rule == "none" and not recipe.plays:
-        raise RecipeError("reward.rule=none: an evaluation asks no reward model; name a rule, or leave it out")
+        raise RecipeError("reward.rule=none: an evaluation asks no reward model or judge; name a rule, or leave it out")
     tensor = recipe.rollout.layout.tensor
     if world % tensor:
         raise RecipeError(

@@ -21,6 +21,7 @@ from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import Conversations
+from rlhf_megatron.generation.judge import Judge, JudgeRecord
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.recipe import RolloutRecipe
@@ -199,6 +200,7 @@ class GeneratedGroups:
         record: of this replica's engine.
         conversations: of responses of several turns, on the ranks of the replica.
         tokens: of all replicas, prompts and responses, once they are gathered.
+        judged: of the judge's verdicts on all rows, if there are any.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class GeneratedGroups:
         self._chosen, self._scored, self._scoring, self._packer = chosen, scored, scoring, packer
         self._scores: list[Score] | None = None
         self.tokens = 0
+        self.judged: JudgeRecord | None = None
 
     def scores(self) -> list[Score]:
         """Returns the score of each completion; waits for the last one, the first time."""
@@ -238,13 +241,14 @@ class GeneratedGroups:
         self.tokens = rows.numbers.tokens
         return rows.with_fields(rewards=rewards)
 
-    def with_model_scores(self, rows: SpreadRows, model: RewardModel, weight: float) -> SpreadRows:
-        """Adds a reward model's scores, times ``weight``, to the rewards of the gathered ``rows`` and to ``scores``.
+    def with_model_scores(self, rows: SpreadRows, model: RewardModel | Judge, weight: float) -> SpreadRows:
+        """Adds a model's scores, times ``weight``, to the rewards of the gathered ``rows`` and to ``scores``.
 
         Collective over the model's team.
         """
-        conversations = [self.asked[group].prompt.messages for group in rows.held.group_id.tolist()]
-        model_scores = model.scores(rows, conversations)
+        model_scores = model.scores(rows, [self.asked[group].prompt for group in rows.held.group_id.tolist()])
+        if isinstance(model, Judge):
+            self.judged = model.record
         by_row = dict(zip(rows.numbers.row_id.tolist(), model_scores.tolist(), strict=True))
         self._scores = [
             dataclasses.replace(score, value=score.value + weight * part, parts=(*score.parts, part))

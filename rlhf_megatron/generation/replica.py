@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from rlhf_megatron.recipe import RolloutRecipe, rollout_ranks
 
@@ -50,7 +51,11 @@ ALONE = Replica([0], 1, 0)
 
 
 def replica_of(recipe: RolloutRecipe, rank: int, world_size: int) -> Replica:
-    """Returns where ``rank`` stands; replicas are as many neighbouring ranks as their layout has."""
-    ranks, tensor = rollout_ranks(recipe, world_size), recipe.rollout.layout.tensor
+    """Returns where ``rank`` stands in the rollout."""
+    return replica_among(rollout_ranks(recipe, world_size), recipe.rollout.layout.tensor, rank)
+
+
+def replica_among(ranks: Sequence[int], tensor: int, rank: int) -> Replica:
+    """Returns where ``rank`` stands; replicas are ``tensor`` neighbours of ``ranks`` each."""
     index, position = divmod(ranks.index(rank), tensor) if rank in ranks else (None, 0)
-    return Replica(ranks, len(ranks) // tensor, index, position, tensor)
+    return Replica(list(ranks), len(ranks) // tensor, index, position, tensor)

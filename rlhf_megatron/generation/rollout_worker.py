@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from rlhf_megatron.generation.conversations import Conversations, conversations_
 from rlhf_megatron.generation.generated_groups import GeneratedGroups, GroupPacker, GroupScoring
 from rlhf_megatron.generation.generation_metrics import agent_metrics, generation_metrics, scoring_metrics, tool_metrics
 from rlhf_megatron.generation.journal import Journal
+from rlhf_megatron.generation.judge import Judge, judge_metrics
 from rlhf_megatron.generation.partners import Partner
 from rlhf_megatron.generation.prompt_groups import (
     Group,
@@ -77,17 +78,17 @@ class RolloutWorker:
         weight_sync: WeightSync,
         scorer: Scorer | None,
         partner: Partner | AgentProgram | None,
-        reward_model: RewardModel | None,
+        scoring_models: Mapping[str, RewardModel | Judge],
         choices: ChoiceShape | None = None,
     ) -> None:
         """``scorer`` and, where responses have several turns, their ``partner`` are on the rank that leads a replica;
-        ``reward_model`` is on all that generate, if the recipe has one. ``choices``: of experts, where batches have
-        them."""
+        ``scoring_models``, by the recipe's names, are on all that generate. ``choices``: of experts, where batches
+        have them."""
         self.choices, self.has_turn_rewards = choices, context.recipe.has_environment
         section = context.recipe.rollout
         self._context, self._team, self._replica = context, context.generators, replica
         self._section, self._tokenizer, self.weight_sync = section, tokenizer, weight_sync
-        self._scorer, self._partner, self._reward_model = scorer, partner, reward_model
+        self._scorer, self._partner, self._scoring_models = scorer, partner, scoring_models
         self._queues = WorkQueues(section.scheduling, replica.index or 0, replica.count)
         self._packing_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._pauses = section.updates_in_flight > 0
@@ -251,7 +252,7 @@ class RolloutWorker:
         return completions, engine.record
 
     def gather(self, generated: GeneratedGroups) -> SpreadRows | None:
-        """Returns the rows of all replicas with their rewards, the reward model's included; the tokens of each are on
+        """Returns the rows of all replicas with their rewards, those of models included; the tokens of each are on
         one of the ranks of the replica that answered.
 
         Collective over the team that generates; elsewhere None. Waits for the last score. A reward is NaN where the row
@@ -261,10 +262,10 @@ class RolloutWorker:
             return None
         rows = generated.gather(self._team.group)
         self._lengths = [*self._lengths, *rows.numbers.completion_lengths[-LATEST:].tolist()][-LATEST:]
-        section = self._context.recipe.reward_model
-        if self._reward_model is None or section is None:
-            return rows
-        return generated.with_model_scores(rows, self._reward_model, section.weight)
+        for name, section in self._context.recipe.scoring_models.items():
+            with self._context.span(name):
+                rows = generated.with_model_scores(rows, self._scoring_models[name], section.weight)
+        return rows
 
     def generation_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
         """Returns what replicas did in these calls; collective over the team."""
@@ -285,7 +286,9 @@ class RolloutWorker:
     def scoring_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
         """Returns the scoring outcomes of these calls, and the parts of their rewards; collective."""
         scores = [score for generated in calls for score in generated.scores()]
-        return scoring_metrics(scores, self._context.recipe.reward_names, self._team)
+        judged = [generated.judged for generated in calls if generated.judged]
+        metrics = scoring_metrics(scores, self._context.recipe.reward_names, self._team)
+        return metrics | (judge_metrics(judged) if judged else {})
 
     @property
     def replicas(self) -> int:

@@ -14,10 +14,12 @@ from rlhf_megatron.evaluation.held_out import headline_mean, held_out_metrics
 from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.generation.batch_source import BatchSource, Collector
 from rlhf_megatron.generation.generated_groups import make_scorer
+from rlhf_megatron.generation.judge import Judge
 from rlhf_megatron.generation.partners import make_partner
 from rlhf_megatron.generation.replica import replica_of
 from rlhf_megatron.generation.rollout_worker import RolloutWorker
 from rlhf_megatron.generation.weight_sync import WeightSync
+from rlhf_megatron.loops.judge_building import build_judge
 from rlhf_megatron.loops.kept_rollouts import keep_rollouts
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.teams import sync_teams
@@ -36,6 +38,7 @@ from rlhf_megatron.roles.learning import (
     with_outputs,
 )
 from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime.run_context import RunContext
 
 
@@ -149,11 +152,15 @@ def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
     replica = replica_of(recipe, context.rank, context.world_size)
     scorer = make_scorer(recipe, replica, run.data)
     partner = make_partner(recipe, replica.leads)
-    judge = recipe.reward_model
-    reward_model = run.roles.build_reward_model(judge, run.tokenizer) if judge else None
+    scoring_models: dict[str, RewardModel | Judge] = {}
+    if recipe.reward_model:
+        scoring_models["reward_model"] = run.roles.build_reward_model(recipe.reward_model, run.tokenizer)
+    if recipe.judge:  # before the policy's engine, which takes a share of what is left
+        judge = scoring_models["judge"] = build_judge(context, recipe.judge, run.tokenizer)
+        run.at_end.callback(judge.close)
     weight_sync = WeightSync(context, replica, run.actor, run.architecture)
     choices = choice_shape(run.architecture) if recipe.algorithm.replays_experts else None
-    return RolloutWorker(context, replica, run.tokenizer, weight_sync, scorer, partner, reward_model, choices)
+    return RolloutWorker(context, replica, run.tokenizer, weight_sync, scorer, partner, scoring_models, choices)
 
 
 def evaluate(run: TrainingRun[RLRecipe], worker: RolloutWorker, history: History, step: int) -> None:

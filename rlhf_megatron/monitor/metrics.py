@@ -25,7 +25,7 @@ from rlhf_megatron.untrusted import check_regular, opened, reason_of
 FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
 # Beginnings of the names of what depends on the machine and its load: no two runs share it.
 OF_THE_MACHINE = (
-    *("time/", "start/", "memory/", "network/", "perf/", "train/step_time", "reward/latency"),
+    *("time/", "start/", "memory/", "network/", "perf/", "train/step_time", "reward/latency", "judge/ms"),
     *("rollout/throughput", "rollout/replica_imbalance", "rollout/turn_latency"),
     *(f"{role}/{part}" for role in ("train", "critic") for part in ("gradient_sync", "forward_time", "backward_time")),
 )

@@ -9,18 +9,19 @@ from rlhf_megatron.models.architecture import Architecture, read_architecture, r
 from rlhf_megatron.models.families.wrappers import wrapper_notes
 from rlhf_megatron.models.lora import Adaptation, adaptation_in
 from rlhf_megatron.planning.feasibility import check_architectures
-from rlhf_megatron.planning.memory import TIGHT, Estimate, estimate
+from rlhf_megatron.planning.memory import TIGHT, Estimate, RolloutMemory, estimate
 from rlhf_megatron.planning.model_folders import planning_folder, role_architectures
 from rlhf_megatron.planning.parameters import active_parameters, adapter_parameters, model_parameters
 from rlhf_megatron.planning.stage_memory import GB, StageMemory, all_logits, keeps_logits, micro_batch_tokens
 from rlhf_megatron.planning.step_time import lengths
 from rlhf_megatron.planning.token_budgets import planned_budgets
+from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
 from rlhf_megatron.recipe.rollout import RolloutSection, SpeculativeSection
-from rlhf_megatron.recipe.world_checks import check_world, layout_of, role_ranks, rollout_ranks
+from rlhf_megatron.recipe.world_checks import check_world, judge_ranks, layout_of, role_ranks, rollout_ranks
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.rollout.drafts import MOST_HISTORY_TOKENS
 from rlhf_megatron.topology.layout import Layout
@@ -112,6 +113,14 @@ def _layout_lines(recipe: Recipe, architectures: Mapping[str, Architecture], wor
             yield f"  replicas: {groups}"
         if recipe.rollout.steps_ahead:
             yield "  each batch is generated while the previous one is trained on"
+        if recipe.judge:
+            yield _judge_line(recipe, recipe.judge, world_size)
+
+
+def _judge_line(recipe: RLRecipe, section: JudgeSection, world_size: int) -> str:
+    tensor, ranks = section.layout.tensor, judge_ranks(recipe, world_size)
+    where = f"{section.ranks} (counted from 0 below)" if section.ranks else "the rollout's ranks"
+    return f"judge: {_count(len(ranks) // tensor, 'replica')} of tensor {tensor}, on {where}"
 
 
 def _role_lines(name: str, section: RoleSection, layout: Layout, model: Architecture) -> Iterator[str]:
@@ -215,6 +224,8 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
             yield f"rollout: KV cache of responses in flight, in {where} during updates: {rollout.kv_cache:.1f}"
         if isinstance(recipe, RLRecipe) and recipe.why_weights_are_copied:
             yield f"rollout: all weights are copies, since {recipe.why_weights_are_copied}"
+    if memory.judge is not None and isinstance(recipe, RLRecipe) and recipe.judge:
+        yield _judge_memory_line(memory.judge, recipe.judge)
     limit, reserve = recipe.cluster.planned_memory_gb, recipe.cluster.memory_reserve_gb
     if reserve:
         yield f"{reserve:g} of {recipe.cluster.gpu_memory_gb:g} are kept free (cluster.memory_reserve_gb)"
@@ -225,12 +236,26 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
         yield f"phase {phase}: {needed:.1f} of {limit:g}, {verdict}"
     if rollout is not None and not rollout.full_length_sequences:
         yield "the KV cache does NOT hold one sequence of full length: raise rollout.gpu_memory_utilization"
+    if memory.judge is not None and memory.judge.weights and not memory.judge.full_length_sequences:
+        yield "the judge's KV cache does NOT hold one verdict of full length: raise judge.kv_cache_gb"
     if keeps_logits(recipe, recipe.actor, actor) or actor.head == "scalar":
         return
     logits = all_logits(recipe, recipe.actor, actor)
     if logits > _LARGE_LOGITS_GB and memory.phases["update"] + logits < TIGHT * limit:
         enough = math.ceil(10 * logits) / 10
         yield f"an update computes its logits twice; actor.kept_logits_gb={enough:g} fits, and computes them once"
+
+
+def _judge_memory_line(judge: RolloutMemory, section: JudgeSection) -> str:
+    if not judge.weights:
+        return (
+            f"judge: KV cache {judge.kv_cache:.1f}, in every phase; its weights are NOT counted: {section.path} has no "
+            "config.json here, or a model of a family that vLLM alone knows"
+        )
+    return (
+        f"judge, in every phase: weights {judge.weights:.1f} + KV cache {judge.kv_cache:.1f}: {judge.cache_tokens:,} "
+        f"tokens, or {judge.full_length_sequences:,} verdicts of full length at a time per replica"
+    )
 
 
 def _speculative_line(rollout: RolloutSection, section: SpeculativeSection, vocabulary: int) -> str:

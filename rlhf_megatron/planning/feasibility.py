@@ -15,7 +15,7 @@ from rlhf_megatron.models.fp8 import unsupported_in_fp8
 from rlhf_megatron.models.lora import fused_with, module_of
 from rlhf_megatron.models.recompute import lacking_module
 from rlhf_megatron.models.weight_map import is_expert, tensor_shapes
-from rlhf_megatron.recipe import Recipe, RewardModelingRecipe, RLRecipe
+from rlhf_megatron.recipe import JudgeSection, Recipe, RewardModelingRecipe, RLRecipe
 from rlhf_megatron.recipe.roles import LayoutSection, LinearLayer, RoleSection, transformer_engine_can
 from rlhf_megatron.recipe.rollout import RolloutLayoutSection
 from rlhf_megatron.recipe.world_checks import layout_of
@@ -55,7 +55,8 @@ def architecture_checks(recipe: Recipe, architectures: Mapping[str, Architecture
     ]
     if isinstance(recipe, RLRecipe):
         checks += [
-            part(_check_rollout, recipe.rollout.layout, actor),
+            part(_check_rollout, "rollout", recipe.rollout.layout, actor),
+            part(_check_judge, recipe.judge, architectures.get("judge")),
             part(_check_speculative, recipe, actor),
             part(_check_router_replay, recipe, actor),
         ]
@@ -86,24 +87,38 @@ def _check_layout(section: str, architecture: Architecture, layout: Layout) -> N
         raise RecipeError(f"{section}.{error}") from error
 
 
-def _check_rollout(layout: RolloutLayoutSection, architecture: Architecture) -> None:
+def _check_judge(section: JudgeSection | None, architecture: Architecture | None) -> None:
+    """Check what is known of the judge's model before vLLM reads it."""
+    if section is None or architecture is None:
+        return
+    _check_rollout("judge", section.layout, architecture)
+    longest = section.max_prompt_length + section.max_response_length
+    if longest > architecture.max_positions:
+        raise RecipeError(
+            f"judge.max_prompt_length={section.max_prompt_length} + judge.max_response_length="
+            f"{section.max_response_length} = {longest} is beyond the judge's {architecture.max_positions} positions "
+            "(max_position_embeddings); lower one"
+        )
+
+
+def _check_rollout(name: str, layout: RolloutLayoutSection, architecture: Architecture) -> None:
     """Check what vLLM divides: attention and feed-forward layers as Megatron does, but experts in its own way."""
     tensor, experts = layout.tensor, architecture.experts
     repeats = dataclasses.replace(architecture, gated_attention=False)  # vLLM repeats key-value heads, gated or not
-    _check_layout("rollout", repeats, Layout(tensor, expert_tensor=1 if experts else None))
+    _check_layout(name, repeats, Layout(tensor, expert_tensor=1 if experts else None))
     if experts is None:
         return
     if experts.biased and tensor > 1 and not layout.expert_parallel:
         raise RecipeError(
-            "rollout.layout.expert_parallel must be true with rollout.layout.tensor above 1: the model's experts have "
+            f"{name}.layout.expert_parallel must be true with {name}.layout.tensor above 1: the model's experts have "
             "biases, which vLLM leaves to one rank"
         )
     what, count = "columns of an expert (moe_intermediate_size)", experts.feed_forward
     if layout.expert_parallel:
-        what, count = "experts (rollout.layout.expert_parallel)", experts.count
+        what, count = f"experts ({name}.layout.expert_parallel)", experts.count
     if count % tensor:
         raise RecipeError(
-            f"rollout.layout.tensor={tensor} does not divide the model's {count} {what}; use a divisor of {count}, or "
+            f"{name}.layout.tensor={tensor} does not divide the model's {count} {what}; use a divisor of {count}, or "
             "pipeline"
         )
 

@@ -18,10 +18,11 @@ from rlhf_megatron.planning.parameters import (
     shareable_parameters,
 )
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, role_memory
+from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
-from rlhf_megatron.recipe.world_checks import role_ranks, roles_together, rollout_ranks
+from rlhf_megatron.recipe.world_checks import judge_ranks, role_ranks, roles_together, rollout_ranks
 from rlhf_megatron.topology.role_layout import make_layout
 
 TIGHT = 0.95  # of the memory, beyond which what the estimate leaves out may decide
@@ -48,11 +49,15 @@ class RolloutMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Memory of a whole recipe: each role's stages, and for each phase what the fullest GPU needs."""
+    """Memory of a whole recipe: each role's stages, and for each phase what the fullest GPU needs.
+
+    Of a judge whose model is not known, the cache counts alone.
+    """
 
     roles: dict[str, list[StageMemory]]
     rollout: RolloutMemory | None
     phases: dict[str, float]
+    judge: RolloutMemory | None = None
 
 
 def estimate(recipe: Recipe, architectures: Mapping[str, Architecture], world_size: int) -> Estimate:
@@ -61,21 +66,29 @@ def estimate(recipe: Recipe, architectures: Mapping[str, Architecture], world_si
         name: role_memory(recipe, section, architectures[name], len(role_ranks(recipe, name, world_size)))
         for name, section in recipe.roles_made.items()
     }
-    rollout = None
+    rollout = judge = None
     if isinstance(recipe, RLRecipe):
         rollout = _rollout_memory(recipe, architectures["actor"], world_size)
+        judge = _judge_memory(recipe, recipe.judge, architectures.get("judge"), world_size) if recipe.judge else None
     phases = [
-        _phases(recipe, {name: roles[name] for name in roles if name in here}, rollout if "rollout" in here else None)
+        _phases(
+            recipe,
+            {name: roles[name] for name in roles if name in here},
+            rollout if "rollout" in here else None,
+            judge.reserved if judge and "judge" in here else 0.0,
+        )
         for here in roles_together(recipe, world_size)
     ]
-    return Estimate(roles, rollout, {phase: max(each[phase] for each in phases) for phase in phases[0]})
+    return Estimate(roles, rollout, {phase: max(each[phase] for each in phases) for phase in phases[0]}, judge)
 
 
-def _phases(recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: RolloutMemory | None) -> dict[str, float]:
-    """Return the need of a GPU with these roles, and rollout if there is some on it, in each phase; the roles' fullest
-    stages are taken to meet on one GPU."""
+def _phases(
+    recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: RolloutMemory | None, judge: float
+) -> dict[str, float]:
+    """Return the need of a GPU with these roles, rollout if there is some on it, and ``judge`` GB that never leave, in
+    each phase; the roles' fullest stages are taken to meet on one GPU."""
     fullest = {name: max(stage.resident for stage in stages) for name, stages in roles.items()}
-    resident = RESERVED_GB + sum(fullest.values())
+    resident = RESERVED_GB + judge + sum(fullest.values())
     updates = (resident - fullest[name] + max(stage.update for stage in stages) for name, stages in roles.items())
     update = max(updates, default=resident)
     if not isinstance(recipe, RLRecipe):
@@ -130,6 +143,22 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
     sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, size, recipe.longest_sequence))
     choices = tokens * _choice_bytes(recipe, architecture) / GB
     return RolloutMemory(replicas, weights, shared, cache, share, tokens, sequences, choices)
+
+
+def _judge_memory(
+    recipe: RLRecipe, section: JudgeSection, architecture: Architecture | None, world_size: int
+) -> RolloutMemory:
+    tensor, cache = section.layout.tensor, section.kv_cache_gb
+    replicas = len(judge_ranks(recipe, world_size)) // tensor
+    if architecture is None:
+        return RolloutMemory(replicas, 0.0, 0.0, cache, cache + ROLLOUT_ACTIVATIONS_GB, 0, 0)
+    size = ELEMENT_BYTES[section.dtype or recipe.model.dtype]
+    weights = size * rollout_parameters(architecture, tensor, section.layout.expert_parallel).total / GB
+    longest = section.max_prompt_length + section.max_response_length
+    tokens = int(cache * GB // kv_cache_bytes_per_token(architecture, tensor, size))
+    sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, size, longest))
+    reserved = weights + cache + ROLLOUT_ACTIVATIONS_GB
+    return RolloutMemory(replicas, weights, 0.0, cache, reserved, tokens, sequences)
 
 
 def _choice_bytes(recipe: RLRecipe, architecture: Architecture) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import Architecture, Head, check_generates, read_architecture, read_config
+from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import RoleSection
@@ -35,11 +36,19 @@ def role_folder(recipe: Recipe, section: RoleSection) -> Path | None:
 
 
 def role_architectures(recipe: Recipe, model: Architecture) -> dict[str, Architecture]:
-    """Return the architecture of each of ``recipe.roles`` with its head, where ``model`` is that of the recipe's model.
+    """Return the architecture of each of ``recipe.roles`` with its head, where ``model`` is that of the recipe's model;
+    and "judge", where its folder is here and of a family that is known: vLLM has more.
 
     Raises ModelError where the config in a role's own folder, which is here, is damaged or not supported.
     """
-    return {name: _role_architecture(recipe, name, section, model) for name, section in recipe.roles.items()}
+    found = {name: _role_architecture(recipe, name, section, model) for name, section in recipe.roles.items()}
+    judge = Path(recipe.judge.path) if isinstance(recipe, RLRecipe) and recipe.judge else None
+    if judge and _has_config(judge):
+        check_classes(judge / "config.json", read_config(judge))
+        if str(read_config(judge).get("model_type")) in FAMILIES:
+            found["judge"] = read_architecture(judge)
+            check_generates(found["judge"], judge)
+    return found
 
 
 def model_architecture(recipe: Recipe, folder: Path) -> Architecture:

@@ -35,7 +35,8 @@ def expected_start(recipe: Recipe, architectures: Mapping[str, Architecture], wo
         "weights": read / _READ_BYTES_PER_SECOND,
     }
     if isinstance(recipe, RLRecipe):
-        seconds |= {"engine": _ENGINE, "plan of weight syncs": min(_LONGEST_PLAN, _PLAN_A_RANK * world)}
+        judge = {"judge": _ENGINE} if recipe.judge else {}
+        seconds |= judge | {"engine": _ENGINE, "plan of weight syncs": min(_LONGEST_PLAN, _PLAN_A_RANK * world)}
     return seconds
 
 
@@ -43,6 +44,8 @@ def parameters_of_a_node(recipe: Recipe, architectures: Mapping[str, Architectur
     """Return how many parameters the ranks of a node read from files together, each once; of the node with the most."""
     most: dict[str | None, int] = {}
     for name, model in architectures.items():
+        if name not in recipe.roles:  # the judge, which vLLM reads
+            continue
         section, ranks = recipe.roles[name], role_ranks(recipe, name, world)
         layout = make_layout(layout_of(recipe, section), len(ranks))
         nodes: dict[int, list[int]] = defaultdict(list)

@@ -135,6 +135,8 @@ def _model_files(recipe: Recipe) -> Iterator[Path]:
     """The files of all model folders; one without any is told by its config.json, which is missing."""
     roles = recipe.roles.values()
     folders = [recipe.model.path, recipe.model.tokenizer, *(role.weights_folder for role in roles)]
+    if isinstance(recipe, RLRecipe) and recipe.judge:
+        folders += [recipe.judge.path, recipe.judge.tokenizer]
     for folder in dict.fromkeys(Path(name) for name in folders if name is not None):
         files = sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern))
         yield from files or [folder if folder.is_file() else folder / "config.json"]

@@ -24,9 +24,10 @@ from rlhf_megatron.data.rows import (
     parse_messages,
     with_system_prompt,
 )
-from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, recipe_tokenizer
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.agent_turns import AgentTurns
+from rlhf_megatron.generation.judge import encode_questions
 from rlhf_megatron.generation.partners import Trajectory, TurnTools, make_partner, why_failed
 from rlhf_megatron.generation.tool_turns import ToolTurns, described, with_tools
 from rlhf_megatron.models.architecture import read_architecture
@@ -67,6 +68,7 @@ def file_checks(recipe: Recipe) -> list[Check]:
     if has_model(recipe):
         works |= {
             "tokenizer": lambda: tokenizer_check(recipe),
+            "judge": lambda: judge_check(recipe),
             "turns": lambda: turns_check(recipe),
             "disk": lambda: room_check(recipe),
         }
@@ -106,6 +108,8 @@ def trackers_check(recipe: Recipe) -> Check:
 def models_checks(recipe: Recipe) -> list[Check]:
     """Checks that the folders of roles with models of their own have a config.json."""
     folders = {name: section.weights_folder for name, section in recipe.roles.items()}
+    if isinstance(recipe, RLRecipe) and recipe.judge:
+        folders["judge"] = recipe.judge.path
     own = {name: folder for name, folder in folders.items() if folder not in (None, recipe.model.path)}
     missing = [
         Check("models", "fail", f"{name}.path: there is no {folder}/config.json", "download the model")
@@ -113,6 +117,27 @@ def models_checks(recipe: Recipe) -> list[Check]:
         if not os.path.lexists(Path(str(folder)) / "config.json")
     ]
     return missing or [Check("models", "ok", f"those of {', '.join(['actor', *own])}")]
+
+
+def judge_check(recipe: Recipe) -> list[Check]:
+    """Checks that the judge's tokenizer loads and its template renders right answers to the first rows; raises
+    DataError where not. Nothing is said without a judge."""
+    if not isinstance(recipe, RLRecipe) or recipe.judge is None:
+        return []
+    section = recipe.judge
+    tokenizer = load_tokenizer(section.tokenizer or section.path, recipe.model.trust_remote_code, section.chat_template)
+    if os.path.lexists(Path(section.path) / "config.json") and "judge" in (known := planned_architectures(recipe)):
+        check_tokens(tokenizer, known["judge"], section.path)
+    columns = ["data_source", "prompt", "reward_model"]
+    rows, prompts = open_rows(recipe.data.training_files, recipe.data, columns, ["extra_info"]), list[Prompt]()
+    for number in range(min(ROWS, len(rows))):
+        row = _row_of_turns(recipe, rows.read(number), rows.location(number))
+        prompts.append(Prompt(number, row["data_source"], (), row["ground_truth"], {}, tuple(row["prompt"])))
+    lengths = list(map(len, encode_questions(section, tokenizer, prompts, [each.ground_truth for each in prompts])))
+    seen, limit = f"{len(lengths)} right answers in prompts of up to {max(lengths)} tokens", section.max_prompt_length
+    if max(lengths) > limit:
+        return [Check("judge", "fail", f"{seen}, beyond judge.max_prompt_length={limit}", "raise it")]
+    return [Check("judge", "ok", seen)]
 
 
 def data_checks(recipe: Recipe) -> list[Check]:
@@ -185,7 +210,7 @@ def reward_check(recipe: Recipe, asks_services: bool = True) -> Check:
     A rule must also find them better than an empty response; how an answer to a function looks, nobody knows here.
     """
     if not isinstance(recipe, RLRecipe) or recipe.reward.rule == "none":
-        seen = "a reward model or an environment gives them" if isinstance(recipe, RLRecipe) else "this loop has none"
+        seen = "a model or an environment gives them" if isinstance(recipe, RLRecipe) else "this loop has none"
         return Check("rewards", "skipped", seen)
     if not asks_services and any(source.service for source in (recipe.reward, *recipe.reward.parts)):
         return Check("rewards", "skipped", "a service gives them, which tools/preflight.py asks")

@@ -31,6 +31,7 @@ from rlhf_megatron.preflight.check import (
 )
 from rlhf_megatron.preflight.file_checks import (
     data_checks,
+    judge_check,
     reward_check,
     tokenizer_check,
     trackers_check,
@@ -97,6 +98,7 @@ def see_alone(recipe: Recipe, rank: int, world: int, seconds: float) -> dict[str
         run("rows", lambda: data_checks(recipe))
         run("tokenizer", lambda: tokenizer_check(recipe))
         run("rewards", lambda: reward_check(recipe))
+        run("judge", lambda: judge_check(recipe))
         run("turns", lambda: turns_check(recipe))
     return {"facts": facts[0] if facts else None, "checks": checks}
 

@@ -3,6 +3,7 @@
 from rlhf_megatron.errors import RecipeError, UserError
 from rlhf_megatron.recipe.algorithm import AlgorithmSection
 from rlhf_megatron.recipe.data import DataSection
+from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.load import (
     AnyRecipe,
     known_keys,
@@ -34,7 +35,7 @@ from rlhf_megatron.recipe.roles import (
 )
 from rlhf_megatron.recipe.rollout import AgentSection, MultiTurnSection, RolloutSection
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
-from rlhf_megatron.recipe.world_checks import check_world, role_ranks, rollout_ranks
+from rlhf_megatron.recipe.world_checks import check_world, judge_ranks, role_ranks, rollout_ranks
 
 __all__ = [
     "ActorSection",
@@ -43,6 +44,7 @@ __all__ = [
     "AnyRecipe",
     "CriticSection",
     "DataSection",
+    "JudgeSection",
     "LayoutSection",
     "LoraSection",
     "MonitorSection",
@@ -64,6 +66,7 @@ __all__ = [
     "SFTRecipe",
     "UserError",
     "check_world",
+    "judge_ranks",
     "known_keys",
     "load_evaluation",
     "load_recipe",

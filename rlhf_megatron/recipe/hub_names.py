@@ -42,6 +42,8 @@ _FOLDERS = (
     ("critic", "path"),
     ("reward_model", "path"),
     ("reward_model", "tokenizer"),
+    ("judge", "path"),
+    ("judge", "tokenizer"),
 )
 _Recipe = TypeVar("_Recipe", bound=Section)
 

@@ -29,7 +29,7 @@ from rlhf_megatron.untrusted import shown
 # Keys at the top level in the order that a reader wants: what is run, with which models, how it learns, how it is kept.
 READING_ORDER = (
     *("name", "loop", "steps", "epochs", "seed", "deterministic", "run_root", "model", "data", "batch"),
-    *("actor", "reference", "critic", "reward_model", "rollout", "regather", "algorithm", "reward"),
+    *("actor", "reference", "critic", "reward_model", "judge", "rollout", "regather", "algorithm", "reward"),
     *("evaluation", "checkpoint", "monitor", "health", "cluster", "retry", "slurm"),
 )
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")

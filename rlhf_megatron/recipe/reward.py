@@ -14,7 +14,7 @@ from rlhf_megatron.redaction import is_secret_parameter
 # Names of other metrics under reward/.
 _TAKEN_NAMES = (
     "mean", "std", "latency_ms", "informative_group_fraction", "score_mean", "overlong_penalty_mean",
-    "samples", "timeouts", "failures", "masked", "reward_model", "environment",
+    "samples", "timeouts", "failures", "masked", "reward_model", "judge", "environment",
 )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ class RewardSource(Section):
         "length",
         "none",
     ] = "data_source"
-    """data_source: by the row's; none: reward model or environment alone."""
+    """data_source: by the row's; none: reward model, judge or environment alone."""
     pattern: str | None = None
     """format: regular expression of the whole response."""
     length_low: int = Field(default=0, ge=0)

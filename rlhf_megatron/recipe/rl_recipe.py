@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, SELECTING_LOSSES, AlgorithmSection
 from rlhf_megatron.recipe.batch import GroupedBatchSection
+from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.operations import RegatherSection
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.reward import RewardSection
@@ -88,6 +89,8 @@ class RLRecipe(RolloutRecipe):
     """PPO's value model: a decoder with a scalar head."""
     reward_model: RewardModelSection | None = None
     """Frozen sequence classifier; its scores are rewards."""
+    judge: JudgeSection | None = None
+    """Frozen language model that generates verdicts: their scores are rewards (docs/rewards.md#a-judge-in-the-job)."""
     regather: RegatherSection = RegatherSection()
     """Weight sync, actor to rollout."""
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -135,7 +138,7 @@ class RLRecipe(RolloutRecipe):
             )
 
     def _check_keep_best(self) -> None:
-        """Refuse a metric that no evaluation has, where a reward model alone scores; else only the run can tell."""
+        """Refuse a metric that no evaluation has, where models alone score; else only the run can tell."""
         best = self.checkpoint.keep_best
         if best and self.reward.rule == "none":  # to a reward model alone, no answer is right or wrong
             of_sources = best.metric.startswith("eval/") and best.metric.endswith("/score")
@@ -195,8 +198,15 @@ class RLRecipe(RolloutRecipe):
 
     @property
     def reward_names(self) -> list[str]:
-        """Names of the parts of a reward in the run, the reward model's the last; none where there is one part."""
-        return super().reward_names if self.reward_model is None else [*self._names_of_scores, "reward_model"]
+        """Names of the parts of a reward in the run, those of models the last; none where there is one part."""
+        models = list(self.scoring_models)
+        return [*self._names_of_scores, *models] if models else super().reward_names
+
+    @property
+    def scoring_models(self) -> Mapping[str, RewardModelSection | JudgeSection]:
+        """The models that score responses, in the order of their parts of a reward."""
+        named = {"reward_model": self.reward_model, "judge": self.judge}
+        return {name: section for name, section in named.items() if section is not None}
 
     @property
     def why_weights_are_copied(self) -> str | None:
@@ -218,14 +228,17 @@ class RLRecipe(RolloutRecipe):
                     f"reward.length_low={source.length_low}: no response would be paid, since "
                     f"rollout.max_response_length={longest}; lower it"
                 )
-        if self.reward.rule == "none" and self.reward_model is None and not self.plays:
+        if self.reward.rule != "none":
+            return
+        if not self.scoring_models and not self.plays:
             raise ValueError(
-                "reward.rule=none needs the section reward_model, or rollout.multi_turn.environment or rollout.agent, "
-                "which then gives the reward alone"
+                "reward.rule=none needs the section reward_model or judge, or rollout.multi_turn.environment or "
+                "rollout.agent, which then gives the reward alone"
             )
-        if self.reward.rule == "none" and self.reward_model is not None and not self.reward_model.weight:
+        if self.scoring_models and not any(section.weight for section in self.scoring_models.values()):
             raise ValueError(
-                "reward_model.weight=0: each reward would be 0, as reward.rule=none has no other; change one"
+                f"{next(iter(self.scoring_models))}.weight=0: each reward would be 0, as reward.rule=none has no "
+                "other; change one"
             )
 
     def _check_filter_groups(self) -> None:
@@ -321,9 +334,9 @@ class RLRecipe(RolloutRecipe):
             raise ValueError(
                 "data.chat_template_kwargs.tools: rollout.multi_turn.tools describes the tools; leave it out"
             )
-        if self.rollout.multi_turn and self.reward_model is not None:
+        for name in self.scoring_models if self.rollout.multi_turn else ():
             raise ValueError(
-                "reward_model: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
+                f"{name}: it reads one answer to a prompt, and rollout.multi_turn has several; leave one out"
             )
         section = "multi_turn" if self.rollout.multi_turn else "agent"
         if self.keeps_journal and self.deterministic:
@@ -346,10 +359,8 @@ class RLRecipe(RolloutRecipe):
         """Refuses what knows one row per trajectory, where there may be several."""
         if self.rollout.agent is None:
             return
-        if self.reward_model is not None:
-            raise ValueError(
-                "reward_model: it reads one answer to a prompt, and rollout.agent has several; leave one out"
-            )
+        for name in self.scoring_models:
+            raise ValueError(f"{name}: it reads one answer to a prompt, and rollout.agent has several; leave one out")
         if not self.has_branches:
             return
         last = "; set rollout.agent.branches to last, or choose another"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.placement import ranks_of
@@ -27,11 +27,24 @@ def rollout_ranks(recipe: RolloutRecipe, world_size: int) -> list[int]:
     return ranks_of("rollout.ranks", recipe.rollout.ranks, world_size, recipe.cluster.gpus_per_node)
 
 
+def judge_ranks(recipe: RLRecipe, world_size: int) -> list[int]:
+    """Return the rising global ranks of the judge, the rollout's unless it has its own; raises as ``role_ranks``."""
+    assert recipe.judge is not None
+    return ranks_of("judge.ranks", _ranks_of_judge(recipe), world_size, recipe.cluster.gpus_per_node)
+
+
+def _ranks_of_judge(recipe: RLRecipe) -> str:
+    own = recipe.judge.ranks if recipe.judge else None
+    return recipe.rollout.ranks if own is None else own
+
+
 def roles_together(recipe: Recipe, world_size: int) -> frozenset[frozenset[str]]:
-    """Return the roles that are made, and "rollout", of each rank, once for ranks that have the same."""
+    """Return the roles that are made, "rollout" and "judge", of each rank, once for ranks that have the same."""
     texts = {name: section.ranks for name, section in recipe.roles_made.items()}
     if isinstance(recipe, RLRecipe):
         texts["rollout"] = recipe.rollout.ranks
+        if recipe.judge:
+            texts["judge"] = _ranks_of_judge(recipe)
     return _roles_together(tuple(texts.items()), world_size, recipe.cluster.gpus_per_node)
 
 
@@ -84,9 +97,30 @@ def _check_rollout(recipe: RLRecipe, world_size: int) -> None:
     rollout = recipe.rollout.layout
     generating = rollout_ranks(recipe, world_size)
     _check_fill("rollout.layout", {"tensor": rollout.tensor, "data": rollout.data}, len(generating))
+    _check_judge(recipe, world_size, generating)
     _check_shares(recipe, len(generating) // rollout.tensor)
     if len(generating) < world_size or recipe.rollout.steps_ahead:
         _check_teams(recipe, world_size, set(generating))
+
+
+def _check_judge(recipe: RLRecipe, world_size: int, generating: Sequence[int]) -> None:
+    """Whole replicas, on ranks of their own or on those of a replica of the rollout: vLLM's groups are a process's."""
+    if recipe.judge is None:
+        return
+    layout, ranks = recipe.judge.layout, judge_ranks(recipe, world_size)
+    _check_fill("judge.layout", {"tensor": layout.tensor, "data": layout.data}, len(ranks))
+    of_rollout = {rank: replica for replica in _replicas(generating, recipe.rollout.layout.tensor) for rank in replica}
+    for replica in _replicas(ranks, layout.tensor):
+        shared = next((of_rollout[rank] for rank in replica if rank in of_rollout), replica)
+        if shared != replica:
+            raise RecipeError(
+                f"judge.layout.tensor={layout.tensor}: ranks {replica[0]}-{replica[-1]} would be a replica, but "
+                f"the rollout has {shared[0]}-{shared[-1]}; give both the same, or judge.ranks of its own"
+            )
+
+
+def _replicas(ranks: Sequence[int], tensor: int) -> list[Sequence[int]]:
+    return [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
 
 
 def _check_profile(recipe: Recipe, world_size: int) -> None:
@@ -104,8 +138,10 @@ def learners_of(recipe: Recipe, world_size: int) -> list[int]:
 
 def _check_teams(recipe: RLRecipe, world_size: int, generating: set[int]) -> None:
     """No GPU without work; and where rollout is ahead of learning, none that would have to do both at a time."""
-    made = recipe.roles_made
-    placed = {name: set(role_ranks(recipe, name, world_size)) for name in made}
+    placed = {name: set(role_ranks(recipe, name, world_size)) for name in recipe.roles_made}
+    texts = {name: section.ranks for name, section in recipe.roles_made.items()}
+    if recipe.judge:
+        placed["judge"], texts["judge"] = set(judge_ranks(recipe, world_size)), _ranks_of_judge(recipe)
     idle = set(range(world_size)).difference(generating, *placed.values())
     if idle:
         raise RecipeError(
@@ -115,14 +151,14 @@ def _check_teams(recipe: RLRecipe, world_size: int, generating: set[int]) -> Non
     if not recipe.rollout.steps_ahead:
         return
     for name, ranks in placed.items():
-        if name == "reward_model" and not ranks <= generating:
+        if name in recipe.scoring_models and not ranks <= generating:
             raise RecipeError(
-                f"{name}.ranks={made[name].ranks}: with rollout.steps_ahead=1 it judges while others "
+                f"{name}.ranks={texts[name]}: with rollout.steps_ahead=1 it judges while others "
                 f"learn; name ranks of rollout.ranks={recipe.rollout.ranks}"
             )
-        if name != "reward_model" and ranks & generating:
+        if name not in recipe.scoring_models and ranks & generating:
             raise RecipeError(
-                f"{name}.ranks={made[name].ranks} has rank {min(ranks & generating)}, which generates "
+                f"{name}.ranks={texts[name]} has rank {min(ranks & generating)}, which generates "
                 f"ahead (rollout.steps_ahead=1, rollout.ranks={recipe.rollout.ranks}); give each GPU to one of them"
             )
 

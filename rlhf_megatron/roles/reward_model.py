@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.data.rollout_batch import batch_from_rows
+from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.row_numbers import SpreadRows
-from rlhf_megatron.data.tokenizer import Message, Tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.shares import share_out
 from rlhf_megatron.topology.row_exchange import gather_rows
@@ -34,17 +35,15 @@ class RewardModel:
         the role's team."""
         self._role, self._tokenizer, self._policy_tokenizer, self._group = role, tokenizer, policy_tokenizer, group
 
-    def scores(self, rows: SpreadRows, conversations: Sequence[Sequence[Message]]) -> Tensor:
+    def scores(self, rows: SpreadRows, prompts: Sequence[Prompt]) -> Tensor:
         """[R] float32, the score of each rollout, on the CPU of every rank of the role's team; collective over it.
 
-        ``conversations`` are the messages that each row answers which this rank holds. The row's sampled tokens are
-        decoded without control tokens to the assistant's turn behind them, and the whole is rendered and encoded anew.
+        ``prompts`` are what the rows answer which this rank holds. A row's sampled tokens are decoded to the
+        assistant's turn behind the prompt's messages, and the whole is rendered and encoded anew.
         A response that was cut off looks to the model as if it ended there.
         """
-        batch = rows.held
-        sampled = batch.tokens[batch.response_mask].split(batch.response_lengths.tolist())
-        answers = [self._policy_tokenizer.decode(tokens.tolist()) for tokens in sampled]
-        encoded = self._tokenizer.encode_answered(list(conversations), answers)
+        conversations = [prompt.messages for prompt in prompts]
+        encoded = self._tokenizer.encode_answered(conversations, sampled_texts(rows.held, self._policy_tokenizer))
         places = (rows.numbers.holder == rows.rank).nonzero().squeeze(1)
         read = gather_rows(batch_from_rows(encoded, [()] * len(encoded), row_id=places.tolist()), self._group)
         home = self._role.home
@@ -56,3 +55,9 @@ class RewardModel:
                 scores[share.rows] = own
         dist.all_reduce(scores, group=self._group)
         return scores
+
+
+def sampled_texts(batch: RolloutBatch, tokenizer: Tokenizer) -> list[str]:
+    """Return the text of each row's sampled tokens, of which ``tokenizer`` made it, without control tokens."""
+    sampled = batch.tokens[batch.response_mask].split(batch.response_lengths.tolist())
+    return [tokenizer.decode(tokens.tolist()) for tokens in sampled]

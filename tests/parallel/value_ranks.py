@@ -18,6 +18,7 @@ megatron.install()
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.checkpoint.hugging_face import export_weights  # noqa: E402
 from rlhf_megatron.data.packing import assign_rows  # noqa: E402
+from rlhf_megatron.data.prompts import Prompt  # noqa: E402
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows  # noqa: E402
 from rlhf_megatron.data.row_numbers import SpreadRows, numbers_of  # noqa: E402
 from rlhf_megatron.data.tokenizer import load_tokenizer  # noqa: E402
@@ -140,7 +141,8 @@ def score_rollouts(
     holder = torch.arange(batch.rows) % 2 * (world - 1)
     own = (holder == rank).nonzero().flatten().tolist()
     rows = SpreadRows(numbers_of(batch, holder), batch.select(own), rank)
-    return reward_model.scores(rows, [conversations[row] for row in own])
+    asked = [Prompt(row, "", tuple(prompts[row]), "", {}, tuple(conversations[row])) for row in own]
+    return reward_model.scores(rows, asked)
 
 
 def head_over_a_cut_sequence(hidden: list[Any], weight: list[float], push: list[float]) -> dict[str, list[float]]:

@@ -386,7 +386,7 @@ def test_beside_a_reward_model_rewards_are_tried_where_there_are_any(
     scored = Check("rewards", "ok", "4 right answers: 1; empty ones: 0")
     assert reward_check(recipe_of(reward_model=judge)) == scored
     alone = reward_check(recipe_of(reward_model=judge, reward={"rule": "none"}))
-    assert alone == Check("rewards", "skipped", "a reward model or an environment gives them")
+    assert alone == Check("rewards", "skipped", "a model or an environment gives them")
 
 
 def test_a_right_answer_without_reward_is_told(recipe_of: Callable[..., Recipe], tmp_path: Path) -> None:

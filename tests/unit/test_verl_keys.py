@@ -69,6 +69,7 @@ def test_other_values_get_a_line() -> None:
 COMMANDS: list[dict[str, Any]] = [
     {"algorithm.adv_estimator": "gae", "reward.reward_model.enable": True, "reward.reward_model.model_path": "/judge"},
     {"reward_model.enable": True, "reward_model.model.path": "/judge", f"{ACTOR}.strategy": "megatron"},
+    {"reward_model.enable": True, "reward_model.model.path": "/judge", "custom_reward_function.path": "ask.py"},
     {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
     {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.model.lora_rank": 8},
     {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.policy_loss.loss_mode": "clip_cov"},

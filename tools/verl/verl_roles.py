@@ -34,6 +34,18 @@ BUDGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "critic": (("ppo_micro_batch_size", "forward_micro_batch_size"), ("ppo_max_token_len", "forward_max_token_len")),
     "reward_model": (("micro_batch_size",), ("forward_max_token_len",)),
 }  # fmt: skip
+REWARD_FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
+JUDGES = ("reward_model", "reward.reward_model")
+# Keys of a judge's rollout, ours, and verl's defaults.
+JUDGE_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("tensor_model_parallel_size", "layout.tensor", 2), ("prompt_length", "max_prompt_length", 2048),
+    ("response_length", "max_response_length", 2048), ("temperature", "temperature", 1.0),
+    ("max_num_seqs", "max_num_seqs", 1024), ("enforce_eager", "enforce_eager", True),
+)  # fmt: skip
+JUDGE_PROMPT = (
+    "Question: {question}\n\nAnswer: {response}\n\nReference answer: {ground_truth}\n\n"
+    "How good is the answer, from 0 to 10? End with: Score: N"
+)
 # Engines of verl beside Megatron, by their sections.
 ENGINES = ("fsdp_config", "fsdp", "model.fsdp_config", "veomni")
 
@@ -65,16 +77,35 @@ def put_roles(command: Command, tree: Tree) -> None:
     else:
         command.pass_over("critic.", "trainer.critic_warmup")
     if command.first("reward_model.enable", "reward.reward_model.enable", default=False):
-        put_role(command, tree, "reward_model", longest, 32768)
-        path = command.first("reward_model.model.path", "reward.reward_model.model_path", default="")
-        if not path:
-            raise RecipeError("reward.reward_model.model_path: name the reward model's folder")
-        tree.put("reward_model.path", path)
+        put_reward_model(command, tree, longest)
     of_actor = tree["actor"]
     for role in ("reference", "critic", "reward_model"):
         section = tree.get(role, {})
         if section.get("layout", {}) == of_actor.get("layout", {}):
             section.pop("layout", None)  # the actor's, unless it is another
+
+
+def put_reward_model(command: Command, tree: Tree, longest: int) -> None:
+    """A classifier; or a judge, which verl tells apart by the function that asks it."""
+    path = command.first("reward_model.model.path", "reward.reward_model.model_path", default="")
+    if not path:
+        raise RecipeError("reward.reward_model.model_path: name the reward model's folder")
+    if command.first(*(f"{key}.path" for key in REWARD_FUNCTIONS), default=""):
+        put_judge(command, tree, path)
+    else:
+        put_role(command, tree, "reward_model", longest, 32768)
+        tree.put("reward_model.path", path)
+        for key in (f"{section}.rollout.temperature" for section in JUDGES):
+            if command.number(key, 1.0) not in (0, 1):
+                command.refuse(key, "a reward model is a classifier with one score")
+
+
+def put_judge(command: Command, tree: Tree, path: str) -> None:
+    """A generative reward model: its engines' settings; what it is asked stands in a function, and so not here."""
+    tree["judge"] = Tree(path=path, prompt=JUDGE_PROMPT, score_range=[0, 10])
+    for key, ours, default in JUDGE_KEYS:
+        value = command.first(*(f"{section}.rollout.{key}" for section in JUDGES), default=default)
+        tree.put(f"judge.{ours}", value)
 
 
 def check_critic(command: Command, tree: Tree) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet
 from verl_algorithm import put_algorithm
 from verl_command import ACTOR, DTYPES, MODEL, ROLLOUT, Command, Tree
-from verl_roles import put_placement, put_roles
+from verl_roles import REWARD_FUNCTIONS, put_placement, put_roles
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES
@@ -243,11 +243,15 @@ def put_rewards(command: Command, tree: Tree) -> None:
         manager = command.take(key)
         if manager not in (None, "naive", "dapo") and not isinstance(manager, dict):
             command.refuse(key, "rewards are rules, functions and services (docs/rewards.md)")
-    keys = ("custom_reward_function", "reward.custom_reward_function")
+    keys = REWARD_FUNCTIONS
     path = command.first(*(f"{key}.path" for key in keys), default="")
     name = command.first(*(f"{key}.name" for key in keys), default="compute_score")
     if "reward_model" in tree:
         tree.put("reward.rule", "none")  # in verl a reward model's scores are the whole reward
+    elif "judge" in tree:
+        tree.put("reward.rule", "none")
+        key = next(f"{each}.path" for each in keys if command.take(f"{each}.path"))
+        command.refuse(key, "write what it asks the judge as judge.prompt, and how it reads verdicts as judge.verdict")
     elif path:
         tree.put("reward.function", f"{path}:{name}")
 

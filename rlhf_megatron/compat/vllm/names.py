@@ -221,6 +221,7 @@ NAMES = (
     PrivateName("vllm.distributed.parallel_state", "_WORLD", "loaders of any tensor rank"),
     PrivateName("vllm.distributed.parallel_state", "_PP", "loaders of any tensor rank"),
     PrivateName("vllm.distributed.parallel_state", "_DP", "loaders of any tensor rank"),
+    PrivateName("vllm.v1.worker.workspace", "_manager", "scratch memory of each engine of a process"),
     PrivateName("vllm.distributed.parallel_state", "GroupCoordinator", "loaders of any tensor rank"),
     PrivateName(_LOADER + ".utils", "initialize_model", "a model on the meta device"),
     PrivateName(_LAYERS + "rotary_embedding", "_ROPE_DICT", "rotary modules of one model are not shared with another"),

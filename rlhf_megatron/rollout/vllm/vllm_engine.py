@@ -31,6 +31,7 @@ from rlhf_megatron.compat.vllm import (
 )
 from rlhf_megatron.compat.vllm.names import check_version
 from rlhf_megatron.compat.vllm.speculation import SeededSampler
+from rlhf_megatron.compat.vllm.workspace import Workspace
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.recipe.rollout import SpeculativeSection
 from rlhf_megatron.rollout.drafts import Drafter
@@ -82,7 +83,8 @@ class VllmEngine:
         arguments = engine_arguments(section, dtype, seed, self._max_length, self._on_gpu)
         if load_format == "dummy":
             arguments |= config_arguments(model_path, language)
-        with _starting(self._on_gpu):
+        self._workspace = Workspace()
+        with _starting(self._on_gpu), self._workspace.in_use():
             arguments |= {"model": model_path, "load_format": load_format, "use_tqdm_on_load": False}
             with choice_recorder.recorded() if records_experts else contextlib.nullcontext() as recorder:
                 self._llm: Any = _make_llm(arguments, section.quantization is not None, shared or {}, self._max_length)
@@ -229,7 +231,8 @@ class VllmEngine:
             pauses,
             lambda group: check_requests(group, sampling, self._max_length, self._vocabulary),
         )
-        with preserved_random_state(), logprobs.kept_as_numbers(internals.scheduler(self._engine), self._on_gpu):
+        as_numbers = logprobs.kept_as_numbers(internals.scheduler(self._engine), self._on_gpu)
+        with preserved_random_state(), self._workspace.in_use(), as_numbers:
             completions = scheduler.generate(on_progress, on_completion)
         self.record = scheduler.record
         if self._speculation:
