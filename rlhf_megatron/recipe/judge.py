@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.placement import Ranks
 from rlhf_megatron.recipe.rollout import LOWEST_TEMPERATURE, RolloutLayoutSection, RolloutSection
-from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, Section
+from rlhf_megatron.recipe.section import LARGEST_FLOAT, LARGEST_MEMORY_GB, Section
 
 PROMPT_FIELDS = ("question", "response", "ground_truth")
 # What str.format would take for a field; other braces, such as JSON's, are text.
@@ -101,7 +101,7 @@ class JudgeSection(Section):
             score = float(found[-1]) if found else None
         except ValueError:
             return None
-        if score is None or not abs(score) < float("inf"):
+        if score is None or not abs(score) <= LARGEST_FLOAT:
             return None
         if self.score_range is None:
             return score

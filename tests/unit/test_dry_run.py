@@ -58,6 +58,7 @@ RECIPES = {
     "tiny_reasoning_gym": 2,
     "tiny_ppo": 2,
     "tiny_reward_model": 2,
+    "tiny_judge": 2,
     "smollm_grpo": 1,
     "qwen7b_grpo": 8,
     "qwen7b_lora": 1,
