@@ -296,7 +296,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "rotary_dim": 16,
+        # Not read by transformers before 5.19, which then turns all 32 numbers of a head.
+        "rotary_dim": 16 if "convert_rope_params_to_dict" in vars(MiniMaxM2Config) else 32,
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },

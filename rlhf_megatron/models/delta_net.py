@@ -147,8 +147,9 @@ class DeltaNetAttention(MegatronModule):
 
 
 def normalised(values: Tensor) -> Tensor:
-    """Return vectors of length 1 along the last dimension."""
-    return values * (values.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    """Return vectors of length 1 along the last dimension, by float32: gradients of short ones go beyond float16."""
+    wide = values.float()
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(values.dtype)
 
 
 def convolved(values: Tensor, weight: Tensor, boundaries: Tensor) -> Tensor:

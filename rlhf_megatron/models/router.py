@@ -1,4 +1,4 @@
-"""Routers that choose experts by more than a softmax: sigmoid scores, correction biases, groups of experts.
+"""Routers that choose experts by more than a softmax of products: sigmoid scores, biases, groups of experts.
 
 The formulas are transformers' (DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437), in the logits' own type.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -53,6 +54,20 @@ class ScoreRouter(TopKRouter):
         if kept is not None and self.expert_bias is not None:
             self.expert_bias.data = kept.to(self.weight.device)
         return self
+
+
+class BiasedRouter(TopKRouter):
+    """Megatron's router with a bias, as gpt-oss has one.
+
+    Megatron has Transformer Engine multiply and add it at once, with numbers of 16 bits and a result of 32. That reads
+    the bias as numbers of 32 bits, and past its end (Transformer Engine 2.20, TransformerEngine#3562).
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits [s, 1, experts] of hidden states, in the type of ``moe_router_dtype``."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
+        logits: Tensor = router_gating_linear(input, self.weight, None, dtype)
+        return logits + self.bias.to(dtype)
 
 
 def expert_scores(logits: Tensor, routing: Routing) -> Tensor:

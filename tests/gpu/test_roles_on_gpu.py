@@ -148,7 +148,10 @@ def chosen_experts(folder: Path) -> list[Any] | None:
         return None
     chosen: list[Tensor] = []
     for router in routers:
-        router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+        # Which of its results they are differs by version.
+        router.register_forward_hook(
+            lambda _, __, output: chosen.extend(part for part in output if part.dtype == torch.int64)
+        )
     for prompt, response in zip(*random_rows(ROWS, VOCABULARY), strict=True):
         chosen.clear()
         row_logprobs(model, prompt, response)
@@ -184,11 +187,12 @@ def test_outputs_and_steps_equal_transformers(
         f"{name}, {layers}: logprobs {difference.max():.1e} (median {difference.median():.1e}), "
         f"parameters {moved.max():.1e} (median {moved.median():.1e}) from transformers"
     )
-    sums = 3 if read_architecture(home / name).delta_net else 1  # over tokens, and rounding with them
+    # Delta nets sum over tokens, and rounding with them; more so in their gradients.
+    sums, of_gradients = (3, 10) if read_architecture(home / name).delta_net else (1, 1)
     assert difference.max() < sums * kind.largest
     assert difference.median() < sums * max(kind.median, own_rounding(home / name, kind.dtype))
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
-    assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative)
+    assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative * of_gradients)
     assert moved.median() < kind.moved
     # AdamW moves no element further than its rate, so two runs part by twice that; and the result is rounded.
     rounding = ROUNDING.get(kind.dtype, 0.0) * max(float(value.abs().max()) for value in parameters.values())

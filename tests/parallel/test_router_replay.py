@@ -56,7 +56,8 @@ def random_choices(lengths: Sequence[int], routers: Sequence[Any], seed: int) ->
 
 def routers_of(model: Any) -> list[Any]:
     """The routers of transformers' model, in the order of their layers."""
-    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    names = "topkrouter", "moev1gate"  # as transformers before 5.19 calls that of Hunyuan
+    return [module for module in model.modules() if type(module).__name__.lower().endswith(names)]
 
 
 @contextmanager

@@ -38,6 +38,16 @@ def test_states_begin_anew_in_each_row() -> None:
         assert (ours - wanted[0]).abs().max() < 1e-5
 
 
+def test_gradients_of_short_vectors_are_numbers_in_float16() -> None:
+    short = torch.full((3, 8), 1e-4, dtype=torch.float64)
+    given, exact = short.half().requires_grad_(), short.half().double().requires_grad_()
+    pull = torch.linspace(-1e-3, 1e-3, 8)
+    for values in (given, exact):
+        (normalised(values).double() * pull).sum().backward()
+    assert given.grad is not None and exact.grad is not None
+    torch.testing.assert_close(given.grad.double(), exact.grad, rtol=5e-3, atol=1e-3)
+
+
 def test_no_token_is_convolved_with_another_row() -> None:
     values, weight = packed(6, seed=5), torch.randn(6, 4, generator=torch.Generator().manual_seed(6))
     found = convolved(values, weight, BOUNDARIES)

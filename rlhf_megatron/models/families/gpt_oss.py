@@ -76,9 +76,12 @@ class GptOss(Decoder):
     ) -> Any:
         """See Family."""
         from rlhf_megatron.models import biased_experts
+        from rlhf_megatron.models.router import BiasedRouter
 
         spec = super().layer_spec(architecture, kind, implementation, rotary)
-        layers = spec.submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
+        mixture = spec.submodules.mlp.keywords["submodules"]
+        mixture.router = BiasedRouter
+        layers = mixture.experts.keywords["submodules"]
         if implementation == "transformer_engine":
             layers.linear_fc1, layers.linear_fc2 = biased_experts.GroupedGateUp, biased_experts.GroupedDown
         else:
