@@ -20,8 +20,9 @@ from rlhf_megatron.data.packing import assign_rows
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.row_numbers import SpreadRows
-from rlhf_megatron.data.tokenizer import Tokenizer, text_of_rendered
+from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import RewardError
+from rlhf_megatron.generation.judge_questions import encode_questions
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.models.architecture import wrapped_language
 from rlhf_megatron.recipe import JudgeSection
@@ -217,38 +218,6 @@ class Judge:
         """End the engine."""
         if self._engine:
             self._engine.close()
-
-
-def encode_questions(
-    section: JudgeSection, tokenizer: Tokenizer, prompts: Sequence[Prompt], responses: Sequence[str]
-) -> list[list[int]]:
-    """Return the tokens that a judge with ``tokenizer`` reads of each response to its prompt.
-
-    Raises DataError where its chat template refuses them.
-    """
-    messages = [
-        [{"role": "user", "content": section.message(_fields(prompt, _without_control_tokens(response, tokenizer)))}]
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    return tokenizer.encode_many(list(map(text_of_rendered, tokenizer.render_each(messages))))
-
-
-def _without_control_tokens(text: str, tokenizer: Tokenizer) -> str:
-    """A response in which no control token is written out, by which it could speak as the judge."""
-    token_ids = tokenizer.encode(text)
-    while any(map(tokenizer.is_special, token_ids)):  # what is taken out may join what makes another
-        text = tokenizer.decode(token_ids)
-        token_ids = tokenizer.encode(text)
-    return text
-
-
-def _fields(prompt: Prompt, response: str) -> dict[str, str]:
-    """Values of the fields of judge.prompt; a conversation of several messages is written out with their roles."""
-    messages = prompt.messages
-    question = str(messages[0]["content"])
-    if len(messages) > 1:
-        question = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-    return {"question": question, "response": response, "ground_truth": prompt.ground_truth}
 
 
 def _of_judge(error: RolloutError) -> RolloutError:

@@ -27,7 +27,7 @@ from rlhf_megatron.data.rows import (
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, recipe_tokenizer
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.agent_turns import AgentTurns
-from rlhf_megatron.generation.judge import encode_questions
+from rlhf_megatron.generation.judge_questions import encode_questions
 from rlhf_megatron.generation.partners import Trajectory, TurnTools, make_partner, why_failed
 from rlhf_megatron.generation.tool_turns import ToolTurns, described, with_tools
 from rlhf_megatron.models.architecture import read_architecture

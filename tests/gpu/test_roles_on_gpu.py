@@ -188,9 +188,9 @@ def test_outputs_and_steps_equal_transformers(
         f"parameters {moved.max():.1e} (median {moved.median():.1e}) from transformers"
     )
     # Delta nets sum over tokens, and rounding with them; more so in their gradients.
-    sums, of_gradients = (3, 10) if read_architecture(home / name).delta_net else (1, 1)
+    sums, of_gradients = (5, 10) if read_architecture(home / name).delta_net else (1, 1)
     assert difference.max() < sums * kind.largest
-    assert difference.median() < sums * max(kind.median, own_rounding(home / name, kind.dtype))
+    assert difference.median() < sums * max(kind.median, 1.5 * own_rounding(home / name, kind.dtype))
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
     assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative * of_gradients)
     assert moved.median() < kind.moved

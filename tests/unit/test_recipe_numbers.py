@@ -117,7 +117,7 @@ def test_no_number_overflows_or_vanishes_in_float32(value: float) -> None:
 def test_only_what_has_a_meaning_below_0_is_below_0() -> None:
     signed = {key.rpartition(".")[2] for section, name, key in FIELDS if not complaints(section, name, -1)}
     # Factors and thresholds of what has a sign, and the value by which top_k is off.
-    assert signed == {"weight", "low", "high", "entropy_coef", "correct_from", "value", "top_k"}
+    assert signed == {"weight", "low", "high", "entropy_coef", "correct_from", "value", "top_k", "unparsable_score"}
     assert complaints(RLRecipe, "seed", -1), "NumPy's generators take no seed below 0"
 
 
