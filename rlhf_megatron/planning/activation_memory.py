@@ -89,13 +89,12 @@ def recomputed_activations(
     """Return how many of ``layer_activations`` the modules do not keep that ``section.recompute`` selects; a module's
     input is kept by what makes it."""
     a, modules = architecture, section.recompute.selected
-    fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
     inside = _products(a, kind, size, longest) if "core_attn" in modules else 0.0
     experts = a.experts if kind.feed_forward == "experts" else None
     if ("moe" if experts else "mlp") in modules:
         inside += _feed_forward(section, a, kind, layout, size)
     elif experts and experts.shared and "shared_experts" in modules:
-        inside += (3 if fused else 5) * experts.shared.feed_forward
+        inside += _kept_of_activation(section, layout, size) * experts.shared.feed_forward
     return size * inside / layout.tensor
 
 
@@ -135,14 +134,19 @@ def _feed_forward(section: RoleSection, a: Architecture, kind: LayerKind, layout
     Without a gate those of up, its ReLU and the square of that.
     Experts, taken to be equally busy, keep the same of each token that they get, and its input and output.
     """
-    fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
-    kept = 3 if fused else 5  # Transformer Engine is taken to be installed
+    kept = _kept_of_activation(section, layout, size)
     if kind.feed_forward == "dense":
         return (3 if a.plain_mlp else kept) * a.feed_forward
     experts = a.experts
     assert experts is not None
     shared = kept * experts.shared.feed_forward if experts.shared else 0
     return shared + experts.chosen * (kept * experts.feed_forward + 2 * a.hidden * layout.expert_parts)
+
+
+def _kept_of_activation(section: RoleSection, layout: Layout, size: int) -> int:
+    """Numbers for each column of a gated feed-forward layer; Transformer Engine is taken to be installed."""
+    fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
+    return 3 if fused else 5
 
 
 def _delta_net(a: Architecture, size: int) -> float:

@@ -20,7 +20,7 @@ def planning_folder(recipe: Recipe) -> Path:
     """Return ``model.path``, or ``model.config`` where the former has no config.json; raises RecipeError if neither
     has."""
     candidates = [Path(folder) for folder in (recipe.model.path, recipe.model.config) if folder is not None]
-    given = next(filter(_has_config, candidates), None)
+    given = next(filter(has_config, candidates), None)
     if given is None:
         tried = " nor ".join(shown(folder / "config.json") for folder in candidates)
         raise RecipeError(
@@ -32,7 +32,7 @@ def planning_folder(recipe: Recipe) -> Path:
 def role_folder(recipe: Recipe, section: RoleSection) -> Path | None:
     """Return the role's own folder, if it names one that is here and is not the model's."""
     own = section.weights_folder
-    return None if own in (None, recipe.model.path) or not _has_config(Path(own)) else Path(own)
+    return None if own in (None, recipe.model.path) or not has_config(Path(own)) else Path(own)
 
 
 def role_architectures(recipe: Recipe, model: Architecture) -> dict[str, Architecture]:
@@ -43,7 +43,7 @@ def role_architectures(recipe: Recipe, model: Architecture) -> dict[str, Archite
     """
     found = {name: _role_architecture(recipe, name, section, model) for name, section in recipe.roles.items()}
     judge = Path(recipe.judge.path) if isinstance(recipe, RLRecipe) and recipe.judge else None
-    if judge and _has_config(judge):
+    if judge and has_config(judge):
         check_classes(judge / "config.json", read_config(judge))
         if str(read_config(judge).get("model_type")) in FAMILIES:
             found["judge"] = read_architecture(judge)
@@ -76,6 +76,6 @@ def _role_architecture(recipe: Recipe, name: str, section: RoleSection, model: A
     return (model if own is None else read_architecture(own)).with_head(head)
 
 
-def _has_config(folder: Path) -> bool:
+def has_config(folder: str | Path) -> bool:
     """Returns whether there is something of that name, which may be no file that can be read."""
-    return os.path.lexists(folder / "config.json")
+    return os.path.lexists(Path(folder) / "config.json")

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.agents.program import AgentProgram
@@ -35,7 +33,7 @@ from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import check_trackers
 from rlhf_megatron.planning.feasibility import check_tokens
 from rlhf_megatron.planning.memory import checkpoint_bytes, export_bytes
-from rlhf_megatron.planning.model_folders import planned_architectures, planning_folder
+from rlhf_megatron.planning.model_folders import has_config, planned_architectures, planning_folder
 from rlhf_megatron.preflight import machine
 from rlhf_megatron.preflight.check import Check, run_check
 from rlhf_megatron.recipe import Recipe, RLRecipe
@@ -49,7 +47,7 @@ SECONDS = 120.0  # for each check of a dry run
 
 def is_elsewhere(recipe: Recipe) -> bool:
     """True if the recipe is planned by model.config alone, on a machine without its model, and so without its data."""
-    return recipe.model.config is not None and not os.path.lexists(Path(recipe.model.path) / "config.json")
+    return recipe.model.config is not None and not has_config(recipe.model.path)
 
 
 def file_checks(recipe: Recipe) -> list[Check]:
@@ -114,7 +112,7 @@ def models_checks(recipe: Recipe) -> list[Check]:
     missing = [
         Check("models", "fail", f"{name}.path: there is no {folder}/config.json", "download the model")
         for name, folder in own.items()
-        if not os.path.lexists(Path(str(folder)) / "config.json")
+        if not has_config(str(folder))
     ]
     return missing or [Check("models", "ok", f"those of {', '.join(['actor', *own])}")]
 
@@ -126,7 +124,7 @@ def judge_check(recipe: Recipe) -> list[Check]:
         return []
     section = recipe.judge
     tokenizer = load_tokenizer(section.tokenizer or section.path, recipe.model.trust_remote_code, section.chat_template)
-    if os.path.lexists(Path(section.path) / "config.json") and "judge" in (known := planned_architectures(recipe)):
+    if has_config(section.path) and "judge" in (known := planned_architectures(recipe)):
         check_tokens(tokenizer, known["judge"], section.path)
     columns = ["data_source", "prompt", "reward_model"]
     rows, prompts = open_rows(recipe.data.training_files, recipe.data, columns, ["extra_info"]), list[Prompt]()

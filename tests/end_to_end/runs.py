@@ -6,9 +6,12 @@ Import it as `from end_to_end.runs import ...`. No test lives here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pyarrow
+import pyarrow.parquet
 
 from end_to_end.commands import Command, Finished, python, torchrun
 from rlhf_megatron.monitor.metrics import comparable, read_records, read_steps
@@ -46,6 +49,19 @@ def make_sums(folder: Path, size: int, *options: str, name: str = "train") -> No
     task = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
     arguments = (*task, f"--size={size}", f"--output={name}.parquet", *options)
     python("tools/prepare_data.py", *arguments, folder=folder).check()
+
+
+def write_digits(folder: Path, questions: Iterable[str]) -> None:
+    """Writes train.parquet with these questions, none of which has a right answer."""
+    rows = [
+        {
+            "data_source": "digits",
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+        }
+        for question in questions
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
 
 
 def on_two_ranks(folder: Path, recipe: str) -> Callable[..., Finished]:

@@ -77,7 +77,7 @@ def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def scores_by_transformers(folder: Path, rows: list[dict[str, Any]]) -> list[float]:
-    """What the judge in ``folder`` says of rows, by transformers' template and greedy generation, one by one."""
+    """Return the scores of rows by the judge in ``folder``, by transformers' template and greedily, row by row."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy, tokenizer = (AutoTokenizer.from_pretrained(folder / name) for name in ("model", "judge"))

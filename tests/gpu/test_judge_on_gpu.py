@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import yaml
 
 from end_to_end.commands import ROOT
-from end_to_end.runs import TRAIN, make_model, metrics_of, steps_of
+from end_to_end.runs import TRAIN, make_model, metrics_of, steps_of, write_digits
 from parallel.ranks import run_ranks
 
 STEPS = 4
@@ -50,15 +48,7 @@ def test_verdicts_stay_the_same_while_the_policys_engine_sleeps_and_wakes(
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     make_model(tmp_path, 4)
     make_model(tmp_path, 4, "--seed=10", "--untied-embeddings", name="judge")
-    rows = [
-        {
-            "data_source": "digits",
-            "prompt": [{"role": "user", "content": " ".join(str(number))}],
-            "reward_model": {"style": "rule", "ground_truth": ""},
-        }
-        for number in range(1000, 1064)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    write_digits(tmp_path, (" ".join(str(number)) for number in range(1000, 1064)))
     monkeypatch.chdir(tmp_path)
     run_ranks(ROOT / TRAIN, 1, ["recipe.yaml"], timeout=500.0)
     scores = [steps_of(tmp_path / "runs" / "judged")[step]["eval/digits/score"] for step in range(STEPS + 1)]

@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from end_to_end.commands import ROOT
-from end_to_end.runs import LENGTH_REWARD, TRAIN, metrics_of
+from end_to_end.runs import LENGTH_REWARD, TRAIN, metrics_of, write_digits
 from rlhf_megatron.monitor.metrics import read_records
 
 STEPS, HALF = 4, 2
@@ -58,15 +56,7 @@ def check_resume(tmp_path: Path, *overrides: str) -> None:
     sizes = ("--layers=4", "--hidden-size=256", "--intermediate-size=512", "--heads=4", "--kv-heads=2")
     command(tmp_path, str(ROOT / "tools" / "make_tiny_model.py"), "--output=model", *sizes)
     digits = random.Random(1)
-    rows = [
-        {
-            "data_source": "digits",
-            "prompt": [{"role": "user", "content": "".join(digits.choices("0123456789", k=digits.randint(50, 180)))}],
-            "reward_model": {"style": "rule", "ground_truth": ""},
-        }
-        for _ in range(64)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    write_digits(tmp_path, ("".join(digits.choices("0123456789", k=digits.randint(50, 180))) for _ in range(64)))
     (tmp_path / "reward.py").write_text(LENGTH_REWARD)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     train(tmp_path, *overrides)

@@ -6,14 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 import yaml
 
 from end_to_end.commands import ROOT
-from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, metrics_of, steps_of
+from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, metrics_of, steps_of, write_digits
 from gpu.devices import skip_without_gpus
 from parallel.ranks import run_ranks
 from rlhf_megatron.monitor.gpu import GpuMeter
@@ -47,15 +45,7 @@ def _prepare(folder: Path, recipe: dict[str, Any]) -> None:
     (folder / "reward.py").write_text(LENGTH_REWARD)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     make_model(folder, 4)
-    rows = [
-        {
-            "data_source": "digits",
-            "prompt": [{"role": "user", "content": " ".join(str(number))}],
-            "reward_model": {"style": "rule", "ground_truth": ""},
-        }
-        for number in range(1000, 1100)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    write_digits(folder, (" ".join(str(number)) for number in range(1000, 1100)))
 
 
 def test_code_that_one_gpu_has_compiled_is_not_run_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,14 +243,13 @@ def put_rewards(command: Command, tree: Tree) -> None:
         manager = command.take(key)
         if manager not in (None, "naive", "dapo") and not isinstance(manager, dict):
             command.refuse(key, "rewards are rules, functions and services (docs/rewards.md)")
-    keys = REWARD_FUNCTIONS
-    path = command.first(*(f"{key}.path" for key in keys), default="")
-    name = command.first(*(f"{key}.name" for key in keys), default="compute_score")
+    path = command.first(*(f"{key}.path" for key in REWARD_FUNCTIONS), default="")
+    name = command.first(*(f"{key}.name" for key in REWARD_FUNCTIONS), default="compute_score")
     if "reward_model" in tree:
         tree.put("reward.rule", "none")  # in verl a reward model's scores are the whole reward
     elif "judge" in tree:
         tree.put("reward.rule", "none")
-        key = next(f"{each}.path" for each in keys if command.take(f"{each}.path"))
+        key = next(f"{each}.path" for each in REWARD_FUNCTIONS if command.take(f"{each}.path"))
         command.refuse(key, "write what it asks the judge as judge.prompt, and how it reads verdicts as judge.verdict")
     elif path:
         tree.put("reward.function", f"{path}:{name}")
