@@ -57,7 +57,7 @@ class LayoutSection(Section):
 
 
 RecomputedModule = Literal["core_attn", "mlp", "moe", "shared_experts"]
-_DISCARDED = ("layernorm", "mla_up_proj", "moe_act", "gdn_norm_out")  # Megatron's other modules
+KEPT_MODULES = ("layernorm", "mla_up_proj", "moe_act", "gdn_norm_out")  # Megatron's other modules
 
 
 class RecomputeSection(Section):
@@ -74,7 +74,7 @@ class RecomputeSection(Section):
     @classmethod
     def _outputs_are_kept(cls, value: Any) -> Any:
         """Refuses modules whose outputs Megatron discards and restores."""
-        discarded = next((name for name in _DISCARDED if isinstance(value, list) and name in value), None)
+        discarded = next((name for name in KEPT_MODULES if isinstance(value, list) and name in value), None)
         if discarded:
             raise ValueError(
                 f"{discarded}: Megatron restores its output by C++ that each machine compiles as a run starts; not in "

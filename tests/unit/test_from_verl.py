@@ -121,6 +121,8 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         # compute_policy_loss_dppo_tv: clamp(ratio, max=clip_ratio_c), whose default is 3.0 in actor.yaml.
         ([f"{ACTOR}.policy_loss.loss_mode=dppo_tv"], "algorithm.clip_ratio_dual", 3.0),
         ([f"{ACTOR}.policy_loss.loss_mode=dppo_kl", f"{ACTOR}.clip_ratio_c=20"], "algorithm.clip_ratio_dual", 20.0),
+        # compute_policy_loss_clip_cov has no dual clip.
+        ([f"{ACTOR}.policy_loss.loss_mode=clip_cov"], "algorithm.clip_ratio_dual", None),
         ([f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.1"],
          "algorithm.sapo.temperature_negative", 1.1),
         ([f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=null", f"{ACTOR}.clip_ratio_high=0.1"],
@@ -182,15 +184,21 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         ([f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=selective",
           f"{ACTOR}.megatron.override_transformer_config.recompute_modules=[mlp,core_attn]"],
          "actor.recompute.modules", ["mlp", "core_attn"]),
+        ([f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=selective",
+          f"{ACTOR}.megatron.override_transformer_config.recompute_modules=[layernorm,mlp]"],
+         "actor.recompute.modules", ["mlp"]),
         ([f"+{ACTOR}.megatron.override_transformer_config.fp8=e4m3",
-          f"+{ACTOR}.megatron.override_transformer_config.fp8_recipe=blockwise"], "actor.fp8", "blockwise"),
+          f"+{ACTOR}.megatron.override_transformer_config.fp8_recipe=blockwise",
+          f"+{ACTOR}.optim.override_optimizer_config.fp8_recipe=blockwise"], "actor.fp8", "blockwise"),
         (OVERLAPPED[:1], "actor.optimizer.overlap_grad_reduce", True),
         (OVERLAPPED, "actor.optimizer.overlap_param_gather", True),
         (OVERLAPPED[1:], "actor.optimizer.overlap_param_gather", False),
         ([*OVERLAPPED, "actor_rollout_ref.model.lora_rank=8"], "actor.optimizer.overlap_param_gather", False),
         ([f"{ROLLOUT}.free_cache_engine=False"], "rollout.sleep", False),
         ([f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.temperature=1"], "evaluation.samples_per_prompt", 4),
+        ([f"{ROLLOUT}.val_kwargs.n=4"], "evaluation.samples_per_prompt", 1),
         ([], "data.overlong_prompts", "stop"),
+        (["data.truncation=left"], "data.overlong_prompts", "stop"),
         (["data.val_files=null", "trainer.test_freq=5"], "evaluation.interval", 0),
         ([], "rollout.max_num_seqs", 256),
         ([f"{ROLLOUT}.expert_parallel_size=2"], "rollout.layout.expert_parallel", True),
@@ -273,6 +281,14 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
         ("trainer.save_freq=5", "checkpoint.keep_last_k keeps 2, and verl all"),
         (f"{ACTOR}.megatron.param_offload=", "param_offload=: has no value, so verl's default is taken"),
         (f"{ACTOR}.policy_loss.loss_mode=", "loss_mode=: has no value, so verl's default is taken"),
+        ("data.truncation=left", "prompts are never cut"),
+        ("data.val_max_samples=5", "are the first rows, and verl's are drawn"),
+        # core_algos.py: alpha = rows / count_nonzero(rewards); masked_whiten over tokens; top-k in a micro-batch.
+        ("algorithm.adv_estimator=gpg", "alpha is over groups whose rewards differ"),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "the deviation is that of responses"),
+        (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "tokens are chosen in the whole minibatch"),
+        (f"{ACTOR}.use_rollout_log_probs=True", "read by verl 0.7 alone"),
+        ("algorithm.rollout_correction.rollout_is=token", "weights are of KL and entropy too"),
     ],
 )
 def test_what_is_not_as_in_verl_is_told(
@@ -298,7 +314,11 @@ def test_what_is_not_as_in_verl_is_told(
         (["algorithm.rollout_correction.rollout_rs=seq_mean_k1",
           "algorithm.rollout_correction.rollout_rs_threshold='0.9_1.001'"], "the lower bound of a mean ratio"),
         (["+some.new_key=7"], "some.new_key=7: is not known"),
-        (["data.truncation=left"], "prompts are never cut"),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a"], "checkpoints of verl cannot be read"),
+        (["skip.rollout.enable=True"], "responses of an earlier run"),
+        ([f"+{ROLLOUT}.engine_kwargs.trtllm.kv_cache_config.dtype=fp8"], "the rollout has its own type"),
+        ([f"{ACTOR}.veomni.qat_implementation=nvfp4"], "weights are not quantized in training"),
+        ([f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32"], "give it as fsdp_config.dtype"),
         (["data.image_key=images"], "the column images is not read"),
         (["actor_rollout_ref.model.path=/models/Qwen3-VL-8B"], "the column images is not read"),
         (["data.prompt_key=question"], "prompts are in the column prompt"),
@@ -321,10 +341,18 @@ def test_what_makes_another_run_is_refused(
     assert written[: len(lines)] == [f"# {line}" for line in lines]
 
 
-def test_columns_of_images_are_refused_where_the_files_have_them(
+def test_losses_of_sequences_average_other_terms_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sapo, divergence = f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.use_kl_loss=True"
+    by_sequences = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
+    for words, is_told in (([sapo, divergence], True), ([sapo], False), ([sapo, divergence, by_sequences], False)):
+        _, _, err = translated(tmp_path, capsys, *PLAIN, *words)
+        assert ("KL and entropy are averaged by sequences too" in err) == is_told
+
+
+def test_columns_of_images_and_agents_are_refused_where_the_files_have_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for column, status in (("images", 1), ("answer", 0)):
+    for column, status in (("images", 1), ("agent_name", 1), ("answer", 0)):
         pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], column: ["b"]}), tmp_path / "train.parquet")
         files = [f"data.train_files={tmp_path / 'train.parquet'}", "data.image_key=images"]
         translated(tmp_path, capsys, *PLAIN, *files, status=status)

@@ -33,6 +33,14 @@ METRICS = {
     "acc": "accuracy", "reward": "reward", "score": "reward", "seq_reward": "reward", "seq_final_reward": "reward",
 }  # fmt: skip
 CORRECTION = "algorithm.rollout_correction"
+# Formulas of the same name that differ in something (docs/algorithms.md).
+OTHER_ADVANTAGES = {
+    "gpg": "alpha is over groups whose rewards differ, and verl's over responses whose reward is not 0",
+    "reinforce_plus_plus_baseline": "the deviation is that of responses, and verl's that of tokens",
+}
+OTHER_SELECTION = (
+    "tokens are chosen in the whole minibatch by old logprobs, and verl's in a micro-batch by current ones"
+)
 
 
 def put_algorithm(command: Command, tree: Tree) -> None:
@@ -53,6 +61,8 @@ def put_advantages(command: Command, tree: Tree) -> None:
     take, put = command.take, tree.put
     advantage = command.choose("algorithm.adv_estimator", "gae", ADVANTAGES)
     put("algorithm.advantage", advantage)
+    if advantage in OTHER_ADVANTAGES:
+        command.remark("algorithm.adv_estimator", OTHER_ADVANTAGES[advantage])
     divides = take("algorithm.norm_adv_by_std_in_grpo", True)
     put("algorithm.normalize_by_std", divides if advantage in ("grpo", "pass_at_k") else None)
     if advantage in ("gae", "reinforce_plus_plus"):
@@ -73,8 +83,9 @@ def put_policy_loss(command: Command, tree: Tree) -> None:
     if loss != "reinforce":
         put_bounds(command, tree)
     dual = command.number(f"{ACTOR}.clip_ratio_c", 3.0)
-    put("clip_ratio_dual", dual if loss in ("clip", "clip_cov", "dppo_tv", "dppo_kl") else None)
+    put("clip_ratio_dual", dual if loss in ("clip", "dppo_tv", "dppo_kl") else None)
     if loss in ("clip_cov", "kl_cov"):
+        command.remark(f"{selection}.loss_mode", OTHER_SELECTION)
         put("covariance.fraction", take(f"{selection}.{loss}_ratio", 0.0002))
     if loss == "clip_cov":
         put("covariance.low", take(f"{selection}.clip_cov_lb", 1.0))
@@ -85,11 +96,21 @@ def put_policy_loss(command: Command, tree: Tree) -> None:
         for key, ours in (("tau_pos", "positive"), ("tau_neg", "negative")):
             put(f"sapo.temperature_{ours}", command.first(f"{ACTOR}.{key}", f"{selection}.{key}"))
     put("entropy_coef", command.number(f"{ACTOR}.entropy_coeff", 0))
-    aggregation = command.choose(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS)
-    # These two losses of verl's are means of the sequences' means, whatever loss_agg_mode says.
-    put("loss_aggregation", "sequence_mean_token_mean" if loss in ("gmpo", "sapo") else aggregation)
+    put("loss_aggregation", _aggregation(command, loss))
     if tree["algorithm"].get("loss_aggregation") == "sequence_sum_constant":
         put("loss_constant", command.number(f"{ACTOR}.loss_scale_factor"))
+
+
+def _aggregation(command: Command, loss: str | None) -> str | None:
+    """How tokens are averaged: in two losses of verl's by sequences, whatever loss_agg_mode says."""
+    aggregation = command.choose(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS)
+    by_sequences = AGGREGATIONS["seq-mean-token-mean"]
+    if loss not in ("gmpo", "sapo"):
+        return aggregation
+    has_others = command.take(f"{ACTOR}.use_kl_loss", False) or command.number(f"{ACTOR}.entropy_coeff", 0)
+    if has_others and aggregation != by_sequences:
+        command.remark(f"{ACTOR}.loss_agg_mode", "KL and entropy are averaged by sequences too, as this loss is")
+    return by_sequences
 
 
 def put_bounds(command: Command, tree: Tree) -> None:
@@ -182,6 +203,8 @@ def put_correction(command: Command, tree: Tree) -> None:
     if old_cap and old_cap > 0:
         level, low, cap = "token", None, old_cap
     normalizes = take(f"{CORRECTION}.rollout_is_batch_normalize", False)
+    if command.take(f"{ACTOR}.use_rollout_log_probs", False) and not bypasses:
+        command.remark(f"{ACTOR}.use_rollout_log_probs", "read by verl 0.7 alone; later bypass_mode decides, as here")
     loss_type = take(f"{CORRECTION}.loss_type", "ppo_clip")
     if bypasses:
         tree.put("algorithm.old_logprobs", "rollout")
@@ -202,6 +225,10 @@ def put_correction(command: Command, tree: Tree) -> None:
             command.refuse(f"{CORRECTION}.rollout_is_batch_normalize", "weights are not divided by their mean")
     put_rejection(command, tree, level, cap)
     tree.put(f"{CORRECTION}.veto_threshold", command.number(f"{CORRECTION}.rollout_token_veto_threshold"))
+    if "rollout_correction" in tree["algorithm"]:
+        command.remarks.append(
+            f"{CORRECTION}: weights are of KL and entropy too, and rejected tokens still count in means"
+        )
 
 
 def put_rejection(command: Command, tree: Tree, level: str, cap: float) -> None:

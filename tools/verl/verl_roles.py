@@ -12,6 +12,7 @@ from typing import Any
 from verl_command import ACTOR, DTYPES, MODEL, REFERENCE, ROLLOUT, Command, Tree
 
 from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.recipe.roles import KEPT_MODULES
 from rlhf_megatron.untrusted import shown
 
 # Roles in verl's configuration, and the section of ours.
@@ -223,6 +224,9 @@ def put_fp8(command: Command, tree: Tree) -> None:
     """The actor's training in 8 bits, scaled by blocks."""
     options = f"{ACTOR}.megatron.override_transformer_config"
     form, scaling = command.take(f"{options}.fp8"), command.take(f"{options}.fp8_recipe")
+    of_optimizer = f"{ACTOR}.optim.override_optimizer_config.fp8_recipe"
+    if command.take(of_optimizer) not in (None, scaling):
+        command.refuse(of_optimizer, "training in 8 bits is scaled as fp8_recipe of the layers says")
     if not form:
         return
     if scaling != "blockwise":
@@ -264,7 +268,7 @@ def put_recomputation(command: Command, tree: Tree, role: str) -> None:
     granularity = command.take(f"{options}.recompute_granularity")
     layers = command.take(f"{options}.recompute_num_layers")
     blocks = command.take(f"{options}.recompute_method") == "block"
-    modules = command.take(f"{options}.recompute_modules")
+    modules = _recomputed_modules(command, f"{options}.recompute_modules")
     model = MODEL if role == ACTOR else "critic.model"
     checkpointing = command.take(f"{model}.enable_gradient_checkpointing", not command.is_of_megatron)
     # Only FSDP reads the model's key.
@@ -272,6 +276,16 @@ def put_recomputation(command: Command, tree: Tree, role: str) -> None:
     tree.put(f"{ours}.recompute.granularity", granularity or ("full" if full else None))
     tree.put(f"{ours}.recompute.layers", layers if granularity == "full" and blocks else None)
     tree.put(f"{ours}.recompute.modules", modules if granularity == "selective" else None)
+
+
+def _recomputed_modules(command: Command, key: str) -> Any:
+    """Modules of selective recomputation, without those that are kept here; None where none are left."""
+    modules = command.take(key)
+    kept = [name for name in modules if name in KEPT_MODULES] if isinstance(modules, list) else []
+    if kept:
+        command.remark(key, f"{', '.join(kept)}: not recomputed but kept")
+        modules = [name for name in modules if name not in kept]
+    return modules or None
 
 
 def logprob_budget(command: Command, role: str, longest: int) -> int | None:

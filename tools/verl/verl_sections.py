@@ -147,15 +147,17 @@ def put_data(command: Command, tree: Tree) -> None:
     truncation = command.take("data.truncation", "error")
     drops = command.take("data.filter_overlong_prompts", False)
     if not drops and truncation != "error":
-        command.refuse("data.truncation", "prompts are never cut; those that are too long are left out")
-    tree.put("data.overlong_prompts", "stop" if not drops and truncation == "error" else "drop")
+        command.remark("data.truncation", "prompts are never cut: one that is too long stops the run")
+    tree.put("data.overlong_prompts", "drop" if drops else "stop")
     most = command.number("data.val_max_samples")
     tree.put("evaluation.max_prompts", most if most and most > 0 else None)
+    if most and most > 0 and tree["data"]["shuffle"]:
+        command.remark("data.val_max_samples", "are the first rows, and verl's are drawn")
     check_columns(command, tree)
 
 
 def check_columns(command: Command, tree: Tree) -> None:
-    """Refuses columns of images, videos and sounds: those that the files have, or that command or model name."""
+    """Refuses columns of images, videos, sounds and agent loops: those that files have, or command or model name."""
     columns: set[str] = set()
     readable = True
     for file in tree["data"]["train_files"]:
@@ -163,6 +165,8 @@ def check_columns(command: Command, tree: Tree) -> None:
             columns.update(pyarrow.parquet.read_schema(file).names)
         except (OSError, ValueError):
             readable = False
+    if "agent_name" in columns:
+        command.refuse("data.train_files", "the column agent_name chooses verl's agent loops, which are not here")
     for key, default in (("image", "images"), ("video", "videos"), ("audio", "audios")):
         column = command.take(f"data.{key}_key", default)
         is_of_images = key == "image" and re.search(r"(?i)\b(vl|omni|vision)\b", tree["model"]["path"])
@@ -261,11 +265,17 @@ def put_operations(command: Command, tree: Tree) -> None:
     every, save = command.number("trainer.test_freq", -1), command.number("trainer.save_freq", -1)
     put("evaluation.interval", max(0, every) if tree["data"]["validation_files"] else 0)
     temperature = command.number(f"{ROLLOUT}.val_kwargs.temperature", 0)
-    put("evaluation.temperature", temperature if take(f"{ROLLOUT}.val_kwargs.do_sample", temperature > 0) else 0)
+    temperature = temperature if take(f"{ROLLOUT}.val_kwargs.do_sample", temperature > 0) else 0
+    put("evaluation.temperature", temperature)
+    if not temperature and tree["evaluation"]["samples_per_prompt"] > 1:
+        command.remark(f"{ROLLOUT}.val_kwargs.n", "at temperature 0 all are the same, and so one is written")
+        put("evaluation.samples_per_prompt", 1)
     put("checkpoint.save_interval", max(0, save))
     put("checkpoint.keep_last_k", take("trainer.max_actor_ckpt_to_keep"))
     if save > 0 and not take("trainer.max_actor_ckpt_to_keep"):
         command.remark("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last_k keeps 2, and verl all")
+    if take("trainer.resume_mode", "auto") == "resume_path":
+        command.refuse("trainer.resume_mode", "checkpoints of verl cannot be read; export one, as model.path")
     put("run_root", take("trainer.default_local_dir"))
     loggers = take("trainer.logger", ["console", "wandb"])
     listed = [str(name) for name in loggers] if isinstance(loggers, list) else re.findall(r"[^][,'\" ]+", loggers)
