@@ -343,6 +343,15 @@ def prepare_vllm() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
+def prepare_page() -> None:
+    """Compiles the templates of the page, which each run writes as it ends."""
+    from rlhf_megatron.monitor import rendering
+
+    templates = rendering._templates()
+    for name in templates.list_templates():
+        templates.get_template(name)
+
+
 def keep_what_is_imported() -> None:
     """Leaves what the imports have made out of the garbage collection of forks, and of what they do as they end.
 
@@ -365,6 +374,7 @@ def main() -> None:
         importlib.import_module(module)
     prepare_megatron()
     prepare_vllm()
+    prepare_page()
     keep_what_is_imported()
     request = serve(connection)
     if request is not None:

@@ -280,18 +280,24 @@ def test_what_is_of_another_past_is_not_gone_on_with(tmp_path: Path) -> None:
 
 # Two or four answers, the history rewritten behind the second. What was heard is written down at the end.
 PROGRAM = """
-import json, os
-import openai
+import json, os, urllib.request
+
+def answer(base_url, api_key, messages):
+    body = {"model": "policy", "messages": messages, "max_tokens": 30}
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["choices"][0]
 
 def run(base_url, api_key, row):
-    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     messages, heard, number = list(row["prompt"]), [], row["extra_info"]["number"]
     for turn in range(2 + 2 * number):
-        said = client.chat.completions.create(model="policy", messages=messages, max_tokens=30).choices[0]
-        heard.append(said.token_ids)
-        messages.append({"role": "assistant", "content": said.message.content.strip()})
+        said = answer(base_url, api_key, messages)
+        text = said["message"]["content"]
+        heard.append(said["token_ids"])
+        messages.append({"role": "assistant", "content": text.strip()})
         if turn == 1:
-            messages = [{"role": "user", "content": f"In short: {said.message.content}"}]
+            messages = [{"role": "user", "content": f"In short: {text}"}]
         elif DIVERGES:
             messages.append({"role": "user", "content": f"attempt {row['attempt']}"})
         else:
