@@ -31,8 +31,8 @@ from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 
 STEPS = 4
-# What each of ten lives does before its last step; all of them together come not far beyond step 16.
-STEPS_BEFORE_KILLS, STEPS_OF_KILLED = [0, 0, 0, 0, 0, 0, 1, 1, 2, 2], 20
+# What each life does before its last step, and the steps that all of them together stay below.
+KILLS = {4: ([0, 0, 1, 2], 10), 10: ([0, 0, 0, 0, 0, 0, 1, 1, 2, 2], 20)}
 RECIPE: dict[str, Any] = {
     "name": "whole",
     "loop": "rl",
@@ -59,7 +59,6 @@ RECIPE: dict[str, Any] = {
 # All state that a run can have: a critic, its warm-up, a KL controller, minibatches, groups that wait, an evaluation.
 PPO: dict[str, Any] = {
     "name": "ppo",
-    "steps": STEPS_OF_KILLED,
     "model": {**RECIPE["model"], "read_once": True},
     "batch": {"prompts_per_step": 4, "responses_per_prompt": 2, "minibatch_prompts": 2},
     "rollout": {"max_response_length": 10, "scheduling": "static"},
@@ -178,9 +177,11 @@ def lives(run: Path) -> int:
     return sum(line["what"] in ("start", "resume") for line in decisions(run))
 
 
-def test_a_run_killed_at_ten_random_moments_is_the_same_to_the_last_bit(folder: Path) -> None:
-    whole, run = folder / "runs" / "ppo", folder / "runs" / "often_killed"
-    with torchrun(2, TRAIN, "ppo.yaml", folder=folder) as command:
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.grid)])
+def test_a_run_killed_at_random_moments_is_the_same_to_the_last_bit(kills: int, folder: Path) -> None:
+    whole, run = (folder / "runs" / f"{name}-{kills}" for name in ("ppo", "often_killed"))
+    steps_before_kills, steps = KILLS[kills]
+    with torchrun(2, TRAIN, "ppo.yaml", f"name={whole.name}", f"steps={steps}", folder=folder) as command:
         command.finish().check()
     expected = metrics_of(whole)
     assert any(record["rollout/groups_carried_over"] for record in expected.values())
@@ -188,10 +189,9 @@ def test_a_run_killed_at_ten_random_moments_is_the_same_to_the_last_bit(folder: 
 
     seed = time.time_ns()
     random, moments = Random(seed), []
-    random.shuffle(STEPS_BEFORE_KILLS)
-    for further in STEPS_BEFORE_KILLS:
+    for further in random.sample(steps_before_kills, kills):
         before = lives(run)
-        with torchrun(2, TRAIN, "ppo.yaml", "name=often_killed", folder=folder) as command:
+        with torchrun(2, TRAIN, "ppo.yaml", f"name={run.name}", f"steps={steps}", folder=folder) as command:
             wait_for(command, lambda before=before: lives(run) > before)
             last = logged(run) + further
             wait_for(command, lambda last=last: logged(run) >= last)
@@ -201,11 +201,11 @@ def test_a_run_killed_at_ten_random_moments_is_the_same_to_the_last_bit(folder: 
                 victim.kill()
             assert command.finish().status != 0
         moments.append(max(steps_of(run), default=0))
-    with torchrun(2, TRAIN, "ppo.yaml", "name=often_killed", folder=folder) as command:
+    with torchrun(2, TRAIN, "ppo.yaml", f"name={run.name}", f"steps={steps}", folder=folder) as command:
         command.finish().check()
     told = f"seed {seed}, killed after steps {moments}"
     assert metrics_of(run) == expected, told
-    one, other = (load_file(path / "export" / f"step-{STEPS_OF_KILLED}" / "model.safetensors") for path in (whole, run))
+    one, other = (load_file(path / "export" / f"step-{steps}" / "model.safetensors") for path in (whole, run))
     assert all((one[name] == other[name]).all() for name in other), told
 
 
