@@ -5,6 +5,7 @@
     python tools/prepare_data.py gsm8k --input train.jsonl --output train.parquet
     python tools/prepare_data.py reasoning-gym --task chain_sum --size 2000 --seed 1 --set max_terms=3 \\
         --exclude test.parquet --output train.parquet
+    python tools/prepare_data.py episodes --environment textarena/GuessTheNumber-v0 --size 2000 --output train.parquet
     python tools/prepare_data.py demonstrations --input train.parquet --worked 0.25 --output demonstrations.parquet
     python tools/prepare_data.py pairs --input demonstrations.parquet --column response --output pairs.parquet
     python tools/prepare_data.py distinct --input dapo-math-17k.parquet --output train.parquet
@@ -186,6 +187,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     tasks.add_argument("--prompt-template", default="{question}", help="must contain {question}")
     tasks.set_defaults(make_rows=reasoning_gym_rows)
+
+    episodes = commands.add_parser(
+        "episodes",
+        help="rows of an environment that makes its episodes from seeds",
+        description="Row i is the episode of SEED + i, so give the held-out file seeds that training never reaches.",
+    )
+    episodes.add_argument(
+        "--environment", required=True, metavar="NAME", help="the data_source, such as textarena/GuessTheNumber-v0"
+    )
+    episodes.add_argument("--output", type=path_argument, required=True, help="parquet file to write")
+    episodes.add_argument("--size", type=int, required=True, help="number of rows")
+    episodes.add_argument("--seed", type=int, default=1, help="of the first row (default: 1)")
+    episodes.add_argument(
+        "--set", dest="settings", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the environment"
+    )
+    episodes.add_argument("--system", default="Play.", help="system message before what the environment says (Play.)")
+    episodes.add_argument("--split", default=None, help="written to extra_info.split (default: the output's name)")
+    episodes.set_defaults(make_rows=episode_rows, prompt_template="{question}")
 
     shown = commands.add_parser(
         "demonstrations",
@@ -417,6 +436,25 @@ def reasoning_gym_rows(options: argparse.Namespace) -> list[Row]:
         f"task {options.task}: only {len(rows)} of {options.size} distinct questions found in {len(dataset)} tries "
         "that are not in --exclude; lower --size, or widen the task with --set"
     )
+
+
+def episode_rows(options: argparse.Namespace) -> list[Row]:
+    """Return rows that name an episode by its seed; the environment says what is asked.
+
+    Raises:
+        DataError: the number of rows, or a setting, is bad.
+    """
+    check_request(options)
+    described = {
+        "data_source": options.environment,
+        "prompt": [{"role": "system", "content": options.system}],
+        "reward_model": {"style": "rule", "ground_truth": ""},
+    }
+    info = {"split": split_name(options), "settings": json.dumps(parse_settings(options.settings))}
+    return [
+        described | {"extra_info": info | {"index": index, "seed": options.seed + index}}
+        for index in range(options.size)
+    ]
 
 
 @contextlib.contextmanager

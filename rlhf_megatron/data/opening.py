@@ -98,7 +98,8 @@ def open_data(
         seen = len(validation.prompts)
         notes += _left_out_note(section, "validation", validation.left_out, seen + validation.left_out)
         shared = sum(prompt_key(prompt.messages) in keys for prompt in validation.prompts)
-        if shared:
+        # Where training rows have but one prompt, an environment asks what differs.
+        if shared and not rows > len(keys) == 1:
             notes.append(
                 f"warning: {shared} of {seen} validation prompts are also in data.train_files; take them out there, or "
                 "the evaluation says nothing about new prompts"

@@ -67,6 +67,14 @@ def test_all_rows_are_checked_and_what_is_left_out_or_shared_is_told(tokenizer: 
     assert open_data(section(train_files=[train]), tokenizer, seed=1).validation is None
 
 
+def test_prompts_that_all_rows_have_are_no_leak(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    train, held_out = (write(tmp_path / f"{name}.parquet", ["Play."] * 5) for name in ("train", "held_out"))
+    assert open_data(section(train_files=[train], validation_files=[held_out]), tokenizer, seed=1).notes == []
+    one = write(tmp_path / "one.parquet", ["Play."])
+    [note] = open_data(section(train_files=[one], validation_files=[held_out]), tokenizer, seed=1).notes
+    assert note.startswith("warning: 5 of 5 validation prompts are also in data.train_files")
+
+
 def test_bad_rows_stop_a_run_before_it_starts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     bad = write(tmp_path / "bad.parquet", [*QUESTIONS, ""])
     good = write(tmp_path / "good.parquet", QUESTIONS[:5])

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +20,7 @@ from rlhf_megatron.generation.partners import Trajectory, TurnEnvironment
 from rlhf_megatron.recipe import MultiTurnSection
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
+from rlhf_megatron.rollout.engine import RolloutError
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / "recipes" / "environments"
 
@@ -63,3 +69,70 @@ def test_a_task_of_reasoning_gym_has_a_second_try() -> None:
         assert step(first, "7").score == 1.0
         for trajectory in (first, second):
             trajectory.close()
+
+
+OPENENV = """
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Said(Action):
+    text: str
+
+class Heard(Observation):
+    text: str = ""
+
+class Echo(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, last=3):
+        self.last, self.turns = last, 0
+        return Heard(text=f"episode {seed}, {last} turns")
+
+    def step(self, action):
+        self.turns += 1
+        return Heard(text=f"{self.turns}: {action.text}", reward=0.5, done=self.turns == self.last)
+
+    @property
+    def state(self):
+        return State()
+
+app = create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=1)
+"""
+
+
+@pytest.fixture
+def openenv_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """OpenEnv's own server of one session, which ends one that answers no ping for two seconds."""
+    (tmp_path / "echo_app.py").write_text(OPENENV)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flags = ("--ws-ping-interval", "0.5", "--ws-ping-timeout", "2", "--log-level", "error")
+        command = [sys.executable, "-m", "uvicorn", "echo_app:app", "--fd", str(listener.fileno()), *flags]
+        server = subprocess.Popen(command, cwd=tmp_path, pass_fds=[listener.fileno()])
+        monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield
+        server.terminate()
+        server.wait()
+
+
+@needs("openenv")
+@pytest.mark.usefixtures("openenv_server")
+def test_a_session_of_openenv_lasts_while_the_model_is_slow_and_ends_with_its_trajectory() -> None:
+    values = {"prompt": [{"role": "system", "content": "Play."}], "data_source": "openenv/echo"}
+    values |= {"reward_model": {"ground_truth": ""}, "extra_info": {"seed": 5, "settings": json.dumps({"last": 2})}}
+    with partner("openenv_client.py") as environment:
+        for _ in range(2):  # the second has the one session only if the first has ended its own
+            trajectory = environment.begin(row(values))
+            assert said_by(trajectory.reset().result(60)) == "episode 5, 2 turns"
+            time.sleep(4)  # beyond the patience of the server, whose pings are answered
+            first = step(trajectory, "<think>?</think> one")
+            assert (first.score, first.ends) == (0.5, False) and said_by(first) == "1: one"
+            second = step(trajectory, "two")
+            assert (second.score, second.ends) == (0.5, True)
+            trajectory.close()
+
+
+@needs("openenv")
+def test_without_a_server_of_openenv_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENENV_URL", "http://127.0.0.1:9")
+    said = r"no OpenEnv server answers at http://127\.0\.0\.1:9 .*start it"
+    with pytest.raises(RolloutError, match=said), partner("openenv_client.py"):
+        pass

@@ -114,6 +114,21 @@ def test_reasoning_gym_rows_are_distinct_and_scored_by_the_library(tmp_path: Pat
         assert scorer.score(items) == [1.0, 0.0] * 5
 
 
+def test_episodes_are_named_by_seeds_and_settings(tmp_path: Path) -> None:
+    asked = ["episodes", "--environment", "textarena/X", "--size", "3", "--output", tmp_path / "test.parquet"]
+    run(*asked, "--seed", "9", "--set", "turns=5", "sizes={a: 1}")
+    rows = read(tmp_path / "test.parquet")
+    assert [row["extra_info"]["seed"] for row in rows] == [9, 10, 11]
+    assert json.loads(rows[2]["extra_info"]["settings"]) == {"turns": 5, "sizes": {"a": 1}}
+    assert (rows[0]["data_source"], rows[0]["extra_info"]["split"]) == ("textarena/X", "test")
+    section = DataSection(train_files=[str(tmp_path / "test.parquet")], max_prompt_length=64)
+    tokenizer = load_tokenizer(write_bpe_tokenizer(tmp_path / "bpe"))
+    prompts = PromptDataset(section.training_files, tokenizer, section).read([0])
+    [messages] = [prompt.messages for prompt in prompts if isinstance(prompt, Prompt)]
+    assert list(messages) == [{"role": "system", "content": "Play."}]
+    assert_error(run(*asked[:4], "0", *asked[5:]), "--size: 0 rows cannot be made")
+
+
 def test_a_task_with_too_few_questions_is_told(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     arguments = ("reasoning-gym", "--task", "chain_sum", "--output", tmp_path / "x.parquet", "--size", "300")
