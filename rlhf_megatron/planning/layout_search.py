@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -66,12 +67,19 @@ def find_layouts(recipe: RLRecipe, world: int) -> list[Candidate]:
 
 
 def nearest_layout(recipe: RLRecipe, world: int) -> str:
-    """Describe, where none fits, the layout that needs least memory, and its need; raises as ``find_layouts``."""
+    """Describe, where none fits, the layout that needs least memory, and its need, or what most of them are refused
+    for; raises as ``find_layouts``."""
     architectures = planned_architectures(recipe)
-    choices = _choices(recipe, architectures["actor"], world)
-    tried = [each for choice in choices if (each := _tried(recipe, architectures, world, choice))]
+    tried: list[tuple[tuple[str, ...], RLRecipe, Estimate]] = []
+    refusals: Counter[str] = Counter()
+    for choice in _choices(recipe, architectures["actor"], world):
+        try:
+            tried.append(_tried(recipe, architectures, world, choice))
+        except (ValidationError, RecipeError) as error:
+            refusals[_reason(error)] += 1
     if not tried:
-        return f"none of those tried can cut this model over {world} GPUs; see docs/layouts.md"
+        often = "".join(f": {reason}" for reason, _ in refusals.most_common(1))
+        return f"none of those tried can cut this model over {world} GPUs{often}"
     overrides, _, memory = min(tried, key=lambda each: (not _caches_a_sequence(each[2]), max(each[2].phases.values())))
     layout = " ".join(overrides) or "the recipe as it is"
     if not _caches_a_sequence(memory):
@@ -162,21 +170,27 @@ def _virtual_pipeline(recipe: RLRecipe, layers: int, pipeline: int, first: int |
 
 def _tried(
     recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int, choice: dict[str, Any]
-) -> tuple[tuple[str, ...], RLRecipe, Estimate] | None:
-    """Return a choice's overrides, the recipe with them, and its memory; None where model or GPUs cannot be cut so."""
+) -> tuple[tuple[str, ...], RLRecipe, Estimate]:
+    """Return a choice's overrides, the recipe with them, and its memory.
+
+    Raises ValidationError or RecipeError where model or GPUs cannot be cut so.
+    """
     overrides = tuple(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in choice.items()
         if attrgetter(key)(recipe) != value
     )
-    try:
-        tried = RLRecipe.model_validate(_with_values(recipe, choice))
-        check_world(tried, world)
-        check_architectures(tried, architectures)
-        tried = planned_budgets(tried, architectures, world)
-    except (ValidationError, RecipeError):
-        return None
+    tried = RLRecipe.model_validate(_with_values(recipe, choice))
+    check_world(tried, world)
+    check_architectures(tried, architectures)
+    tried = planned_budgets(tried, architectures, world)
     return overrides, tried, estimate(tried, architectures, world)
+
+
+def _reason(error: ValidationError | RecipeError) -> str:
+    """What an error says, in one line."""
+    first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return " ".join(first.removeprefix("Value error, ").split())
 
 
 def _with_values(section: BaseModel, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,10 +208,10 @@ def _with_values(section: BaseModel, changes: Mapping[str, Any]) -> dict[str, An
 def _candidate(
     recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int, choice: dict[str, Any]
 ) -> Candidate | None:
-    tried = _tried(recipe, architectures, world, choice)
-    if tried is None:
+    try:
+        overrides, changed, memory = _tried(recipe, architectures, world, choice)
+    except (ValidationError, RecipeError):
         return None
-    overrides, changed, memory = tried
     fullest = max(memory.phases.values())
     if not _caches_a_sequence(memory) or fullest > TIGHT * recipe.cluster.planned_memory_gb:
         return None

@@ -365,9 +365,12 @@ def test_trainers_with_rollouts_ahead_have_gpus_for_each(tmp_path: Path, capsys:
     assert (recipe.rollout.steps_ahead, recipe.algorithm.old_logprobs) == (1, "rollout") and "--nodes 2" in out
     module = ["--config-path=config", "--config-name=fully_async_ppo_trainer.yaml", "data.train_batch_size=0"]
     sizes = [f"{ACTOR}.ppo_mini_batch_size=32", "async_training.require_batches=2", "rollout.total_rollout_steps=2560"]
+    sizes += [f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_scheduler_type=cosine"]
     recipe, _, err = translated(tmp_path, capsys, *PLAIN, *module, *sizes, status=1)
     # A weight sync after 4 updates of 2 minibatches.
     assert (recipe.batch.prompts_per_step, recipe.batch.minibatch_prompts, recipe.steps) == (256, 32, 10)
+    # fully_async_trainer.py: the schedule steps with each update, and its total is that of the syncs.
+    assert (recipe.actor.optimizer.warmup_steps, recipe.actor.optimizer.decay_steps) == (3 * 2, 10 * 2)
     assert "refused: async_training.staleness_threshold=0.1: generation is one step ahead" in err
 
 
@@ -379,6 +382,9 @@ def test_plan_writes_the_layout_that_is_found(tmp_path: Path, capsys: pytest.Cap
     assert found[0].overrides == () and recipe.cluster.gpu == "H200" and err == ""
     assert main(["--output", str(tmp_path / "none.yaml"), "--plan", *PLAIN, *sizes, "cluster.gpu_memory_gb=1"]) == 2
     assert "error: --plan: no layout fits 2 GPUs of 1 GB" in capsys.readouterr().err
+    longer = [*sizes, "data.max_response_length=99000"]
+    assert main(["--output", str(tmp_path / "none.yaml"), "--plan", *PLAIN, *longer]) == 2
+    assert "over 2 GPUs: rollout.max_response_length=99000 + " in capsys.readouterr().err
 
 
 def test_files_of_ones_own_are_composed_by_hydra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

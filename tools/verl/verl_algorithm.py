@@ -131,15 +131,14 @@ def put_filter(command: Command, tree: Tree) -> None:
     section = "algorithm.filter_groups"
     prompts = command.number("data.gen_batch_size") or tree["batch"]["prompts_per_step"]
     if not command.take(f"{section}.enable", False):
-        if prompts != tree["batch"]["prompts_per_step"] and "rollout.total_rollout_steps" not in command.given:
+        if prompts != tree["batch"]["prompts_per_step"] and not command.is_stream:
             command.remark("data.gen_batch_size", "without filter_groups a step has data.train_batch_size prompts")
         return
     tree.put(f"{section}.enable", True)
     tree.put(f"{section}.metric", command.choose(f"{section}.metric", "reward", METRICS))
     tree.put(f"{section}.max_num_gen_batches", max(0, command.number(f"{section}.max_num_gen_batches", 0)))
     tree.put(f"{section}.when_exhausted", "stop")
-    is_stream = "rollout.total_rollout_steps" in command.given  # where prompts are drawn one by one
-    tree.put(f"{section}.prompts_per_round", None if is_stream else prompts)
+    tree.put(f"{section}.prompts_per_round", None if command.is_stream else prompts)
 
 
 def put_overlong(command: Command, tree: Tree, buffer: str) -> None:

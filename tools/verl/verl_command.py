@@ -52,6 +52,11 @@ class Command:
             chosen is None and any(key.startswith(f"{ACTOR}.megatron.") for key in self.given)
         )
 
+    @property
+    def is_stream(self) -> bool:
+        """True of the fully asynchronous trainer, where prompts are drawn one by one."""
+        return "rollout.total_rollout_steps" in self.given
+
     def take(self, key: str, default: Any = None) -> Any:
         """The value of a key, verl's default where it is not given. Keys below one are a mapping.
 

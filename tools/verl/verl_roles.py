@@ -300,8 +300,7 @@ def logprob_budget(command: Command, role: str, longest: int) -> int | None:
 def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float) -> None:
     """AdamW and its schedule. verl's schedule counts steps of the run, ours optimizer steps."""
     section, take = f"{role}.optim", command.take
-    batch = tree["batch"]
-    updates = batch["epochs_per_step"] * max(1, batch["prompts_per_step"] // batch["minibatch_prompts"])
+    updates = _updates_of_schedule(command, tree)
 
     def put(key: str, value: Any) -> None:
         tree.put(f"{ROLES[role]}.optimizer.{key}", value)
@@ -316,7 +315,7 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
     if style not in ("constant", "linear", "cosine"):
         command.refusals.append(f"{role}.optim: a schedule {style} is not here, but constant, linear and cosine")
     elif style != "constant":
-        decay = command.number(f"{section}.lr_decay_steps")
+        decay = command.number(f"{section}.lr_decay_steps", tree["steps"] if command.is_stream else None)
         put("schedule", style)
         put("decay_steps", decay and decay * updates)
         put(
@@ -332,6 +331,15 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
     put("beta2", betas[1])
     put("clip_grad", command.first(f"{section}.clip_grad", f"{role}.grad_clip", default=1.0))
     put_streaming(command, tree, role)
+
+
+def _updates_of_schedule(command: Command, tree: Tree) -> int:
+    """Optimizer steps of a step of verl's schedules: of a step of the run, and in streams of each batch of it."""
+    batch = tree["batch"]
+    minibatches = max(1, batch["prompts_per_step"] // batch["minibatch_prompts"])
+    if command.is_stream:
+        minibatches = command.count("async_training.require_batches", 1)
+    return int(batch["epochs_per_step"] * minibatches)
 
 
 def put_streaming(command: Command, tree: Tree, role: str) -> None:

@@ -97,7 +97,7 @@ def put_sizes(command: Command, tree: Tree) -> None:
     """Prompts of a step and of an optimizer step. With rollouts that run on, a step is what is trained on between two
     weight syncs: so many batches of minibatches."""
     batch = tree["batch"]
-    if "rollout.total_rollout_steps" in command.given:
+    if command.is_stream:
         keys = ("async_training.require_batches", "async_training.trigger_parameter_sync_step")
         batch["prompts_per_step"] = batch["minibatch_prompts"]
         for key in keys:
