@@ -382,6 +382,9 @@ def test_plan_writes_the_layout_that_is_found(tmp_path: Path, capsys: pytest.Cap
     assert found[0].overrides == () and recipe.cluster.gpu == "H200" and err == ""
     assert main(["--output", str(tmp_path / "none.yaml"), "--plan", *PLAIN, *sizes, "cluster.gpu_memory_gb=1"]) == 2
     assert "error: --plan: no layout fits 2 GPUs of 1 GB" in capsys.readouterr().err
+    # Micro-batches that do not fit are left to the run.
+    recipe, _, _ = translated(tmp_path, capsys, "--plan", *PLAIN, *sizes, f"{ACTOR}.ppo_max_token_len_per_gpu=9000000")
+    assert recipe.actor.tokens_per_gpu == "auto" and recipe.actor.logprob_tokens_per_gpu is None
     longer = [*sizes, "data.max_response_length=99000"]
     assert main(["--output", str(tmp_path / "none.yaml"), "--plan", *PLAIN, *longer]) == 2
     assert "over 2 GPUs: rollout.max_response_length=99000 + " in capsys.readouterr().err

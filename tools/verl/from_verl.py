@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from verl_command import Command, judge
 from verl_compose import read_command
+from verl_roles import ROLES
 from verl_sections import translate
 
 from rlhf_megatron.errors import UserError
@@ -64,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
 def planned(recipe: Recipe, world: int) -> Recipe:
     """The recipe with the layout that is expected to be fastest on ``world`` GPUs, H100 where it names none.
 
-    What a plan keeps of the command's layout, such as cuts of sequences, is left out where nothing fits with it.
+    What a plan keeps of the command's layout, such as cuts of sequences, is left out where nothing fits with it, and
+    then tokens_per_gpu is auto, where one row at a time fits.
     Raises UserError where none fits, or the model's config.json is not there.
     """
     known = require_rl(recipe).model_dump(mode="json")
@@ -73,15 +75,24 @@ def planned(recipe: Recipe, world: int) -> Recipe:
     for each in (whole, RLRecipe.model_validate(_without_cuts(known))):
         if candidates := find_layouts(each, world):
             return candidates[0].recipe
+    short = _with_tokens(_without_cuts(known), whole.longest_sequence)
+    if candidates := find_layouts(short, world):
+        return _with_tokens(candidates[0].recipe.model_dump(mode="json"), "auto")
     gpus = f"{world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB"
-    raise UserError(f"--plan: no layout fits {gpus}; {nearest_layout(whole, world)}")
+    raise UserError(f"--plan: no layout fits {gpus}; {nearest_layout(short, world)}")
 
 
 def _without_cuts(values: dict[str, Any]) -> dict[str, Any]:
     """A recipe's plain values without what a plan keeps: cuts of sequences, and layouts of roles but the actor."""
-    roles = ("actor", "reference", "critic", "reward_model")
-    sections = {role: {**values[role], "layout": None} for role in roles if values.get(role)}
+    sections = {role: {**values[role], "layout": None} for role in ROLES.values() if values.get(role)}
     return values | sections | {"actor": {**values["actor"], "layout": {}}}
+
+
+def _with_tokens(values: dict[str, Any], tokens: int | str) -> RLRecipe:
+    """The recipe of plain values, with the same micro-batches in all roles."""
+    sections = {role: {**values[role], "tokens_per_gpu": tokens} for role in ROLES.values() if values.get(role)}
+    sections["actor"]["logprob_tokens_per_gpu"] = None
+    return RLRecipe.model_validate(values | sections)
 
 
 def write(output: Path, recipe: Recipe, given: Command) -> None:
