@@ -341,6 +341,16 @@ def test_what_makes_another_run_is_refused(
     assert written[: len(lines)] == [f"# {line}" for line in lines]
 
 
+def test_scores_of_dapos_rows_are_told_where_their_spread_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, unscaled = "data.train_files=/data/dapo-math-17k.parquet", "algorithm.norm_adv_by_std_in_grpo=False"
+    penalty = ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=100"]
+    for words, is_told in ((penalty, True), ([rows, unscaled], True), ([rows], False), ([unscaled], False)):
+        _, _, err = translated(tmp_path, capsys, *PLAIN, *words)
+        assert ("score 1 or 0, verl's 1 or -1" in err) == is_told
+
+
 def test_losses_of_sequences_average_other_terms_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sapo, divergence = f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.use_kl_loss=True"
     by_sequences = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"

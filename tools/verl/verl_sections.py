@@ -257,6 +257,18 @@ def put_rewards(command: Command, tree: Tree) -> None:
         command.refuse(key, "write what it asks the judge as judge.prompt, and how it reads verdicts as judge.verdict")
     elif path:
         tree.put("reward.function", f"{path}:{name}")
+    else:
+        tell_of_scores(command, tree)
+
+
+def tell_of_scores(command: Command, tree: Tree) -> None:
+    """Tells that wrong answers to DAPO's rows score 0 and not -1, where advantages do not undo that."""
+    algorithm = tree["algorithm"]
+    penalizes = "overlong_buffer" in algorithm
+    divides = algorithm.get("advantage") == "grpo" and algorithm.get("normalize_by_std")
+    are_dapos = any(re.search(r"(?i)dapo|aime", Path(file).name) for file in tree["data"]["train_files"])
+    if penalizes or (are_dapos and not (divides and algorithm.get("kl_placement") != "reward")):
+        command.remark("data.train_files", "rows of math_dapo score 1 or 0, verl's 1 or -1: weight: 2 in reward.parts")
 
 
 def put_operations(command: Command, tree: Tree) -> None:
