@@ -376,12 +376,13 @@ def test_trainers_with_rollouts_ahead_have_gpus_for_each(tmp_path: Path, capsys:
     module = ["--config-path=config", "--config-name=fully_async_ppo_trainer.yaml", "data.train_batch_size=0"]
     sizes = [f"{ACTOR}.ppo_mini_batch_size=32", "async_training.require_batches=2", "rollout.total_rollout_steps=2560"]
     sizes += [f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_scheduler_type=cosine"]
-    recipe, _, err = translated(tmp_path, capsys, *PLAIN, *module, *sizes, status=1)
+    recipe, _, err = translated(tmp_path, capsys, *PLAIN, *module, *sizes)
     # A weight sync after 4 updates of 2 minibatches.
     assert (recipe.batch.prompts_per_step, recipe.batch.minibatch_prompts, recipe.steps) == (256, 32, 10)
     # fully_async_trainer.py: the schedule steps with each update, and its total is that of the syncs.
     assert (recipe.actor.optimizer.warmup_steps, recipe.actor.optimizer.decay_steps) == (3 * 2, 10 * 2)
-    assert "refused: async_training.staleness_threshold=0.1: generation is one step ahead" in err
+    assert (recipe.rollout.partial, recipe.rollout.max_staleness) == ("resume", 2)
+    assert "not as in verl: async_training.staleness_threshold=0.1: the next step is generated" in err
 
 
 def test_plan_writes_the_layout_that_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -364,6 +364,9 @@ def put_placement(command: Command, tree: Tree) -> int:
         tree.put(f"{role}.ranks", f"0-{training - 1}" if training > 1 else "0")
     tree.put("rollout.ranks", f"{training}-{world - 1}" if ahead > 1 else str(training))
     tree.put("rollout.steps_ahead", 1)
+    if command.take("async_training.partial_rollout", False):
+        tree.put("rollout.partial", "resume")
+        tree.put("rollout.max_staleness", 2)
     tree["rollout"].pop("sleep", None)
     algorithm = tree["algorithm"]
     if "rollout_correction" not in algorithm and "old_logprobs" not in algorithm:
