@@ -65,6 +65,7 @@ IMPORTS = (
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.distributed.device_communicators.cpu_communicator",
     "numpy.ma",
+    "transformers.models.qwen3.modeling_qwen3",
     "rlhf_megatron.monitor.page",
     "rlhf_megatron.monitor.plots",
 )
@@ -343,6 +344,13 @@ def prepare_vllm() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
+def prepare_transformers() -> None:
+    """Makes its table of the tensors of all models, which each process that saves a model would make."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("qwen3")
+
+
 def prepare_page() -> None:
     """Compiles the templates of the page, which each run writes as it ends."""
     from rlhf_megatron.monitor import rendering
@@ -374,6 +382,7 @@ def main() -> None:
         importlib.import_module(module)
     prepare_megatron()
     prepare_vllm()
+    prepare_transformers()
     prepare_page()
     keep_what_is_imported()
     request = serve(connection)

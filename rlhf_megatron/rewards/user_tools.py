@@ -94,7 +94,7 @@ def load(job: Mapping[str, Any]) -> None:
     if job["servers"]:
         _mcp()
     if job.get("call") == DESCRIBE:
-        importlib.import_module("transformers.utils")  # before the clock starts
+        _schema_of(_nothing)  # imports torch, among others: before the clock starts
 
 
 def call(job: dict[str, Any]) -> Reply:
@@ -152,12 +152,24 @@ def _described(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     return described
 
 
-def _schema(specification: str) -> dict[str, Any]:
+def _nothing(text: str) -> None:
+    """Nothing.
+
+    Args:
+        text: Of any kind.
+    """
+
+
+def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
-    function = _Process.functions[specification]
+    schema: dict[str, Any] = get_json_schema(function)
+    return schema
+
+
+def _schema(specification: str) -> dict[str, Any]:
     try:
-        schema: dict[str, Any] = get_json_schema(function)
+        schema = _schema_of(_Process.functions[specification])
     except Exception as error:
         raise FunctionUnusable(
             f"{specification} cannot be described to the model: {user_function.text_of(error)}; give each argument a "

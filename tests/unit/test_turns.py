@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from end_to_end.commands import python
 from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.data.demonstrations import chain_total, tool_response
 from rlhf_megatron.data.rollout_batch import batch_from_rows
@@ -187,9 +186,8 @@ def test_the_calculator_of_the_tiny_model(said: str, expected: str | None) -> No
 
 def test_demonstrations_of_calls_are_what_a_rollout_would_have(tmp_path: Path) -> None:
     """The text of the two turns is that of a conversation in which the calculator has answered."""
-    command = [sys.executable, "-P", "tools/make_tiny_model.py", f"--output={tmp_path}"]
-    subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[2], stdout=subprocess.DEVNULL)
-    tokenizer, expression = load_tokenizer(tmp_path), "4 - 1 - 7"
+    python("tools/make_tiny_model.py", "--output=model", folder=tmp_path).check()
+    tokenizer, expression = load_tokenizer(tmp_path / "model"), "4 - 1 - 7"
     call = {"role": "assistant", "content": f"{expression} ="}
     asked, heard = [{"role": "user", "content": "x"}], [{"role": "tool", "content": str(chain_total(expression))}]
     answer = {"role": "assistant", "content": "-4"}
