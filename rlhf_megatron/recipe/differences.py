@@ -14,6 +14,8 @@ _NAMES = ("name", "run_root")
 
 def differing_values(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Return (key, the value of each) where plain recipes differ, but for names; None where one lacks the key."""
+    if len(recipes) < 2:
+        return []
     return [(key, values) for key, values in _differing(recipes, "") if key not in _NAMES]
 
 

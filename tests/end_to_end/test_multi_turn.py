@@ -299,9 +299,10 @@ def test_a_killed_run_goes_on_with_the_trajectories_that_it_had_begun(folder: Pa
 def test_a_replica_of_two_ranks_hears_the_same(
     folder: Path, played: dict[int, dict[str, float]], train: Callable[..., Finished]
 ) -> None:
-    train("name=pair", *PLAYED, "rollout.layout.tensor=2", "actor.layout.tensor=2").check()
+    train("name=pair", "steps=2", *PLAYED, "rollout.layout.tensor=2", "actor.layout.tensor=2").check()
     pair = metrics_of(folder / "runs" / "pair")
-    for step, metrics in played.items():
+    for step in (1, 2):
+        metrics = played[step]
         for name in ("rollout/turn_answers", "rollout/turn_ends", "rollout/response_length_mean", "reward/mean"):
             assert pair[step][name] == pytest.approx(metrics[name], rel=1e-6), (step, name)
         assert pair[step]["train/mismatch_kl"] < 1e-9
@@ -344,7 +345,7 @@ def test_tools_are_told_to_the_model_and_its_calls_are_counted(folder: Path, tra
     tools = "rollout.multi_turn={tools: ['tools.py:add'], tool_parser: pythonic, max_assistant_turns: 3}"
     lengths = ("data.max_prompt_length=500", "rollout.max_response_length=300", "actor.tokens_per_gpu=2048")
     template = ("model.path=caller", "data.chat_template=tools.jinja")
-    train("name=called", "steps=1", tools, *template, *lengths).check()
+    train("name=called", "steps=1", "batch.prompts_per_step=2", tools, *template, *lengths).check()
     metrics = metrics_of(folder / "runs" / "called")[1]
     assert metrics["tools/malformed"] > 0 and metrics["tools/add/calls"] == 0
     assert {"tools/add/failed", "tools/add/latency_ms_mean", "tools/add/truncated"} <= metrics.keys()
