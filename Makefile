@@ -6,7 +6,8 @@ PYTHON ?= $(VENV)/bin/python
 GPU_PYTHON ?= python3
 # -P keeps the repository's root off sys.path: kernels/ must not be importable as `kernels`.
 PYTEST = $(PYTHON) -P -m pytest
-PYTEST_OF_TWO = $(PYTEST) --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
+# Three for two cores: a third of a worker's time it waits, for processes and for the time-outs that tests are about.
+PYTEST_WORKERS = $(PYTEST) --durations=10 --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 READY = $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 # A folder without Python files is an error to mypy.
 SOURCES = $(foreach folder,rlhf_megatron kernels launch tools,$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
@@ -28,10 +29,10 @@ demo: $(READY) ## Train a small model by reinforcement learning on this machine'
 	@$(PYTHON) tools/demo.py
 
 test: $(READY) ## All tests that need no GPU but the grid's, within 15 minutes on two cores
-	$(PYTEST_OF_TWO) -m "not grid" $(ARGS)
+	$(PYTEST_WORKERS) -m "not grid" $(ARGS)
 
 grid: $(READY) ## Every model family in every layout, and beside vLLM; `make test` has a sample
-	$(PYTEST_OF_TWO) -m grid $(ARGS)
+	$(PYTEST_WORKERS) -m grid $(ARGS)
 
 fuzz: $(READY) ## Malformed input of all kinds, 5,000 examples of each (`make test` has 40); ARGS="-k recipe"
 	$(PYTEST) --hypothesis-profile=many --timeout=0 tests/fuzz $(ARGS)
