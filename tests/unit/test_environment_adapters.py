@@ -5,24 +5,30 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import re
 import socket
 import subprocess
 import sys
+import threading
 import time
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.generation.partners import Trajectory, TurnEnvironment
-from rlhf_megatron.recipe import MultiTurnSection
+from rlhf_megatron.recipe import AgentSection, MultiTurnSection
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rollout.engine import RolloutError
 
-ENVIRONMENTS = Path(__file__).resolve().parents[2] / "recipes" / "environments"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+ENVIRONMENTS, AGENTS = RECIPES / "environments", RECIPES / "agents"
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -136,3 +142,54 @@ def test_without_a_server_of_openenv_one_line_says_so(monkeypatch: pytest.Monkey
     said = r"no OpenEnv server answers at http://127\.0\.0\.1:9 .*start it"
     with pytest.raises(RolloutError, match=said), partner("openenv_client.py"):
         pass
+
+
+class Policy(BaseHTTPRequestHandler):
+    """Answers sums: at first with what is no answer, then rightly where the conversation is even, and counts turns."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, self.headers["Authorization"]) == ("/v1/chat/completions", "Bearer key")
+        question = asked["messages"][0]["content"].partition("problem: ")[2].rstrip("= ").replace(" ", "")
+        total = sum(map(int, re.findall(r"-?\d+", question)))
+        message = {"role": "assistant", "content": f"{total}" if len(asked["messages"]) > 1 else "100"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "policy", "usage": usage}
+        text = json.dumps(answer | {"choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@needs("verifiers")
+def test_an_environment_of_verifiers_plays_tasks_and_says_what_is_missing() -> None:
+    spec = importlib.util.spec_from_file_location("verifiers_environment", AGENTS / "verifiers_environment.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Policy) as policy:
+        threading.Thread(target=policy.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{policy.server_port}/v1"
+        values = {"data_source": "verifiers/verifiers-sums", "extra_info": {"seed": 3, "settings": "{}"}}
+        assert module.run(url, "key", values) == 0.5  # right in the second try
+        with pytest.raises(RuntimeError, match="taskset 'none' not found"):
+            module.run(url, "key", values | {"data_source": "verifiers/none"})
+        policy.shutdown()
+    module.PLAYER.process.communicate()  # it ends with the pipe
+    assert module.PLAYER.process.returncode == 0
+
+
+def test_a_python_without_verifiers_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    monkeypatch.setenv("VERIFIERS_PYTHON", str(tmp_path / "bare" / "bin" / "python"))
+    said = "No module named '.*'; VERIFIERS_PYTHON must name a Python with the package: pip install verifiers==0.4.0"
+    with pytest.raises(RolloutError, match=said):
+        AgentProgram(AgentSection(function=str(AGENTS / "verifiers_environment.py")), needs_reward=True)
