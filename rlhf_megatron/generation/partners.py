@@ -185,10 +185,11 @@ class _Instance:
 class TurnTools(Partner):
     """Functions and MCP servers that the model calls, for each row in a process of its own."""
 
-    def __init__(self, section: MultiTurnSection) -> None:
-        """See Partner."""
+    def __init__(self, section: MultiTurnSection, describes: bool = False) -> None:
+        """See Partner; `describes`: its first process gets the time to load what descriptions are made with, too."""
         servers = [server.model_dump() for server in section.tool_servers]
         job = {"kind": worker.TOOLS, "functions": section.tool_functions, "servers": servers}
+        job |= {"call": user_tools.DESCRIBE} if describes else {}
         named = [*section.tool_functions, *(server.specification for server in section.tool_servers)]
         self._closing = set[Future[None]]()
         self.timeout_seconds = section.timeout_seconds

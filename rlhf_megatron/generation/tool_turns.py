@@ -222,7 +222,7 @@ def with_tools(tokenizer: Tokenizer, recipe: RolloutRecipe) -> Tokenizer:
 def described(tokenizer: Tokenizer, recipe: RolloutRecipe) -> Tokenizer:
     """Returns a tokenizer whose template describes the recipe's tools; see `with_tools`."""
     assert recipe.rollout.multi_turn is not None
-    with contextlib.closing(TurnTools(recipe.rollout.multi_turn)) as partner:
+    with contextlib.closing(TurnTools(recipe.rollout.multi_turn, describes=True)) as partner:
         tools = partner.describe()
     if not tools:
         raise RolloutError("rollout.multi_turn.tools: the servers list no tools")
