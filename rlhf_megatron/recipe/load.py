@@ -40,10 +40,20 @@ _WITHOUT_SENSE = {
     "cudnn_benchmark": "cuDNN would choose between algorithms of convolutions, and no layer has one; leave it out",
     "torch_compile": "vLLM compiles the rollout's model unless rollout.enforce_eager; the trainer's layers are "
     "kernels of Megatron's and Transformer Engine's; leave it out",
-    "disaggregated_prefill": "a replica prefills and decodes in one engine, and vLLM's connectors hand requests from "
-    "one engine to another; use enable_chunked_prefill and max_num_batched_tokens",
 }
-_WITHOUT_SENSE["kv_transfer_config"] = _WITHOUT_SENSE["disaggregated_prefill"]
+_ONE_ENGINE = (
+    "a replica prefills and decodes in one engine, with the settings of all replicas, and prefills a group's prompt "
+    "once; vLLM's connectors hand requests from one engine to another; use enable_chunked_prefill, "
+    "max_num_batched_tokens and max_num_seqs"
+)
+# vLLM's keys, and verl's: a section, and what is in it.
+_WITHOUT_SENSE |= dict.fromkeys(
+    (
+        *("disaggregated_prefill", "kv_transfer_config", "kv_role", "disaggregation", "prefill", "decode"),
+        *("prefill_replicas", "decode_replicas", "decode_tensor_model_parallel_size", "transfer_backend"),
+    ),
+    _ONE_ENGINE,
+)
 _FLOAT32_STATE = (
     "checkpoints, resharding and streaming are for optimizer state in float32, and Megatron's other types need "
     "Transformer Engine's FusedAdam; use offload.streamed_optimizer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -614,8 +615,10 @@ def test_epochs_are_counted_in_steps(small: Path) -> None:
 
 
 def test_keys_without_sense_are_refused_with_the_reason(small: Path) -> None:
-    assert "rollout.disaggregated_prefill: a replica prefills" in refusal(small, "rollout.disaggregated_prefill=true")
-    assert "rollout.kv_transfer_config: a replica prefills" in refusal(small, "rollout.kv_transfer_config={}")
+    roles = ("disaggregated_prefill=true", "kv_transfer_config={}", "disaggregation.enabled=true", "decode_replicas=2")
+    for override in (*roles, "prefill={max_num_seqs: 8}", "decode.layout.tensor=2"):
+        key = re.split(r"[.=]", override)[0]
+        assert f"rollout.{key}: a replica prefills and decodes in one" in refusal(small, f"rollout.{override}")
     assert "actor.cudnn_benchmark: cuDNN would choose" in refusal(small, "actor.cudnn_benchmark=true")
     assert "actor.torch_compile: vLLM compiles the rollout's" in refusal(small, "actor.torch_compile=true")
     said = refusal(small, "actor.optimizer.exp_avg_dtype=bfloat16")
