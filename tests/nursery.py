@@ -23,6 +23,7 @@ slower. If it then passes, the nursery is to blame.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -115,15 +116,17 @@ class Nursery:
 
     @classmethod
     def open(cls, environment: Mapping[str, str]) -> Nursery:
-        """Starts the process that does the imports; it ends with the one that has called this."""
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with there:
-            subprocess.Popen(
-                [sys.executable, "-P", __file__, str(there.fileno())],
-                env={**environment, ROOM: " " * ENVIRONMENT_BYTES},
-                pass_fds=[there.fileno()],
-            )
-        return cls(here)
+        """Connects to the process that does the imports, which all workers of a pytest share and the first one starts;
+        it ends with the last of them."""
+        address = f"\0nursery-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(address)
+                return cls(connection)
+            except ConnectionRefusedError:
+                connection.close()
+                start_nursery(address, environment)
 
     def start(
         self,
@@ -158,6 +161,22 @@ class Nursery:
         return None
 
 
+def start_nursery(address: str, environment: Mapping[str, str]) -> None:
+    """Starts the process behind an address, unless another worker is about to."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(address)
+        except OSError:
+            time.sleep(0.01)
+            return
+        listener.listen()
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, str(listener.fileno())],
+            env={**environment, ROOM: " " * ENVIRONMENT_BYTES},
+            pass_fds=[listener.fileno()],
+        )
+
+
 @functools.cache
 def nursery() -> Nursery:
     """The one of this process."""
@@ -168,6 +187,27 @@ def cpu_environment() -> dict[str, str]:
     """One thread for each rank, no GPU, no search of the network for models."""
     settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     return {**os.environ, **settings}
+
+
+def accept_workers(listener: socket.socket) -> socket.socket | None:
+    """Forks for each worker of pytest. Returns its connection in the fork, and None when all have ended.
+
+    The first of them has connected before the imports were done.
+    """
+    listener.settimeout(1.0)
+    forks: set[int] = set()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                return connection
+            connection.close()
+            forks.add(pid)
+        forks -= {pid for pid in forks if os.waitpid(pid, os.WNOHANG)[0]}
+        if not forks:
+            return None
 
 
 def serve(connection: socket.socket) -> list[Any] | None:
@@ -373,7 +413,7 @@ def keep_what_is_imported() -> None:
 
 def main() -> None:
     """The nursery itself."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     os.environ.pop(ROOM)
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
@@ -385,7 +425,8 @@ def main() -> None:
     prepare_transformers()
     prepare_page()
     keep_what_is_imported()
-    request = serve(connection)
+    connection = accept_workers(listener)
+    request = None if connection is None else serve(connection)
     if request is not None:
         end_with(lambda: become(request))
 
