@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from packaging.version import Version
 from torch import Tensor
 
 from rlhf_megatron.kernels.rotary import positions
+from rlhf_megatron.models.delta_rule import delta_rule
 from rlhf_megatron.models.description import DeltaNet
 from rlhf_megatron.models.rectangles import Implementation
 
@@ -160,25 +160,6 @@ def convolved(values: Tensor, weight: Tensor, boundaries: Tensor) -> Tensor:
         earlier = functional.pad(values, (0, 0, back, 0))[:-back]
         out = out + torch.where(place >= back, earlier, 0.0) * weight[:, -1 - back]
     return functional.silu(out)
-
-
-def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: Tensor) -> Tensor:
-    """[t, heads, d] of queries, keys and values, [t, heads] of the rest -> [t, heads, d], each row from a state of 0.
-
-    Rows are padded on the right to the longest one, which no real token sees.
-    """
-    lengths = boundaries.diff().long()
-    real = torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]
-
-    def padded(packed: Tensor) -> Tensor:
-        out = packed.new_zeros(*real.shape, *packed.shape[1:])
-        out[real] = packed
-        return out
-
-    query, key, value, decay, beta = (padded(each) for each in (query, key, value, decay, beta))
-    out, _ = torch_chunk_gated_delta_rule(query, key, value, g=decay, beta=beta)
-    of_rows: Tensor = out[real]
-    return of_rows
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from rlhf_megatron.models.architecture import Architecture, LayerKind
 from rlhf_megatron.recipe.roles import RoleSection, transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
-_CHUNK = 64  # tokens of which a delta net has a state, as in Megatron
+_CHUNK = 64  # tokens of which a delta net has a state (``models.delta_rule``, which imports torch)
 
 
 def stage_activations(
@@ -72,7 +72,7 @@ def layer_activations(
     halved = 0.5 if section.fp8_recipe else 0.0
     outside = (4 - 2 * halved) * a.hidden
     if kind.attention == "delta":
-        attention = _delta_net(a, size)
+        attention = _delta_net(a, size) + _delta_rule(a, size)
     elif a.latent is not None:
         attention = 2 * a.heads * (a.latent.query_head + a.latent.value)
         outside += 2 * ((a.latent.query_rank or 0) + a.latent.key_value_rank)  # before and behind their norms
@@ -86,10 +86,12 @@ def layer_activations(
 def recomputed_activations(
     section: RoleSection, architecture: Architecture, kind: LayerKind, layout: Layout, size: int, longest: int
 ) -> float:
-    """Return how many of ``layer_activations`` the modules do not keep that ``section.recompute`` selects; a module's
-    input is kept by what makes it."""
+    """Return how many of ``layer_activations`` the modules do not keep that ``section.recompute`` selects, nor the rule
+    of a delta net; a module's input is kept by what makes it."""
     a, modules = architecture, section.recompute.selected
     inside = _products(a, kind, size, longest) if "core_attn" in modules else 0.0
+    if kind.attention == "delta":
+        inside += _delta_rule(a, size)
     experts = a.experts if kind.feed_forward == "experts" else None
     if ("moe" if experts else "mlp") in modules:
         inside += _feed_forward(section, a, kind, layout, size)
@@ -150,17 +152,25 @@ def _kept_of_activation(section: RoleSection, layout: Layout, size: int) -> int:
 
 
 def _delta_net(a: Architecture, size: int) -> float:
-    """Numbers of the weights' type that a delta net keeps; by plain torch, which is the most (``models.delta_net``).
+    """Numbers of the weights' type that a delta net keeps around its rule, whose arguments are among them.
 
-    Of its convolution the input of each tap, its sum and its output; of the gated norm behind the rule 11 times the
-    values, those in float32 twice. The rule is in float32. For each value head of d columns of keys and e of values:
-    7 d and 4 e of keys and values in the forms that its products take, the squares of a chunk and, row by row, what the
-    rows before it have made of them, and a state [d, e] for each chunk.
+    Of its convolution the input of each tap, its sum and its output; queries and keys, in float32 before their norm and
+    again for each value head; decays and strengths; of the gated norm behind the rule 11 times the values, those in
+    float32 twice.
     """
     net = a.delta_net
     assert net is not None
     outside = (net.taps + 2) * (2 * net.keys + net.values) + 11 * net.values
-    rows = sum(row * row + 2 * row for row in range(_CHUNK)) / _CHUNK
+    return outside + 2 * net.keys * 4 / size + net.value_heads * (2 * net.key_dim + 2 * 4 / size)
+
+
+def _delta_rule(a: Architecture, size: int) -> float:
+    """Numbers of the weights' type in which a delta net's rule is computed again for the backward pass, in float32.
+
+    By plain torch, which takes most (``models.delta_rule``). For each value head of d columns of keys and e of values:
+    8 d and 3 e in the forms that its products take, the squares of a chunk, and a state [d, e] for each chunk.
+    """
+    net = a.delta_net
+    assert net is not None
     state = net.key_dim * net.value_dim / _CHUNK
-    per_head = 7 * net.key_dim + 4 * net.value_dim + 6 * _CHUNK + rows + state
-    return outside + net.value_heads * per_head * 4 / size
+    return net.value_heads * (8 * net.key_dim + 3 * net.value_dim + 5 * _CHUNK + state) * 4 / size

@@ -23,9 +23,13 @@ DEEPSEEK = DEEPSEEK_ATTENTION + 3 * 2048 + 8 * (3 * 2048 + 2 * 7168)
 # Beside these two norms of heads, and gates.
 NEXT_EXPERTS = 4 * 2048 + 3 * 512 + 10 * (3 * 512 + 2 * 2048)
 NEXT = NEXT_EXPERTS + (2 * 16 + 2 * 2 + 16 + 2 + 2 * 16) * 256
-# A delta net's rule in float32: for each of 32 heads 11 vectors of 128, 6 rows of a chunk of 64, what 64 rows made of
-# those before them, and a 64th of a state; 4 taps over 8192 channels, and 11 times 4096 for norm and gate.
-NEXT_DELTA = NEXT_EXPERTS + 6 * 8192 + 11 * 4096 + 2 * 32 * (11 * 128 + 6 * 64 + (85344 + 4032) / 64 + 128 * 128 / 64)
+# 4 taps over 8192 channels, and 11 times 4096 for norm and gate; queries and keys of 16 heads in float32, again for
+# each of 32 heads, and decays and strengths; the rule in float32: 11 vectors of 128, 5 rows of a chunk of 64, and a
+# 64th of a state.
+NEXT_DELTA = (
+    NEXT_EXPERTS + 6 * 8192 + 11 * 4096 + 2 * 2 * 2048 + 32 * (2 * 128 + 2 * 2)
+    + 2 * 32 * (11 * 128 + 5 * 64 + 128 * 128 / 64)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

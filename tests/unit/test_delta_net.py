@@ -10,7 +10,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.architecture import parse_architecture
-from rlhf_megatron.models.delta_net import convolved, delta_rule, normalised
+from rlhf_megatron.models.delta_net import convolved, normalised
+from rlhf_megatron.models.delta_rule import delta_rule
 from rlhf_megatron.models.flops import forward_flops, kv_cache_bytes, kv_cache_bytes_per_token
 from rlhf_megatron.topology.layout import Layout
 
@@ -36,6 +37,36 @@ def test_states_begin_anew_in_each_row() -> None:
             use_qk_l2norm_in_kernel=True,
         )
         assert (ours - wanted[0]).abs().max() < 1e-5
+
+
+def test_gradients_are_those_of_one_token_after_the_other() -> None:
+    shapes = [(HEADS, KEY), (HEADS, KEY), (HEADS, VALUE), (HEADS,), (HEADS,)]
+    given = [packed(*shape, seed=seed).double().requires_grad_() for seed, shape in enumerate(shapes)]
+    again = [each.detach().requires_grad_() for each in given]
+    pull = packed(HEADS, VALUE, seed=9).double()
+
+    def arguments(of: list[Tensor]) -> list[Tensor]:
+        query, key, value, decay, beta = of
+        return [normalised(query), normalised(key), value, -decay.abs(), beta.sigmoid()]
+
+    (delta_rule(*arguments(given), BOUNDARIES) * pull).sum().backward()
+    (in_turn(*arguments(again)) * pull).sum().backward()
+    for ours, theirs_ in zip(given, again, strict=True):
+        assert ours.grad is not None and theirs_.grad is not None
+        assert (ours.grad - theirs_.grad).abs().max() < 1e-6 * theirs_.grad.abs().max()
+
+
+def in_turn(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """The definition of the rule, in float64 (transformers' own goes back to float32)."""
+    out, begins = [], set(BOUNDARIES.tolist())
+    for token in range(len(query)):
+        if token in begins:
+            state = torch.zeros(HEADS, KEY, VALUE, dtype=torch.float64)
+        state = state * decay[token].exp()[:, None, None]
+        correction = value[token] - torch.einsum("hde,hd->he", state, key[token])
+        state = state + beta[token][:, None, None] * torch.einsum("hd,he->hde", key[token], correction)
+        out.append(torch.einsum("hde,hd->he", state, query[token]) * KEY**-0.5)
+    return torch.stack(out)
 
 
 def test_gradients_of_short_vectors_are_numbers_in_float16() -> None:
