@@ -40,7 +40,8 @@ def generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], lengths: S
     ]  # fmt: skip
     torch.manual_seed(1)  # tensor-parallel ranks draw alike
     engine.drop_paused()
-    answers = engine._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
+    with engine._workspace.in_use():
+        answers = engine._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 

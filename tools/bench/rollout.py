@@ -203,7 +203,8 @@ def beside_llm_generate(
         return sum(len(completion.token_ids) for completion in engine.generate(requests, sampling))
 
     def llm_generate() -> int:
-        outputs = engine._llm.generate(given, parameters, use_tqdm=False)
+        with engine._workspace.in_use():
+            outputs = engine._llm.generate(given, parameters, use_tqdm=False)
         for output in outputs:  # what a trainer needs of them
             flat = output.outputs[0].logprobs
             assert len([flat.logprobs[start] for start in flat.start_indices]) == len(output.outputs[0].token_ids)

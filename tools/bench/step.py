@@ -119,10 +119,11 @@ def measured(
         row |= {"model": f"{shape['model']}, {informative:.0%} informative", "informative": informative}
     arguments = ["recipe.yaml", str(repeats), "raw.json"]
     failed = run_on_ranks(shape["gpus"], HERE / "step_measure.py", arguments, SECONDS_FOR_ONE_SHAPE, folder)
-    if failed:
-        return row | {"failed": failed}
+    records = folder / "runs" / recipe.name / "metrics.jsonl"
+    if failed:  # what steps there are may have taken minutes
+        return row | {"failed": failed, "records": read_records(records) if records.exists() else []}
     raw = json.loads((folder / "raw.json").read_text(encoding="utf-8"))
-    metrics = read_records(folder / "runs" / recipe.name / "metrics.jsonl")
+    metrics = read_records(records)
     return row | summary(metrics, raw, recipe.old_logprobs == "recompute", warm_up)
 
 
