@@ -77,6 +77,37 @@ def test_a_task_of_reasoning_gym_has_a_second_try() -> None:
             trajectory.close()
 
 
+@needs("textarena")
+def test_a_game_of_textarena_is_played_to_its_end_and_goes_on_where_it_was() -> None:
+    settings = json.dumps({"min_number": 1, "max_number": 3, "max_turns": 3})
+    values = {"prompt": [{"role": "system", "content": "Play."}], "data_source": "textarena/GuessTheNumber-v0"}
+    values |= {"reward_model": {"ground_truth": ""}, "extra_info": {"seed": 1, "settings": settings}}
+    with partner("textarena_game.py") as environment:
+        first, second = environment.begin(row(values)), environment.begin(row(values))
+        assert "guess the number between 1 and 3 within 3 turns" in said_by(first.reset().result(60))
+        wrong = step(first, "3")  # its number of this seed is 1
+        assert (wrong.score, wrong.ends) == (0.0, False) and said_by(wrong) == "The target number is lower."
+        second.load(base64.b64decode(wrong.saved or ""))
+        assert "already guessed" in said_by(step(second, "[3]"))
+        for trajectory in (first, second):
+            right = step(trajectory, "[1]")
+            assert (right.score, right.ends) == (1.0, True)
+            trajectory.close()
+
+
+@needs("textarena")
+def test_an_invalid_move_that_ends_a_game_of_textarena_pays_nothing() -> None:
+    values = {"prompt": [{"role": "system", "content": "Play."}], "data_source": "textarena/ThreeCardMonte-v0"}
+    values |= {"reward_model": {"ground_truth": ""}, "extra_info": {"seed": 1, "settings": json.dumps({"steps": 1})}}
+    with partner("textarena_game.py") as environment:
+        game = environment.begin(row(values))
+        assert "Shuffle 1/1: swapped cups" in said_by(game.reset().result(60))
+        assert not step(game, "3").ends
+        over = step(game, "3")
+        assert (over.score, over.ends) == (0.0, True)
+        game.close()
+
+
 OPENENV = """
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
