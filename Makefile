@@ -8,6 +8,12 @@ GPU_PYTHON ?= python3
 PYTEST = $(PYTHON) -P -m pytest
 # Three for two cores: a third of a worker's time it waits, for processes and for the time-outs that tests are about.
 PYTEST_WORKERS = $(PYTEST) --durations=10 --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
+NEWEST = $(abspath .venv-newest)
+# What touches vLLM and transformers.
+ENGINE_TESTS = $(addprefix tests/unit/test_,compat.py engine_contract.py vllm_engine.py speculation.py given_answers.py \
+	tools.py chat_template.py tokenizer.py) \
+	$(addprefix tests/parallel/test_,vllm_engine.py regather.py learned_map.py family_rollout.py) \
+	tests/end_to_end/test_rollout_control.py
 READY = $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 # A folder without Python files is an error to mypy.
 SOURCES = $(foreach folder,rlhf_megatron kernels launch tools,$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
@@ -17,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test grid fuzz chaos lint gpu-test bench-cpu bench-data bench-peer bench-regather bench-rollout bench-step
+.PHONY: help setup demo test newest grid fuzz chaos lint gpu-test bench-cpu bench-data bench-peer bench-regather bench-rollout bench-step
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -30,6 +36,11 @@ demo: $(READY) ## Train a small model by reinforcement learning on this machine'
 
 test: $(READY) ## All tests that need no GPU but the grid's, within 15 minutes on two cores
 	$(PYTEST_WORKERS) -m "not grid" $(ARGS)
+
+newest: PYTHON = $(NEWEST)/bin/python
+newest: ## Tests of the engine with the newest vLLM and transformers, in .venv-newest (docs/gpus.md)
+	@VENV=$(NEWEST) NEWER=tools/environment/requirements-newest.txt tools/environment/setup_cpu.sh
+	$(PYTEST_WORKERS) -m "not grid" $(or $(ARGS),$(ENGINE_TESTS))
 
 grid: $(READY) ## Every model family in every layout, and beside vLLM; `make test` has a sample
 	$(PYTEST_WORKERS) -m grid $(ARGS)

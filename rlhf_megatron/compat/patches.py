@@ -71,7 +71,8 @@ def warn_of_unknown_version(packages: tuple[str, ...], first: str, last: str) ->
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if not Version(first) <= Version(version) <= Version(last):
+        # Without what names a build: 0.33.0+cpu is above 0.33.0.
+        if not Version(first) <= Version(Version(version).public) <= Version(last):
             known = first if first == last else f"{first} to {last}"
             lacks = "".join(f"; it lacks {name}" for name in missing_of_installed(packages))
             warnings.warn(

