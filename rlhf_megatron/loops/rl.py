@@ -15,12 +15,12 @@ from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.generation.batch_source import BatchSource, Collector
 from rlhf_megatron.generation.generated_groups import make_scorer
 from rlhf_megatron.generation.judge import Judge
+from rlhf_megatron.generation.kept_rollouts import keep_rollouts
 from rlhf_megatron.generation.partners import make_partner
 from rlhf_megatron.generation.replica import replica_of
 from rlhf_megatron.generation.rollout_worker import RolloutWorker
 from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.loops.judge_building import build_judge
-from rlhf_megatron.loops.kept_rollouts import keep_rollouts
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.teams import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
@@ -83,7 +83,8 @@ def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> L
         metrics |= sync_teams(context, train_metrics)
         if rows.rows and recipe.monitor.rollouts.has(step):
             with context.phase("keep_rollouts"):
-                keep_rollouts(run, rows, outputs, batches.notes, step)
+                table = keep_rollouts(context, run.tokenizer, rows, outputs, batches.notes, step)
+                recorder.show_rollouts(step, table)
         with context.phase("regather"):
             weight_sync.refresh()
         recorder.end_step(step, metrics, tokens, learned)

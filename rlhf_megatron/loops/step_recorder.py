@@ -111,9 +111,9 @@ class StepRecorder:
         self.best_metric.observe(step, metrics)
         self._health.after(step, metrics)
 
-    def show_rollouts(self, step: int, table: pa.Table) -> None:
-        """Hands kept rows to the trackers that show tables; on the rank that reports."""
-        if self._report:
+    def show_rollouts(self, step: int, table: pa.Table | None) -> None:
+        """Hands kept rows to the trackers that show tables; they are on the rank that reports."""
+        if self._report and table is not None:
             self._report.rollouts(step, table)
 
     def end_evaluation(self, step: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.row_numbers import numbers_of
-from rlhf_megatron.loops.kept_rollouts import chosen_rows, held_table, outputs_table
+from rlhf_megatron.generation.kept_rollouts import chosen_rows, held_table, outputs_table
 from rlhf_megatron.monitor.kept_rows import OUTPUTS, columns_for_people, digest_of, kept_table, notes_schema
 
 PROMPTS, ANSWERS = [[1, 2], [1, 2], [3]], [[10, 11, 12, 13], [14], [15, 16]]

@@ -13,24 +13,29 @@ from torch import Tensor
 
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.data.row_numbers import RowNumbers, SpreadRows
+from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.durable import whole_file
 from rlhf_megatron.generation.score_notes import ScoreNotes
-from rlhf_megatron.loops.training_run import TrainingRun
 from rlhf_megatron.monitor.kept_rows import HELD, NUMBERS, OUTPUTS, digest_of, kept_table
 from rlhf_megatron.recipe import RLRecipe
+from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.topology.exchange import from_rank, gather_bytes
 
 
 def keep_rollouts(
-    run: TrainingRun[RLRecipe], rows: SpreadRows, outputs: Sequence[RolloutBatch], notes: ScoreNotes, step: int
-) -> None:
-    """Writes the chosen rows of a step; collective over the world.
+    context: RunContext[RLRecipe],
+    tokenizer: Tokenizer,
+    rows: SpreadRows,
+    outputs: Sequence[RolloutBatch],
+    notes: ScoreNotes,
+    step: int,
+) -> pa.Table | None:
+    """Writes the chosen rows of a step and returns them, on the rank that reports; collective over the world.
 
     ``outputs``: what the actor made of rows, on the ranks that answer for a data-parallel rank; of the same row the
     latest counts.
     """
-    context = run.context
-    chosen = chosen_rows(rows.numbers, run.recipe.monitor.rollouts.rows)
+    chosen = chosen_rows(rows.numbers, context.recipe.monitor.rollouts.rows)
     held = _gathered(held_table(rows.select(chosen).here()))
     wanted = set(rows.numbers.row_id[chosen].tolist())
     computed = _gathered(
@@ -39,8 +44,8 @@ def keep_rollouts(
     digests = from_rank(held["digest"].to_pylist() if held else [])
     noted = _gathered(notes.table(digests))
     if held is None or computed is None or noted is None:
-        return
-    table = kept_table(held, computed, noted, step, lambda ids: run.tokenizer.decode(ids, skip_special_tokens=False))
+        return None
+    table = kept_table(held, computed, noted, step, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
     path = context.folder.rollout_file(step)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -48,7 +53,7 @@ def keep_rollouts(
             pq.write_table(table, partial, compression="zstd")
     except OSError as error:  # a full disk costs what people read, not the run
         context.say(f"warning: no rollouts of step {step} were written: {error.strerror or error}")
-    run.recorder.show_rollouts(step, table)
+    return table
 
 
 def chosen_rows(numbers: RowNumbers, most: int) -> Tensor:
