@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _figure_of_runs(runs: dict[str, Path], title: str) -> Figure:
     if not panels:
         raise MonitorError(f"{', '.join(map(str, runs.values()))}: hold no metric that can be drawn")
     everything = {f"{label}/{name}": points for label, of_run in series.items() for name, points in of_run.items()}
-    return _draw(panels, [], everything, title)
+    return _draw(panels, [], everything, title, sorted({name for _, curves in panels for name in curves}))
 
 
 def _read(path: Path) -> Series:
@@ -117,8 +118,13 @@ def _phase_names(series: Series) -> list[str]:
     return [name for name in PHASES if name in present] + sorted(present.difference(PHASES))
 
 
-def _draw(panels: list[tuple[Panel, Series]], phases: list[str], series: Series, title: str) -> Figure:
-    """Lay the panels out in rows of three; the seconds per phase fill the last row's rest, or a row of their own."""
+def _draw(
+    panels: list[tuple[Panel, Series]], phases: list[str], series: Series, title: str, names: Sequence[str] = ()
+) -> Figure:
+    """Lay the panels out in rows of three; the seconds per phase fill the last row's rest, or a row of their own.
+
+    ``names`` of curves have one colour each in all panels, also where one of them is alone.
+    """
     count = len(panels)
     free = -count % COLUMNS_OF_PANELS
     span = free if free >= 2 else COLUMNS_OF_PANELS
@@ -135,19 +141,21 @@ def _draw(panels: list[tuple[Panel, Series]], phases: list[str], series: Series,
     )
     for index, (panel, curves) in enumerate(panels):
         axes = figure.add_subplot(grid[divmod(index, COLUMNS_OF_PANELS)])
-        _draw_panel(axes, panel, curves, (steps[0], steps[-1]))
+        order = list(names or sorted(curves))
+        colours = {name: PALETTE[order.index(name) % len(PALETTE)] for name in curves}
+        _draw_panel(axes, panel, curves, colours if len(order) > 1 else {}, (steps[0], steps[-1]))
     if phases:
         axes = figure.add_subplot(grid[rows - 1, COLUMNS_OF_PANELS - span :])
         _draw_phases(axes, phases, series, legend_columns=2 * span)
     return figure
 
 
-def _draw_panel(axes: Axes, panel: Panel, curves: Series, extent: tuple[int, int]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, curves: Series, colours: Mapping[str, str], extent: tuple[int, int]) -> None:
+    """``colours``: of the curves by name; without them it is the one curve of the panel's own colour."""
     _dress(axes, panel.title, panel.unit)
-    several = len(curves) > 1
-    for index, (name, (steps, values)) in enumerate(sorted(curves.items())):
+    for name, (steps, values) in sorted(curves.items()):
         label = name.replace("$", r"\$")  # two of them would begin and end a formula
-        colour = PALETTE[index % len(PALETTE)] if several else panel.colour
+        colour = colours.get(name, panel.colour)
         if len(values) < POINTS_THAT_NEED_SMOOTHING:
             axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4.5, label=label)
         elif not panel.smoothed:
@@ -166,7 +174,7 @@ def _draw_panel(axes: Axes, panel: Panel, curves: Series, extent: tuple[int, int
     if extent[1] > extent[0]:
         margin = 0.02 * (extent[1] - extent[0])
         axes.set_xlim(extent[0] - margin, extent[1] + margin)
-    if several:
+    if colours:
         axes.legend(frameon=False, fontsize=8.5, labelcolor=MUTED)
     else:
         _annotate_ends(axes, panel, next(iter(curves.values())))

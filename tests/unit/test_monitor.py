@@ -34,7 +34,7 @@ from rlhf_megatron.monitor import metrics, trackers
 from rlhf_megatron.monitor.columns import COLUMNS, RL_COLUMNS, seconds, short, small
 from rlhf_megatron.monitor.console import VISIBLE_ROWS, Console, clock, fitting_columns, sparkline
 from rlhf_megatron.monitor.metrics import MetricsLogger, read_metrics, steps_before
-from rlhf_megatron.monitor.plots import _figure_of_run, plot_run, smooth
+from rlhf_megatron.monitor.plots import _figure_of_run, _figure_of_runs, plot_run, smooth
 from rlhf_megatron.monitor.recipe_versions import version_at, versions_of, write_recipe
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.run_report import Report
@@ -608,6 +608,19 @@ def test_phases_of_ranks_that_generate_ahead_go_down(tmp_path: Path, steps: int)
     together = [{name: value for name, value in row.items() if name != "time/wait_for_update"} for row in rows]
     [axes] = _figure_of_run(write_metrics(tmp_path / "metrics.jsonl", together), "together").axes
     assert (axes.dataLim.y0, axes.dataLim.y1) == pytest.approx((0.0, 5.5))
+
+
+def test_a_run_has_one_colour_in_all_panels(tmp_path: Path) -> None:
+    """Also in the panel of a metric that an earlier one lacks."""
+    both = ["reward/mean", "train/entropy"]
+    metrics = {"one": both, "other": both[:1], "third": both}
+    runs = {
+        run: write_metrics(tmp_path / f"{run}.jsonl", [{"step": step} | dict.fromkeys(names, 0.5) for step in (1, 2)])
+        for run, names in metrics.items()
+    }
+    panels = _figure_of_runs(runs, "").axes
+    colours = {(line.get_label(), line.get_color()) for axes in panels for line in axes.lines}
+    assert [len(axes.lines) for axes in panels] == [3, 2] and len(colours) == 3
 
 
 def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
