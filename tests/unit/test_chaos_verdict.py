@@ -139,3 +139,12 @@ def test_trajectories_that_are_lost_trained_twice_or_played_wrongly_are_noticed(
     assert any(
         "the prompt of seed 500 was begun and trained" in each for each in trajectories.accounts(long, ledger, none)
     )
+
+
+def test_a_run_without_a_step_is_told_with_its_last_words(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "kill"
+    run.mkdir(parents=True)
+    (run / "launch.log").write_text("warning: one\nerror: no port is free\n")
+    case = verdict.Case(name="kill", expected="starts again", decisions=["restart"])
+    result = verdict.judge(case, tmp_path, [], 1.0, [])
+    assert result.problems[-1].endswith("no step was made; launch.log ends 'warning: one | error: no port is free'")

@@ -105,6 +105,10 @@ def judge(case: Case, folder: Path, faults: list[float], seconds: float, problem
 def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
     """Comparison of a run with the reference, in words; adds what is not as the case expects to ``problems``."""
     run = folder / "runs" / case.name
+    if not (run / "metrics.jsonl").exists():
+        said = (run / "launch.log").read_text(encoding="utf-8").split("\n")
+        problems.append(f"no step was made; launch.log ends {' | '.join(line for line in said if line)[-500:]!r}")
+        return "not whole"
     equal = equality(run, folder / "runs" / RECIPE["name"])
     if equal not in {"bits": ["bits"], "rounding": ["bits", "rounding"]}.get(case.equality, [equal]):
         problems.append(f"equal {equal} instead of {case.equality}")
