@@ -23,7 +23,7 @@ class SumTask(vf.Task[SumData]):
     """One sum."""
 
     def is_right(self, reply: str) -> bool:
-        """Whether the last number of a reply is the answer."""
+        """True if the last number of a reply is the answer."""
         return NUMBER.findall(reply)[-1:] == [self.data.answer]
 
 

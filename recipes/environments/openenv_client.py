@@ -57,7 +57,7 @@ class Environment:
 
 
 def text_of(observation: dict[str, Any]) -> str | None:
-    """What an observation says: its only text, else all that it has as JSON."""
+    """Text of an observation: the only one that it has, else all of it as JSON."""
     said = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
     texts = list(said.values())
     return None if not texts else texts[0] if [*map(type, texts)] == [str] else json.dumps(said, ensure_ascii=False)

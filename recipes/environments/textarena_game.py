@@ -39,7 +39,7 @@ class Environment:
         return None, rewards[0] if isinstance(rewards[0], (int, float)) else 0.0, True
 
     def _observation(self) -> str:
-        """What the game has said since the last action, without that action."""
+        """Messages of the game since the last action, without that action."""
         _, messages = self.game.get_observation()
         return "\n".join(text for _, text, kind in messages if kind != textarena.ObservationType.PLAYER_ACTION)
 

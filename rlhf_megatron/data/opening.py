@@ -98,8 +98,8 @@ def open_data(
         seen = len(validation.prompts)
         notes += _left_out_note(section, "validation", validation.left_out, seen + validation.left_out)
         shared = sum(prompt_key(prompt.messages) in keys for prompt in validation.prompts)
-        # Where training rows have but one prompt, an environment asks what differs.
-        if shared and not rows > len(keys) == 1:
+        differs_by_environment = rows > 1 and len(keys) == 1  # it asks, and all rows begin alike
+        if shared and not differs_by_environment:
             notes.append(
                 f"warning: {shared} of {seen} validation prompts are also in data.train_files; take them out there, or "
                 "the evaluation says nothing about new prompts"

@@ -52,12 +52,11 @@ def _chunks(boundaries: Tensor, tokens: int) -> _Chunks:
     boundaries = boundaries.long()
     counts = -(-boundaries.diff() // CHUNK)
     by_length = counts.argsort(descending=True, stable=True)
-    of_rows: list[int] = counts.tolist()
-    running = [sum(count > turn for count in of_rows) for turn in range(max(of_rows))]
-    first = torch.tensor([0, *running], device=boundaries.device).cumsum(0)
+    running = len(counts) - counts.bincount().cumsum(0)[:-1]
+    first = running.cumsum(0) - running
     position = positions(boundaries, tokens)
     row = torch.bucketize(torch.arange(tokens, device=boundaries.device), boundaries[1:], right=True)
-    return _Chunks(running, first[position // CHUNK] + by_length.argsort()[row], position % CHUNK)
+    return _Chunks(running.tolist(), first[position // CHUNK] + by_length.argsort()[row], position % CHUNK)
 
 
 def _by_chunks(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: _Chunks) -> Tensor:

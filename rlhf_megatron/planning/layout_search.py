@@ -188,7 +188,7 @@ def _tried(
 
 
 def _reason(error: ValidationError | RecipeError) -> str:
-    """What an error says, in one line."""
+    """Message of an error, in one line."""
     first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return " ".join(first.removeprefix("Value error, ").split())
 

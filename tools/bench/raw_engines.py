@@ -7,7 +7,7 @@ backward(), a micro-batch after the other; of a pipeline its own schedule. No re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,11 @@ from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.topology.exchange import max_over_ranks
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
+
     from rlhf_megatron.roles.role import Role
     from rlhf_megatron.rollout.engine import RolloutEngine
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
 WARM_UP_PIECES = 2  # prompts or micro-batches
 
@@ -40,9 +43,17 @@ def generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], lengths: S
     ]  # fmt: skip
     torch.manual_seed(1)  # tensor-parallel ranks draw alike
     engine.drop_paused()
+    given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [list(answer.outputs[0].token_ids) for answer in answers_of(engine, given, asked)]
+
+
+def answers_of(
+    engine: VllmEngine, prompts: Sequence[Mapping[str, Any]], parameters: Sequence[SamplingParams]
+) -> list[Any]:
+    """Outputs of ``LLM.generate``, which has the engine's own scratch memory."""
     with engine._workspace.in_use():
-        answers = engine._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
-    return [list(answer.outputs[0].token_ids) for answer in answers]
+        outputs: list[Any] = engine._llm.generate(prompts, parameters, use_tqdm=False)
+        return outputs
 
 
 def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:

@@ -30,6 +30,7 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import raw_engines
 import torch
 import torch.distributed as dist
 from launching import run_on_ranks
@@ -203,8 +204,7 @@ def beside_llm_generate(
         return sum(len(completion.token_ids) for completion in engine.generate(requests, sampling))
 
     def llm_generate() -> int:
-        with engine._workspace.in_use():
-            outputs = engine._llm.generate(given, parameters, use_tqdm=False)
+        outputs = raw_engines.answers_of(engine, given, parameters)
         for output in outputs:  # what a trainer needs of them
             flat = output.outputs[0].logprobs
             assert len([flat.logprobs[start] for start in flat.start_indices]) == len(output.outputs[0].token_ids)

@@ -83,7 +83,7 @@ def one_run(tree: Path, model: str, steps: int, folder: Path, seconds: float) ->
         "step_seconds": [record["train/step_time_ms"] / 1000 for record in counted],
         "phase_seconds": {name: [record.get(name, 0.0) for record in counted] for name in phases},
         "tokens_per_gpu_per_second": [record["perf/tokens_per_gpu_per_sec"] for record in counted],
-        "recipe": (folder / "recipe.yaml").read_text(encoding="utf-8"),
+        "recipe": (folder / "recipe.yaml").read_text(encoding="utf-8").replace(f"{tree}/", ""),
     }
 
 

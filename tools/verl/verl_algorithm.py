@@ -102,7 +102,7 @@ def put_policy_loss(command: Command, tree: Tree) -> None:
 
 
 def _aggregation(command: Command, loss: str | None) -> str | None:
-    """How tokens are averaged: in two losses of verl's by sequences, whatever loss_agg_mode says."""
+    """Loss aggregation: in two losses of verl's by sequences, whatever loss_agg_mode says."""
     aggregation = command.choose(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS)
     by_sequences = AGGREGATIONS["seq-mean-token-mean"]
     if loss not in ("gmpo", "sapo"):
