@@ -107,11 +107,11 @@ def run_rank(settings: dict[str, Any], output: Path) -> None:
     from rlhf_megatron.topology.world import join_world
 
     join_world()
+    leads = dist.get_rank() == 0  # the engine's end is that of torch.distributed
     result = measure(**settings)
-    if dist.get_rank() == 0:
+    if leads:
         output.write_text(json.dumps(result), encoding="utf-8")
         print(json.dumps(result, indent=1))
-    dist.barrier()
 
 
 def measure(model: str, size: str, repeats: int, oversample: float) -> dict[str, Any]:
