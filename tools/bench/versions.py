@@ -1,11 +1,14 @@
-"""Versions of this code beside each other: whole steps of one shape of ``step.py``, in turns, on one machine.
+"""Versions of this code beside each other, in turns, on one machine: steps of a shape of ``step.py``, other benchmarks.
 
     git archive --prefix=before/ REVISION | tar xf - -C /tmp
     python tools/bench/versions.py before=/tmp/before after=. [--models 7B-80GB] [--rounds 2] [--output versions.json]
+    python tools/bench/versions.py before=/tmp/before after=. --scripts "tools/bench/regather.py --gpus 1"
 
 Each version makes the shape by its own ``step_shapes.yaml`` and trains by its own ``launch/train.py``; lengths of
 responses are drawn as ``step.py`` says. Of each run the first step does not count. The output has the seconds of every
-step that counts and of its phases, by model and version, and the recipes.
+step that counts and of its phases, by model and version, and the recipes; of a script, which is a benchmark as Python
+takes it (where it needs ranks, behind ``launch/torchrun.py --standalone --nproc-per-node 1``), every number of its
+report.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +48,8 @@ def main() -> int:
     """Runs every version once a round; returns 1 where a run failed or the last version is slower than another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="a version of the repository")
-    parser.add_argument("--models", nargs="+", default=["7B-80GB" if torch.cuda.is_available() else "toy"])
+    parser.add_argument("--models", nargs="+", help="default: 7B-80GB, on a CPU the toy; none with --scripts")
+    parser.add_argument("--scripts", nargs="+", default=[], metavar="COMMAND", help="without --output")
     parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="that count, of a run (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of one run (default: %(default)s)")
@@ -51,8 +57,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/results/versions.json"))
     options = parser.parse_args()
     trees = {name: Path(folder).resolve() for name, folder in (tree.split("=", 1) for tree in options.trees)}
-    failed, rows = False, []
-    for model in options.models:
+    failed, rows, scripts = False, [], []
+    default = [] if options.scripts else ["7B-80GB" if torch.cuda.is_available() else "toy"]
+    for model in options.models or default:
         row: dict[str, Any] = {"model": model, "steps": options.steps, "runs": {name: [] for name in trees}}
         rows.append(row)
         for number in range(options.rounds):
@@ -64,6 +71,16 @@ def main() -> int:
                 print(json.dumps({"model": model, "version": name, **(result or {"failed": reason})}), flush=True)
                 row["step_seconds"] = {name: summary(runs) for name, runs in row["runs"].items() if summary(runs)}
                 write_report(options.output, {"rows": rows})
+    for command in options.scripts:
+        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+        for _ in range(options.rounds):
+            for name, tree in trees.items():
+                reason, figures = figures_of(tree, command, options.work.resolve(), options.seconds)
+                failed |= bool(reason)
+                reports[name].append({"failed": reason} if reason else figures)
+                print(json.dumps({"script": command, "version": name, **reports[name][-1]}), flush=True)
+        scripts.append({"script": command, "figures": beside(reports)})
+        write_report(options.output, {"rows": rows, "scripts": scripts})
     return int(failed or any(slower(row["step_seconds"]) for row in rows))
 
 
@@ -84,6 +101,38 @@ def one_run(tree: Path, model: str, steps: int, folder: Path, seconds: float) ->
         "phase_seconds": {name: [record.get(name, 0.0) for record in counted] for name in phases},
         "tokens_per_gpu_per_second": [record["perf/tokens_per_gpu_per_sec"] for record in counted],
         "recipe": (folder / "recipe.yaml").read_text(encoding="utf-8").replace(f"{tree}/", ""),
+    }
+
+
+def figures_of(tree: Path, command: str, work: Path, seconds: float) -> tuple[str, dict[str, float]]:
+    """Why a benchmark by the version in ``tree`` failed, and the numbers of its report, by their paths in it."""
+    work.mkdir(parents=True, exist_ok=True)
+    output = work / f"{tree.name}.json"
+    output.unlink(missing_ok=True)  # some keep the rows of an earlier run
+    line = [*shlex.split(command), "--output", str(output)]
+    reason = run("the benchmark", line, seconds, tree, with_package(tree, work))
+    return reason, dict(numbers_of(json.loads(output.read_text(encoding="utf-8")))) if output.exists() else {}
+
+
+def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Each number in a JSON value with its path; a row of a list is named by the texts in it and its place."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from numbers_of(each, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for place, each in enumerate(value):
+            texts = [text for text in each.values() if isinstance(text, str)] if isinstance(each, Mapping) else []
+            yield from numbers_of(each, f"{path}[{' '.join([str(place), *texts])}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, value
+
+
+def beside(reports: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[Any]]]:
+    """Each figure's values by version, one a round; runs that failed give their reasons alone."""
+    names = dict.fromkeys(name for each in reports.values() for figures in each for name in figures)
+    return {
+        name: {version: [figures[name] for figures in each if name in figures] for version, each in reports.items()}
+        for name in names
     }
 
 
