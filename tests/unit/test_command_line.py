@@ -156,7 +156,7 @@ def test_recipes_and_keys_are_completed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smol.yaml").touch()
     (tmp_path / "smaller").mkdir()
-    assert complete_recipe("sm") == ["smol.yaml", "smaller/", "smollm_grpo"]
+    assert complete_recipe("sm") == ["smol.yaml", "smaller/", "smollm_grpo", "smollm_gsm8k_grpo", "smollm_gsm8k_sft"]
     assert complete_recipe("smaller/") == []
     assert len(complete_recipe("")) == len(shipped_recipes()) + 2
     assert complete_override("actor.optimizer.learning_r") == ["actor.optimizer.learning_rate="]

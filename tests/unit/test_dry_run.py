@@ -63,6 +63,8 @@ RECIPES = {
     "tiny_reward_model": 2,
     "tiny_judge": 2,
     "smollm_grpo": 1,
+    "smollm_gsm8k_sft": 1,
+    "smollm_gsm8k_grpo": 1,
     "qwen7b_grpo": 8,
     "qwen7b_lora": 1,
     "qwen7b_one_gpu": 1,
