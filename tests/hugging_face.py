@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     ArceeConfig,
@@ -413,6 +414,17 @@ def make_model(
     fill(model, seed)
     model.save_pretrained(folder)
     return folder
+
+
+def describe(family: str, **fields: Any) -> dict[str, Any]:
+    """Return the ``model_type`` of a model that ``make_model`` makes, and the fields that it has of its own."""
+    made = CONFIGS.get(family)
+    return {"model_type": made.model_type if made else family, "config": SPECIAL.get(family, {}), "sizes": fields}
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's files."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def fill(model: Any, seed: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from parallel.parity import Launches, named, selected_names
 from parallel.ranks import run_ranks
 from parallel.regather_ranks import follow_families
-from parallel.test_family_rollout import CASES, UPDATES, arguments
+from parallel.test_family_rollout import CASES, UPDATES, arguments, differences
 
 # vLLM's sleep is for one engine of a process, and here each family has one.
 ROLLOUT = {"kv_cache_gb": 0.5, "enforce_eager": True, "sleep": False}
@@ -52,10 +53,13 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", named({name: CASES[of] for name, of in NAMES.items()}))
-def test_vllm_follows_the_trainer(name: str, results: Launches) -> None:
+def test_vllm_follows_the_trainer(name: str, results: Launches, record_property: Callable[[str, Any], None]) -> None:
+    measured = CASES[NAMES[name]].description | {"dtype": "bfloat16", "graphs": name in WITH_GRAPHS}
+    record_property("measured", measured)
     if name in NOT_OF_VLLM_0_25 and importlib.metadata.version("vllm").startswith("0.25."):
         pytest.skip(f"vLLM 0.25 does not read {NOT_OF_VLLM_0_25[name]}")
     (updates,) = results[name]
+    measured |= differences(updates)
     sampled = []
     for number in range(UPDATES):
         result = updates[number]

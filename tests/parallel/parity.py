@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hugging_face import load_model, make_model, random_rows, row_logits, row_logprobs, train
-from parallel.parity_ranks import run_cases
+from hugging_face import describe, load_model, make_model, random_rows, row_logits, row_logprobs, stored_tensors, train
+from parallel.parity_ranks import UNTRAINED, run_cases
 from parallel.ranks import run_ranks
 from rlhf_megatron.topology.layout import Layout
 
@@ -39,6 +39,26 @@ class Case(NamedTuple):
     def ranks(self) -> int:
         """How many ranks the case takes."""
         return Layout(**self.layout).size
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What is measured of which config and layout, as tools/bench/families.py shows it."""
+        layouts = [layout_name(self.layout, self.section), *([layout_name(self.then)] if self.then else [])]
+        return {"compared": "trained", "layout": " then ".join(layouts), **describe(self.family)}
+
+
+_DEGREES = {
+    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VP", "context": "CP", "data": "DP", "expert": "EP",
+    "expert_tensor": "ETP",
+}  # fmt: skip
+_SETTINGS = ("cp_comm_type", "sequence_parallel")
+
+
+def layout_name(layout: Mapping[str, int], section: Mapping[str, Any] | None = None) -> str:
+    """Return a layout in short, and what of ``section`` has to do with it."""
+    degrees = [f"{short}{layout[axis]}" for axis, short in _DEGREES.items() if axis in layout]
+    settings = [f"{field}={section[field]}" for field in _SETTINGS if section and field in section]
+    return " ".join([" ".join(degrees) or "one rank", *settings])
 
 
 def case(
@@ -147,9 +167,12 @@ def check_against_transformers(
     norms_within: float = 1e-5,
     weights_within: float = 1e-5,
     rows: Any = None,
-) -> None:
-    """Compare outputs, steps and the exported model of a case with those of transformers and torch; ``rows``: default,
-    those of one that is ``prepared``."""
+) -> dict[str, Any]:
+    """Compare outputs, steps and the exported models of a case with those of transformers and torch; return the
+    largest differences. ``rows``: default, those of one that is ``prepared``."""
+    given, untrained = (stored_tensors(path) for path in (folder, exported.with_name(exported.name + UNTRAINED)))
+    assert given.keys() == untrained.keys()
+    assert all(torch.equal(tensor, untrained[name]) for name, tensor in given.items())
     prompts, responses = rows or random_rows(7, VOCABULARY)
     model = load_model(folder)
     with torch.no_grad():
@@ -158,12 +181,15 @@ def check_against_transformers(
             [row_logits(model, p, r)[len(p) - 1 : -1].log_softmax(-1) for p, r in zip(prompts, responses, strict=True)]
         )
     entropy = -(distributions.exp() * distributions).sum(-1)
-    assert (torch.tensor(result["logprobs"]) - expected).abs().max() < 1e-5
+    logprobs_differ = float((torch.tensor(result["logprobs"]) - expected).abs().max())
+    assert logprobs_differ < 1e-5
     assert (torch.tensor(result["entropy"]) - entropy).abs().max() < 1e-5
 
     losses, norms = train(model, prompts, responses, STEPS, LEARNING_RATE, CLIP, OPTIMIZER["epsilon"])
     assert result["losses"] == pytest.approx(losses, abs=1e-5)
     assert result["grad_norms"] == pytest.approx(norms, rel=norms_within)
-    exported = load_model(exported).state_dict()
-    for name, parameter in model.state_dict().items():
-        assert (exported[name] - parameter).abs().max() < weights_within, name
+    learned = load_model(exported).state_dict()
+    differences = {name: float((learned[name] - own).abs().max()) for name, own in model.state_dict().items()}
+    for name, difference in differences.items():
+        assert difference < weights_within, name
+    return {"logprobs": logprobs_differ, "parameters": max(differences.values()), "export": "bit-equal"}

@@ -41,6 +41,8 @@ from rlhf_megatron.roles.placed import PlacedRole  # noqa: E402
 from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
+UNTRAINED = ", untrained"
+
 
 def learn(
     model: str, layout: dict[str, int], rows: list[Any], steps: int, section: dict[str, Any], optimizer: dict[str, Any],
@@ -50,7 +52,7 @@ def learn(
     """Logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result.
 
     In float16 the first of them begins with ``loss_scale``. Outputs are by the experts of ``choices``, where given;
-    updates choose their own.
+    updates choose their own. Without adapters there is an export before the updates too, beside ``exported``.
 
     With ``then``, the updates after the first are those of a role in that layout, which has the first one's state.
     """
@@ -77,8 +79,15 @@ def learn(
         with CheckpointFiles(model, architecture) as files:
             role.load(files, start)
 
+    def export(of_role: Role, folder: str) -> None:
+        companions, sources = Companions(Path(model)), of_role.shard_spec()
+        parameters = of_role.parameters()
+        export_weights(Path(folder), companions, architecture, sources, parameters, torch.float32, of_role.device)
+
     role = make_role(layout)
     load(role)
+    if exported and not role.shard.adapters:
+        export(role, f"{exported}{UNTRAINED}")
     if loss_scale is not None:
         assert role.trainer is not None and role.trainer.loss_scale is not None
         role.trainer.loss_scale.load([loss_scale, 0])
@@ -103,15 +112,7 @@ def learn(
         refused = hand_over(before, role, Path(f"{model}, checkpoint"))
     updates += [update(role, batch, {"weights": weights}, negative_log_likelihood) for _ in range(1, steps)]
     if exported:
-        export_weights(
-            Path(exported),
-            Companions(Path(model)),
-            architecture,
-            role.shard_spec(),
-            role.parameters(),
-            torch.float32,
-            role.device,
-        )
+        export(role, exported)
         if role.shard.adapters:
             adaptation = role.shard.adapters.adaptation
             held = {name: parameter.data for name, parameter in role.shard.trainable.module.named_parameters()}

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def gpt_oss() -> dict[str, Case]:
 
 CASES = {
     "TP2, scaled rotary embeddings": Case("llama3", True, {"tensor": 2}),
-    "yarn, one rank": Case("qwen2_yarn", True, {}, grid=True),
+    **dense("yarn", "qwen2_yarn", grid=True),
     "yarn, TP2": Case("qwen2_yarn", False, {"tensor": 2}),
     "linear, one rank": Case("mistral_linear", False, {}, grid=True),
     "linear, TP2": Case("mistral_linear", True, {"tensor": 2}),
@@ -79,8 +81,7 @@ CASES = {
     **dense("layers without positions", "smollm3"),
     **dense("window", "mistral_window"),
     **dense("window in some layers", "qwen2_window"),
-    "Gemma, one rank": Case("gemma", True, {}, grid=True),
-    "Gemma, TP2": Case("gemma", False, {"tensor": 2}, grid=True),
+    **dense("Gemma", "gemma", grid=True),
     **dense("soft caps, norms around sublayers", "gemma2"),
     **dense("two rotary tables", "gemma3_text"),
     "of images and text, TP2, then PP2 VP2": dense("", "gemma3")[", TP2, then PP2 VP2"],
@@ -88,8 +89,7 @@ CASES = {
     **{name: case._replace(grid=True) for name, case in dense("of images and text, Mistral", "mistral3").items()},
     **dense("yarn of both mscales", "ministral3", grid=True),
     **dense("factors", "granite"),
-    "Command R, one rank": Case("cohere", True, {}, grid=True),
-    "Command R, TP2": Case("cohere", False, {"tensor": 2}, grid=True),
+    **dense("Command R", "cohere", grid=True),
     **dense("parallel sublayers", "cohere2"),
     **dense("norms of each head", "cohere_norms", grid=True),
     **dense("norms after sublayers and of all heads", "olmo2", grid=True),
@@ -101,14 +101,11 @@ CASES = {
     "norms after sublayers, one rank": Case("exaone4_full", True, {}, grid=True),
     "norms after sublayers, TP2": Case("exaone4_full", False, {"tensor": 2}, grid=True),
     **dense("feed-forward layers without a gate", "arcee", grid=True),
-    "GLM-4 of 2024, one rank": Case("glm", True, {}, grid=True),
-    "GLM-4 of 2024, TP2, then PP2": Case("glm", False, {"tensor": 2}, then={"pipeline": 2}, grid=True),
+    **dense("GLM-4 of 2024", "glm", grid=True),
     **dense("factors, renamed tensors", "granitemoehybrid", grid=True),
     "factors, renamed tensors, without positions, TP2": Case("granitemoehybrid_plain", False, {"tensor": 2}),
-    "pairs of neighbours, one rank": Case("ernie4_5", True, {}, grid=True),
-    "pairs of neighbours, TP2, then PP2": Case("ernie4_5", False, {"tensor": 2}, then={"pipeline": 2}),
-    "Seed-OSS, one rank": Case("seed_oss", True, {}, grid=True),
-    "Seed-OSS, TP2, then PP2": Case("seed_oss", False, {"tensor": 2}, then={"pipeline": 2}),
+    **dense("pairs of neighbours", "ernie4_5"),
+    **dense("Seed-OSS", "seed_oss"),
     **dense("norms of turned heads", "hunyuan_v1_dense"),
     "norms of turned heads, keys shared by ranks, TP4": Case("hunyuan_v1_dense", False, {"tensor": 4}, grid=True),
     **gpt_oss(),
@@ -118,7 +115,7 @@ CASES = {
     **mixture("latent attention without ranks of queries", "deepseek_v3_plain"),
     **mixture("latent attention, groups by their best", "deepseek_v2"),
     **mixture("latent attention, yarn, softmax", "deepseek_v2_lite"),
-    "latent attention, GLM, TP2 EP2": Case("glm4_moe_lite", False, {"tensor": 2, "data": 2, "expert": 2}, grid=True),
+    **{name: case._replace(grid=True) for name, case in mixture("latent attention, GLM", "glm4_moe_lite").items()},
     **mixture("sigmoid scores and correction biases", "glm4_moe"),
     **mixture("norms of turned heads, experts", "hunyuan_v1_moe"),
     **mixture("norms of all heads, experts", "olmoe"),
@@ -132,6 +129,7 @@ CASES = {
 def delta_nets(name: str, family: str, experts: bool) -> dict[str, Case]:
     """Return the cases of a family with delta nets, of which there is no context parallelism."""
     cut, over_data = ({"expert": 2, "expert_tensor": 1}, {"expert": 2}) if experts else ({}, {})
+    spread = {"EP2": Case(family, False, {"data": 2, "expert": 2}, grid=True)} if experts else {}
     cases = {
         "one rank": Case(family, True, {}, grid=True),
         "TP2": Case(family, False, {"tensor": 2}, grid=True),
@@ -140,6 +138,7 @@ def delta_nets(name: str, family: str, experts: bool) -> dict[str, Case]:
             family, True, {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": {"granularity": "full"}}, grid=True
         ),
         "TP2 DP2": Case(family, False, {"tensor": 2, "data": 2} | over_data, grid=True),
+        **spread,
     }
     # Queries and keys of small numbers are made as long as others, so that rounding in a step is large in the next.
     within = {"norms_within": 2e-4, "weights_within": 5e-5}
@@ -150,14 +149,12 @@ CASES |= delta_nets("delta nets and experts", "qwen3_next", experts=True)
 CASES |= {
     name: case._replace(grid=True)
     for name, case in delta_nets("Qwen3.5 with experts", "qwen3_5_moe_text", experts=True).items()
-    if name.endswith(("one rank", "PP2, then TP2"))
 }
 CASES |= delta_nets("delta nets", "qwen3_5_text", experts=False)
 CASES |= {
     name: case._replace(grid=True)
     for family in ("qwen3_5", "qwen3_5_moe")
     for name, case in delta_nets(f"of images and text, {family}", family, experts=family.endswith("moe")).items()
-    if name.endswith(("one rank", "TP2"))
 }
 
 
@@ -172,10 +169,13 @@ def results(request: pytest.FixtureRequest, home: Path) -> Launches:
 
 
 @pytest.mark.parametrize("name", named(CASES))
-def test_outputs_and_steps_equal_transformers(name: str, home: Path, results: Launches) -> None:
+def test_outputs_and_steps_equal_transformers(
+    name: str, home: Path, results: Launches, record_property: Callable[[str, Any], None]
+) -> None:
     result, case = one_result(results[name]), CASES[name]
     exported = home / f"{name}, exported"
-    check_against_transformers(home / name, exported, result, case.norms_within, case.weights_within)
+    found = check_against_transformers(home / name, exported, result, case.norms_within, case.weights_within)
+    record_property("measured", case.description | found)
 
 
 def test_a_window_of_one_token_more_or_less_is_seen(home: Path, results: Launches) -> None:

@@ -5,7 +5,7 @@ Many models share a launch, each with an engine of its own. `make test` runs a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hugging_face import make_model, random_rows
-from parallel.parity import VOCABULARY, Launches, named, selected_names
+from hugging_face import describe, make_model, random_rows
+from parallel.parity import VOCABULARY, Launches, layout_name, named, selected_names
 from parallel.ranks import run_ranks
 from parallel.regather_ranks import follow_families
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
@@ -45,6 +45,14 @@ class Case(NamedTuple):
     beyond: float = 0.0
     rollout: Mapping[str, Any] = MappingProxyType({})
     lora: Mapping[str, Any] | None = None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What is measured of which config and layouts, as tools/bench/families.py shows it."""
+        layout = f"{layout_name(self.layout)} to {layout_name({'tensor': self.tensor} if self.tensor > 1 else {})}"
+        adapted = " LoRA" if self.lora else ""
+        own = describe(self.family, **self.fields)
+        return {"compared": "rolled out", "layout": layout + adapted, "dtype": self.dtype, **own}
 
     @property
     def launch(self) -> tuple[int, int, bool]:
@@ -81,6 +89,12 @@ CASES = {
     "delta nets and experts, TP2": Case("qwen3_next", {"tensor": 2}, 2, experts=True, **DELTA),
     **both("biases", "llama_biases"),
     "biases of attention": Case("llama_attention_biases"),
+    "scaled rotary embeddings": Case("llama3"),
+    "norms of heads": Case("qwen3", tied=True),
+    "window": Case("mistral_window"),
+    "yarn of both mscales": Case("ministral3", fields={"head_dim": 32}),
+    "experts": Case("qwen3_moe", experts=True),
+    "Mixtral": Case("mixtral", experts=True),
     "layers without positions": Case("smollm3", grid=False),
     "layers without positions, TP2": Case("smollm3", {"tensor": 2}, 2),
     "YaRN": Case("qwen2_yarn", fields=DIVIDED, grid=False),
@@ -173,9 +187,10 @@ def arguments(
 
 
 @pytest.mark.parametrize("name", named(CASES))
-def test_vllm_follows_the_trainer(name: str, results: Launches) -> None:
+def test_vllm_follows_the_trainer(name: str, results: Launches, record_property: Callable[[str, Any], None]) -> None:
     case, by_rank = CASES[name], results[name]
     sampled = []
+    record_property("measured", case.description | differences([update for rank in by_rank for update in rank]))
     for number in range(UPDATES):
         for rank in by_rank:
             result = rank[number]
@@ -187,6 +202,16 @@ def test_vllm_follows_the_trainer(name: str, results: Launches) -> None:
                 assert stale > 0.4
         sampled.append(by_rank[0][number]["rollout_logprobs"])
     assert sampled[0] != sampled[1] != sampled[2]  # the weights did change
+
+
+def differences(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The largest and the median difference of the engine's logprobs and the trainer's."""
+    of_engine, of_trainer = (
+        torch.tensor([value for result in updates for value in result[f"{which}_logprobs"]])
+        for which in ("rollout", "trainer")
+    )
+    apart = (of_engine - of_trainer).abs()
+    return {"logprobs": float(apart.max()), "median": float(apart.median())}
 
 
 def share_beyond(level: float, these: list[float], those: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,14 @@ def results(home: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_outputs_and_steps_equal_transformers(name: str, home: Path, results: dict[str, list[dict[str, Any]]]) -> None:
-    check_against_transformers(home / name, home / f"{name}, exported", one_result(results[name]))
+def test_outputs_and_steps_equal_transformers(
+    name: str,
+    home: Path,
+    results: dict[str, list[dict[str, Any]]],
+    record_property: Callable[[str, Any], None],
+) -> None:
+    found = check_against_transformers(home / name, home / f"{name}, exported", one_result(results[name]))
+    record_property("measured", TRANSFORMERS[name].description | found)
 
 
 def test_a_checkpoint_with_rows_in_another_order_is_refused(results: dict[str, list[dict[str, Any]]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ def results(request: pytest.FixtureRequest, home: Path) -> Launches:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_TESTS else pytest.mark.grid) for name in ACCEPTED]
 )
-def test_a_small_model_has_the_logprobs_of_transformers(name: str, home: Path, results: Launches) -> None:
+def test_a_small_model_has_the_logprobs_of_transformers(
+    name: str, home: Path, results: Launches, record_property: Callable[[str, Any], None]
+) -> None:
     found = torch.tensor(results[name][0]["logprobs"])
     config = home / name / "config.json"
     config.write_text(json.dumps(as_transformers(json.loads(config.read_text()))))
@@ -66,7 +68,17 @@ def test_a_small_model_has_the_logprobs_of_transformers(name: str, home: Path, r
             module.variance_epsilon = model.config.rms_norm_eps
     with torch.no_grad():
         expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(*ROWS, strict=True)])
-    assert (found - expected).abs().max() < 1e-5
+    difference = float((found - expected).abs().max())
+    record_property(
+        "measured",
+        {
+            "compared": "published",
+            "name": name,
+            "model_type": PUBLISHED[name]["model_type"],
+            "logprobs": difference,
+        },
+    )
+    assert difference < 1e-5
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
