@@ -62,14 +62,22 @@ def main() -> int:
 def show_plan(recipe: AnyRecipe, world_size: int) -> int:
     """Prints the plan and what checks of files saw, then every mistake that was found; returns the exit status."""
     from rlhf_megatron.data.epochs import planned_in_steps
+    from rlhf_megatron.planning.model_folders import is_elsewhere
     from rlhf_megatron.planning.report import plan_errors, plan_text
-    from rlhf_megatron.preflight.file_checks import check_lines, file_checks, mistakes_of
+    from rlhf_megatron.preflight.check import Check, check_lines, mistakes_of
 
     recipe = planned_in_steps(recipe)
-    errors, checks, plan = plan_errors(recipe, world_size), file_checks(recipe), list[str]()
+    errors, checks, plan = plan_errors(recipe, world_size), list[Check](), list[str]()
+    if is_elsewhere(recipe):
+        files = [f"not checked: there is no {recipe.model.path}/config.json on this machine"]
+    else:
+        from rlhf_megatron.preflight.file_checks import file_checks  # and with it what training imports
+
+        checks = file_checks(recipe)
+        files = check_lines(checks)
     errors = errors or errors_of([lambda: plan.append(plan_text(recipe, world_size))])
     if plan:
-        print("\n  ".join([f"{plan[0]}\nFiles", *check_lines(recipe, checks)]))
+        print("\n  ".join([f"{plan[0]}\nFiles", *files]))
     mistakes = [*map(str, errors), *mistakes_of(checks)]
     for mistake in dict.fromkeys(mistakes):
         tell(UserError(mistake))

@@ -59,6 +59,10 @@ class ForeignCheckpoint(CheckpointError):
     """A sound checkpoint of another model or another kind of run, as the older ones beside it will be."""
 
 
+class RolloutError(UserError):
+    """A request or a setting that the rollout engine cannot carry out."""
+
+
 class RewardError(UserError):
     """A reward that cannot be computed: one line that names the function or data source, the sample, and what to do."""
 

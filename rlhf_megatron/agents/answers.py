@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from rlhf_megatron.agents.protocol import Message, Question, arguments_of
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout import engines
-from rlhf_megatron.rollout.engine import RolloutError
 
 
 class ReadAnswer(NamedTuple):

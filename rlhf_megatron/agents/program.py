@@ -8,13 +8,14 @@ from typing import Any
 
 from rlhf_megatron.agents.endpoint import Endpoint
 from rlhf_megatron.agents.trajectory import AgentTrajectory, Ended, Event
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import AgentSection
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rewards.judges import unloadable
 from rlhf_megatron.rewards.pool import DIED, Session, WorkerPool, bytes_of
 from rlhf_megatron.rewards.user_agent import INTERFACE
-from rlhf_megatron.rollout.engine import Completion, RolloutError
+from rlhf_megatron.rollout.engine import Completion
 
 # One that has failed this often and has never once returned does not work.
 HOPELESS_FAILURES = 8

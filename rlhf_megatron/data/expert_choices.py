@@ -1,16 +1,20 @@
 """Which experts each token of a row reached, layer by layer, for router replay (arXiv 2510.11370).
 
 A tensor of them is [tokens, layers with experts, chosen], in the smallest type; its largest value says that nothing is
-known of a token, such as the last of a row, which no engine computes.
+known of a token, such as the last of a row, which no engine computes. Plans count their bytes: torch is imported late.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_MOST_IN_A_BYTE = 255  # experts, beside the value that says that nothing is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +28,19 @@ class ChoiceShape:
     @property
     def dtype(self) -> torch.dtype:
         """The smallest type that has a value beyond the experts."""
-        return torch.uint8 if self.experts <= torch.iinfo(torch.uint8).max else torch.int16
+        import torch
+
+        return torch.uint8 if self.experts <= _MOST_IN_A_BYTE else torch.int16
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the choices of one token."""
-        return self.layers * self.chosen * self.dtype.itemsize
+        return self.layers * self.chosen * (1 if self.experts <= _MOST_IN_A_BYTE else 2)
 
     def unknown(self, tokens: int) -> Tensor:
         """Choices of ``tokens`` tokens of which nothing is known."""
+        import torch
+
         return torch.full((tokens, self.layers, self.chosen), unknown(self.dtype), dtype=self.dtype)
 
     def of_rows(self, lengths: Sequence[int], rows: Sequence[Tensor | None]) -> Tensor:
@@ -57,6 +65,8 @@ class ChoiceShape:
 
 def unknown(dtype: torch.dtype) -> int:
     """The value that says that nothing is known of a token."""
+    import torch
+
     return torch.iinfo(dtype).max
 
 

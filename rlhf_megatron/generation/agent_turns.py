@@ -14,10 +14,11 @@ from rlhf_megatron.agents.answers import AnswerReader
 from rlhf_megatron.agents.program import AgentProgram, Play
 from rlhf_megatron.agents.trajectory import AgentTrajectory, Asked, Ended, Event, Limits, last_turn_begin
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.generation.journal import JournaledCall, digest_of_tokens, is_failed
 from rlhf_megatron.generation.prompt_groups import Group
 from rlhf_megatron.recipe import RolloutRecipe
-from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, RolloutError, SampledTurn
+from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, SampledTurn
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.errors import DataError
+from rlhf_megatron.errors import DataError, RolloutError
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.journal import JournaledCall, is_failed
 from rlhf_megatron.generation.partners import Partner, ToolCalls, Trajectory, why_failed
@@ -28,7 +28,7 @@ from rlhf_megatron.generation.tool_turns import ToolTurns
 from rlhf_megatron.recipe import RolloutRecipe
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.user_environment import LENGTH, TURNS
-from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, RolloutError
+from rlhf_megatron.rollout.engine import Completion, EnvironmentReply
 
 Tokens = TypeVar("Tokens", list[int], list[int] | None)
 

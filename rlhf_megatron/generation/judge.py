@@ -21,14 +21,14 @@ from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.errors import RewardError
+from rlhf_megatron.errors import RewardError, RolloutError
 from rlhf_megatron.generation.judge_questions import encode_questions
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.models.architecture import wrapped_language
 from rlhf_megatron.recipe import JudgeSection
 from rlhf_megatron.roles.reward_model import sampled_texts
 from rlhf_megatron.roles.shares import Home, share_out
-from rlhf_megatron.rollout.engine import Completion, Request, RolloutEngine, RolloutError, Sampling
+from rlhf_megatron.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from rlhf_megatron.rollout.engines import make_engine
 from rlhf_megatron.topology.communicators import whole_role
 from rlhf_megatron.topology.exchange import gather_objects

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from rlhf_megatron.agents.program import AgentProgram
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
 from rlhf_megatron.rewards import user_environment as environment
 from rlhf_megatron.rewards import user_tools, worker
@@ -20,7 +21,6 @@ from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.judges import unloadable
 from rlhf_megatron.rewards.pool import Session, WorkerPool, bytes_of
 from rlhf_megatron.rewards.user_function import TURN
-from rlhf_megatron.rollout.engine import RolloutError
 from rlhf_megatron.untrusted import parse_json, shown
 
 # One that has failed this often and has never once answered does not work.

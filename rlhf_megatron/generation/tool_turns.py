@@ -20,12 +20,12 @@ from rlhf_megatron.agents.protocol import Question
 from rlhf_megatron.agents.trajectory import last_turn_begin
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.tool_template import call_end_token, encode_results
-from rlhf_megatron.errors import DataError
+from rlhf_megatron.errors import DataError, RolloutError
 from rlhf_megatron.generation.partners import ToolCalls, TurnTools
 from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.worker import DONE, UNUSABLE
-from rlhf_megatron.rollout.engine import Completion, RolloutError
+from rlhf_megatron.rollout.engine import Completion
 from rlhf_megatron.topology.exchange import from_rank, refused_by_all
 from rlhf_megatron.untrusted import shown
 

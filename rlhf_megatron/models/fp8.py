@@ -6,8 +6,6 @@ Activations and gradients have a scale for each 1 x 128 numbers, weights for eac
 
 from __future__ import annotations
 
-import torch
-
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.rectangles import Implementation
@@ -22,6 +20,8 @@ _HOPPER = 9  # major compute capability
 
 def check_fp8(role: str, recipe: Fp8Recipe, implementation: Implementation) -> None:
     """Raises UserError where this process cannot train in 8 bits: without Transformer Engine or a GPU that does."""
+    import torch  # here, since plans ask below
+
     key = f"{role}.fp8={recipe}"
     if not torch.cuda.is_available():
         raise UserError(f"{key} needs a Hopper GPU, and there is none; leave it out")

@@ -2,21 +2,17 @@
 
 The adapter of a weight W [rows, columns] is A [rank, columns] and B [rows, rank], for W + scale x B A. Both are whole
 on every rank that holds a part of the layer, or of the expert; which windows of them a rank's part of W needs follows
-from the weight map. PEFT's files are the matter of ``peft_files``.
+from the weight map. PEFT's files are the matter of ``peft_files``. Free of torch, since plans count adapters too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.weight_map import Block, Region, expert_of, layer_of, tensor_shapes
+from rlhf_megatron.models.weight_map import Block, expert_of, layer_of, tensor_shapes
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.topology.layout import Layout
 
@@ -143,28 +139,3 @@ def whole_adapter_blocks(architecture: Architecture, adaptation: Adaptation) -> 
     """Every A and B whole, under its own name: the destination of an export."""
     shapes = factor_shapes(architecture, adaptation).items()
     return [Block(name, tuple((0, size) for size in shape), name, (0, 0)) for name, shape in shapes]
-
-
-class NewAdapters:
-    """Adapters to start from, drawn from a seed, the same whatever the layout; a WeightSource.
-
-    As PEFT draws them: A uniform within 1 / sqrt(columns) around 0, and B zero, so that the model is as it was.
-    """
-
-    def __init__(self, architecture: Architecture, adaptation: Adaptation, seed: int) -> None:
-        self._shapes, self._seed = factor_shapes(architecture, adaptation), seed
-
-    def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]`` in float32 on the CPU."""
-        shape = self._shapes[tensor]
-        whole = torch.zeros(shape)
-        if tensor.endswith("lora_A.weight"):
-            digest = hashlib.sha256(f"{self._seed}/{tensor}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            bound = shape[1] ** -0.5
-            whole = torch.rand(shape, generator=generator).mul_(2 * bound).sub_(bound)
-        return whole[tuple(slice(start, stop) for start, stop in region)]
-
-    def where(self, tensor: str) -> str:
-        """The recipe section that they come from."""
-        return "actor.lora"

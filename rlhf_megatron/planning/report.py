@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rlhf_megatron.errors import UserError, errors_of
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.map_files import remembered_rollout_blocks
 from rlhf_megatron.models.rectangles import elements
 from rlhf_megatron.models.weight_map import has_rollout_table
 from rlhf_megatron.planning.dry_run import dry_run
@@ -18,7 +19,6 @@ from rlhf_megatron.planning.step_time import expected_time
 from rlhf_megatron.planning.token_budgets import planned_budgets
 from rlhf_megatron.recipe import Recipe, RLRecipe, role_ranks, rollout_ranks
 from rlhf_megatron.recipe.world_checks import world_checks
-from rlhf_megatron.regather.learned_rollout import remembered_rollout_blocks
 from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
 from rlhf_megatron.regather.traffic import Traffic, host_traffic

@@ -117,3 +117,18 @@ def as_json(checks: Sequence[Check], about: Mapping[str, Any]) -> str:
     """The same as JSON: ``about``, whether all passed, and a list of checks."""
     report = {**about, "passed": passed(checks), "checks": [check._asdict() for check in checks]}
     return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+
+
+def mistakes_of(checks: Sequence[Check]) -> list[str]:
+    """Return the failures, once each, in the form of an error: what is wrong; what to do."""
+    failed = (check for check in checks if check.result == "fail")
+    return list(dict.fromkeys("; ".join(filter(None, [check.seen, check.advice])) for check in failed))
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """Lines of a plan: what each check saw."""
+    lines = []
+    for check in checks:
+        result = "" if check.result == "ok" else f"{check.result}: "
+        lines.append("; ".join(filter(None, [f"{check.name}: {result}{check.seen}", check.advice])))
+    return lines

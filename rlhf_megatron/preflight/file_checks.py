@@ -45,18 +45,11 @@ ROWS = 4  # rows that tokenizer and rewards are tried on
 SECONDS = 120.0  # for each check of a dry run
 
 
-def is_elsewhere(recipe: Recipe) -> bool:
-    """True if the recipe is planned by model.config alone, on a machine without its model, and so without its data."""
-    return recipe.model.config is not None and not has_config(recipe.model.path)
-
-
 def file_checks(recipe: Recipe) -> list[Check]:
-    """Makes all checks, each within SECONDS, whatever the others find; none where the recipe ``is_elsewhere``.
+    """Makes all checks, each within SECONDS, whatever the others find.
 
     No folder is made, and no service asked. What needs the model is left out where that is missing.
     """
-    if is_elsewhere(recipe):
-        return []
     works: dict[str, Callable[[], Check | list[Check]]] = {
         "trackers": lambda: trackers_check(recipe),
         "models": lambda: models_checks(recipe),
@@ -71,21 +64,6 @@ def file_checks(recipe: Recipe) -> list[Check]:
             "disk": lambda: room_check(recipe),
         }
     return [check for name, work in works.items() for check in run_check(name, SECONDS, work)]
-
-
-def mistakes_of(checks: Sequence[Check]) -> list[str]:
-    """Return the failures, once each, in the form of an error: what is wrong; what to do."""
-    failed = (check for check in checks if check.result == "fail")
-    return list(dict.fromkeys("; ".join(filter(None, [check.seen, check.advice])) for check in failed))
-
-
-def check_lines(recipe: Recipe, checks: Sequence[Check]) -> list[str]:
-    """Lines of a plan: what each check saw."""
-    lines = [f"not checked: there is no {recipe.model.path}/config.json on this machine"] if not checks else []
-    for check in checks:
-        result = "" if check.result == "ok" else f"{check.result}: "
-        lines.append("; ".join(filter(None, [f"{check.name}: {result}{check.seen}", check.advice])))
-    return lines
 
 
 def has_model(recipe: Recipe) -> bool:

@@ -12,19 +12,11 @@ import torch.distributed as dist
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.architecture import Architecture, read_config, wrapped_language
 from rlhf_megatron.models.families import FAMILIES
-from rlhf_megatron.models.learned_map import (
-    check_all_is_read,
-    check_all_is_written,
-    map_file,
-    rank_blocks,
-    stored_map,
-    write_map,
-)
+from rlhf_megatron.models.learned_map import check_all_is_read, check_all_is_written, rank_blocks
+from rlhf_megatron.models.map_files import FOLDER, map_file, write_map
 from rlhf_megatron.models.stacked import stored_tensors
 from rlhf_megatron.models.weight_map import Block, has_rollout_table, stacked_tensors, stays_float32, tensor_shapes
 from rlhf_megatron.topology.exchange import gather_objects, refused_by_all
-
-_FOLDER = ".weight_maps"  # within recipe.run_root, beside the runs
 
 
 def learned_rollout_blocks(
@@ -92,7 +84,7 @@ def _remember(
     learned: Sequence[Sequence[Block]], folder: str | Path, tensor: int, expert_parallel: bool, run_root: Path
 ) -> None:
     version = _vllm_version()
-    file = map_file(run_root / _FOLDER, read_config(folder), tensor, expert_parallel, version)
+    file = map_file(run_root / FOLDER, read_config(folder), tensor, expert_parallel, version)
     about = {"model": str(folder), "tensor": tensor, "expert_parallel": expert_parallel, "vllm": version}
     try:
         write_map(file, learned, about)
@@ -107,13 +99,6 @@ def _vllm_version() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "unknown"
-
-
-def remembered_rollout_blocks(
-    folder: str | Path, tensor: int, expert_parallel: bool, run_root: str | Path
-) -> list[list[Block]] | None:
-    """Return what an earlier run under ``run_root`` has learned of the model in ``folder``, None if none has."""
-    return stored_map(Path(run_root) / _FOLDER, read_config(folder), tensor, expert_parallel)
 
 
 def check_engine(

@@ -22,7 +22,6 @@ from rlhf_megatron.models.biased_experts import GateUp, GroupedGateUp
 from rlhf_megatron.models.latent_attention import WholeLinear
 from rlhf_megatron.models.lora import (
     Adaptation,
-    NewAdapters,
     adapted_shapes,
     adapter_blocks,
     adapter_layout,
@@ -31,6 +30,7 @@ from rlhf_megatron.models.lora import (
     fused_with,
 )
 from rlhf_megatron.models.low_rank import Adapted, LowRank, Span, attach
+from rlhf_megatron.models.new_adapters import NewAdapters
 from rlhf_megatron.models.weight_map import Block, is_expert
 from rlhf_megatron.models.weight_source import WeightSource, load_blocks, window
 from rlhf_megatron.recipe import LoraSection

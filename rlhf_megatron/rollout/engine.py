@@ -15,12 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from rlhf_megatron.errors import UserError
 from rlhf_megatron.rollout.work_queue import WorkQueue
-
-
-class RolloutError(UserError):
-    """A request or a setting that the engine cannot carry out."""
 
 
 class SamplingOfLength(NamedTuple):

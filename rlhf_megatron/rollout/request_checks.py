@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_megatron.rollout.engine import Request, RolloutError, Sampling
+from rlhf_megatron.errors import RolloutError
+from rlhf_megatron.rollout.engine import Request, Sampling
 
 
 def check_requests(requests: Sequence[Request], sampling: Sampling, max_length: int, vocabulary: int) -> None:

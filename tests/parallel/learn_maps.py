@@ -40,7 +40,7 @@ def learned_blocks(
 
 def main(output: Path, folders: list[Path]) -> None:
     from rlhf_megatron.models.architecture import ModelError, read_architecture, wrapped_language
-    from rlhf_megatron.models.learned_map import write_map
+    from rlhf_megatron.models.map_files import write_map
     from rlhf_megatron.models.stacked import stored_tensors
     from rlhf_megatron.models.weight_map import stacked_tensors, tensor_shapes
     from rlhf_megatron.rollout.vllm.weight_loading import trace_rank

@@ -21,7 +21,8 @@ from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weight
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.models.hf_export import Companions, export_form, write_checkpoint
 from rlhf_megatron.models.hf_files import CheckpointFiles
-from rlhf_megatron.models.lora import Adaptation, NewAdapters, adapter_blocks, adapter_layout, whole_adapter_blocks
+from rlhf_megatron.models.lora import Adaptation, adapter_blocks, adapter_layout, whole_adapter_blocks
+from rlhf_megatron.models.new_adapters import NewAdapters
 from rlhf_megatron.models.peft_files import write_peft
 from rlhf_megatron.models.weight_map import megatron_blocks, stays_float32, whole_blocks
 from rlhf_megatron.models.weight_source import load_blocks

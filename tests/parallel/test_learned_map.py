@@ -19,7 +19,7 @@ from parallel import learn_maps
 from parallel.learn_maps import learned_blocks
 from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.families import FAMILIES
-from rlhf_megatron.models.learned_map import read_map
+from rlhf_megatron.models.map_files import read_map
 from rlhf_megatron.models.weight_map import rollout_blocks
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model

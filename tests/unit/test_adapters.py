@@ -18,12 +18,12 @@ from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.flops import training_flops
 from rlhf_megatron.models.lora import (
     Adaptation,
-    NewAdapters,
     adapter_blocks,
     adapter_layout,
     factor_shapes,
     whole_adapter_blocks,
 )
+from rlhf_megatron.models.new_adapters import NewAdapters
 from rlhf_megatron.models.peft_files import PeftAdapter
 from rlhf_megatron.planning.dry_run import dry_run
 from rlhf_megatron.planning.memory import checkpoint_bytes, estimate

@@ -19,6 +19,7 @@ from rlhf_megatron.agents.protocol import Question, Refusal
 from rlhf_megatron.agents.trajectory import AgentTrajectory, Event, Limits
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import conversations_of
 from rlhf_megatron.generation.generated_groups import GroupPacker, GroupScoring
@@ -28,7 +29,7 @@ from rlhf_megatron.recipe import AgentSection, RewardSection, RLRecipe
 from rlhf_megatron.recipe.load import make_recipe
 from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rewards.score import Score, Scorer
-from rlhf_megatron.rollout.engine import Completion, Request, RolloutError, Sampling
+from rlhf_megatron.rollout.engine import Completion, Request, Sampling
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.scheduler import GenerationScheduler
 from tiny_tokenizer import write_bpe_tokenizer

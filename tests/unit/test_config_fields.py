@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import published_dense
-from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.errors import RecipeError, RolloutError
 from rlhf_megatron.models.architecture import (
     Experts,
     ModelError,
@@ -22,7 +22,6 @@ from rlhf_megatron.models.description import DeltaNet
 from rlhf_megatron.planning.parameters import active_parameters, model_parameters
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe import load_recipe
-from rlhf_megatron.rollout.engine import RolloutError
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import runpy
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -630,3 +631,16 @@ def test_a_critic_in_float32_needs_more_than_one_in_the_actors_type() -> None:
         for recipe in [recipe_of("qwen7b_grpo", critic % dtype, *gae)]
     }
     assert held["null"] == held["bfloat16"] < held["float32"]
+
+
+def test_a_model_that_is_elsewhere_is_planned_without_torch() -> None:
+    arguments = ["train.py", "recipes/glm45_air_grpo.yaml", "--dry-run", "--world", "64"]
+    code = f"""if True:
+        import runpy, sys
+        sys.argv = {arguments}
+        status = runpy.run_path("launch/train.py", run_name="train")["main"]()
+        print(status, sorted({{"torch", "megatron", "vllm", "transformers"}} & sys.modules.keys()))
+    """
+    ended = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    *_, files, last = ended.stdout.splitlines()
+    assert files.strip().startswith("not checked: there is no models/") and last == "0 []"

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from hugging_face import row_logprobs
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout import engines
-from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, Request, RolloutError, Sampling, SamplingOfLength
+from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, Request, Sampling, SamplingOfLength
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from rlhf_megatron.rollout.work_queue import WorkQueue
 from served_model import (

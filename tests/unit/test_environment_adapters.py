@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.agents.program import AgentProgram
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.generation.partners import Trajectory, TurnEnvironment
 from rlhf_megatron.recipe import AgentSection, MultiTurnSection
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
-from rlhf_megatron.rollout.engine import RolloutError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 ENVIRONMENTS, AGENTS = RECIPES / "environments", RECIPES / "agents"

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.generation.partners import TurnEnvironment
 from rlhf_megatron.recipe import MultiTurnSection
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rewards.pool import DIED
 from rlhf_megatron.rewards.user_environment import LENGTH, TURNS
-from rlhf_megatron.rollout.engine import RolloutError
 
 GAME = """
 import asyncio, json, os, random, socket, sys, time

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.learned_map import check_all_is_written, map_file, stored_map, write_map
+from rlhf_megatron.models.learned_map import check_all_is_written
+from rlhf_megatron.models.map_files import map_file, stored_map, write_map
 from rlhf_megatron.models.weight_map import layer_of, rollout_blocks
 from rlhf_megatron.regather.shard_specs import rollout_shards
 from shards import architecture

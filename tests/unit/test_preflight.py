@@ -23,12 +23,20 @@ from rlhf_megatron.monitor.gpu import SLOWDOWNS, GpuState
 from rlhf_megatron.planning.memory import checkpoint_bytes
 from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.preflight import agreement, links, machine
-from rlhf_megatron.preflight.check import Check, NoAnswer, as_json, over_ranks, print_table, run_check, within
-from rlhf_megatron.preflight.file_checks import (
+from rlhf_megatron.preflight.check import (
+    Check,
+    NoAnswer,
+    as_json,
     check_lines,
+    mistakes_of,
+    over_ranks,
+    print_table,
+    run_check,
+    within,
+)
+from rlhf_megatron.preflight.file_checks import (
     data_checks,
     file_checks,
-    mistakes_of,
     models_checks,
     reward_check,
     tokenizer_check,
@@ -415,7 +423,7 @@ def test_a_dry_run_checks_what_the_recipe_names(recipe_of: Callable[..., Recipe]
     assert [(check.name, check.result) for check in checks] == [
         *(("trackers", "ok"), ("models", "ok"), ("rows", "ok"), ("rewards", "ok"), ("tokenizer", "ok"), ("disk", "ok"))
     ]
-    assert check_lines(recipe, checks)[2] == "rows: 6 training rows" and mistakes_of(checks) == []
+    assert check_lines(checks)[2] == "rows: 6 training rows" and mistakes_of(checks) == []
     assert not (tmp_path / "runs").exists(), "nothing is made"
     service = recipe_of(reward={"service": {"url": "http://127.0.0.1:9/never"}})
     asked = [check for check in file_checks(service) if check.name == "rewards"]
@@ -455,15 +463,6 @@ def test_all_mistakes_are_told_each_once(
     ):
         assert sum(part in mistake for mistake in mistakes) == 1, (part, mistakes)
     assert len(mistakes) == 6 and all("\n" not in mistake for mistake in mistakes)
-
-
-def test_nothing_is_checked_where_the_model_is_planned_by_its_config_alone(
-    recipe_of: Callable[..., Recipe], folder: Path
-) -> None:
-    model = {"path": "far/away", "config": str(folder / "model"), "dtype": "float32"}
-    recipe = recipe_of(model=model)
-    assert file_checks(recipe) == []
-    assert check_lines(recipe, []) == ["not checked: there is no far/away/config.json on this machine"]
 
 
 def test_rows_of_all_files_are_counted_and_roles_have_models(recipe_of: Callable[..., Recipe], folder: Path) -> None:

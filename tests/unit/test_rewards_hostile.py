@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.generation.partners import TurnFunction
 from rlhf_megatron.recipe import MultiTurnSection, RewardSection
 from rlhf_megatron.rewards import cgroup, supervisor
 from rlhf_megatron.rewards import process_tree as processes
 from rlhf_megatron.rewards.score import RewardError, ScoreItem, Scorer
-from rlhf_megatron.rollout.engine import RolloutError
 
 SIGNATURE = "compute_score(data_source, solution_str, ground_truth, extra_info):"
 HEAD = """

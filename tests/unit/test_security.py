@@ -36,7 +36,7 @@ ALLOWED_READS = {
     "rlhf_megatron/data/chat_template.py": "a child's answer, whose length the child is given",
     "rlhf_megatron/data/template_process.py": "/proc",
     "rlhf_megatron/runtime/phases.py": "spans of other ranks",
-    "rlhf_megatron/models/learned_map.py": "layers that it has packed a line before",
+    "rlhf_megatron/models/map_files.py": "layers that it has packed a line before",
     "rlhf_megatron/monitor/environment_report.py": "/proc, and one argument of the command line",
     "rlhf_megatron/monitor/run_files.py": "a text that untrusted.py has read, without aliases",
     "rlhf_megatron/rewards/cgroup.py": "/proc",

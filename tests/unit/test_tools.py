@@ -18,7 +18,7 @@ from rlhf_megatron.compat.vllm.answer_parsers import UnusableParser, tool_parser
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.data.tool_template import call_end_token, encode_results
-from rlhf_megatron.errors import DataError
+from rlhf_megatron.errors import DataError, RolloutError
 from rlhf_megatron.generation.conversations import Conversations
 from rlhf_megatron.generation.partners import make_partner
 from rlhf_megatron.generation.prompt_groups import Group
@@ -26,7 +26,7 @@ from rlhf_megatron.generation.tool_turns import ToolTurns, described
 from rlhf_megatron.preflight.file_checks import turns_check
 from rlhf_megatron.recipe import RLRecipe
 from rlhf_megatron.recipe.load import make_recipe
-from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, RolloutError
+from rlhf_megatron.rollout.engine import Completion, EnvironmentReply
 from tiny_tokenizer import write_bpe_tokenizer
 
 TOOLS = '''

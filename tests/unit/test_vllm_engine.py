@@ -17,9 +17,9 @@ import torch
 
 from hugging_face import make_model
 from rlhf_megatron.compat.vllm import internals
-from rlhf_megatron.errors import is_transient
+from rlhf_megatron.errors import RolloutError, is_transient
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.rollout.engine import Request, RolloutError, Sampling
+from rlhf_megatron.rollout.engine import Request, Sampling
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.rollout.vllm.refusals import refusal_of
 from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from reports import write_report
 
 from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.models.map_files import remembered_rollout_blocks
 from rlhf_megatron.models.weight_map import Block, has_rollout_table, layer_of
-from rlhf_megatron.regather.learned_rollout import learn_without_ranks, remembered_rollout_blocks
+from rlhf_megatron.regather.learned_rollout import learn_without_ranks
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
 from rlhf_megatron.regather.traffic import host_traffic

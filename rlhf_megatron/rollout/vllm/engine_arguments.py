@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.compat.vllm import speculation
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.rollout.engine import RolloutError
 
 _CPU_KV_CACHE_GB = 0.0625
 # Only full blocks are shared between requests with the same prefix; vLLM's 128 on CPUs would leave short prompts out.

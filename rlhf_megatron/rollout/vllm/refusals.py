@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.rollout.engine import RolloutError
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.untrusted import shown
 
 

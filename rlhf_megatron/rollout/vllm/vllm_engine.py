@@ -32,10 +32,11 @@ from rlhf_megatron.compat.vllm import (
 from rlhf_megatron.compat.vllm.names import check_version
 from rlhf_megatron.compat.vllm.speculation import SeededSampler
 from rlhf_megatron.compat.vllm.workspace import Workspace
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.recipe.rollout import SpeculativeSection
 from rlhf_megatron.rollout.drafts import Drafter
-from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, RolloutError, Sampling
+from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, Sampling
 from rlhf_megatron.rollout.lockstep import ReplicaRanks
 from rlhf_megatron.rollout.paused import PausedRequests
 from rlhf_megatron.rollout.random_state import preserved_random_state

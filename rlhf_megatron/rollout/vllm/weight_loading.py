@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.compat.vllm import load_tracing
-from rlhf_megatron.rollout.engine import RolloutError
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
 from rlhf_megatron.rollout.vllm.model_config import config_arguments
