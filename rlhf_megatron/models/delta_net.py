@@ -23,6 +23,7 @@ from torch import Tensor
 from rlhf_megatron.kernels.rotary import positions
 from rlhf_megatron.models.delta_rule import delta_rule
 from rlhf_megatron.models.description import DeltaNet
+from rlhf_megatron.models.packed_sequences import PackedSequences
 from rlhf_megatron.models.rectangles import Implementation
 
 
@@ -103,11 +104,10 @@ class DeltaNetAttention(MegatronModule):
         """hidden_states [s, 1, hidden] -> the same of what is added to them, and no bias; packed sequences only."""
         if packed_seq_params is None:
             raise ValueError("DeltaNetAttention takes packed sequences only; pass packed_seq_params")
-        boundaries = packed_seq_params.cu_seqlens_q
         qkvz, ba = (layer(hidden_states)[0].squeeze(1) for layer in (self.in_proj_qkvz, self.in_proj_ba))
         query, key, value, gate, beta, alpha = self._parted(qkvz, ba)
         convolve, apply_rule = self._kernels(qkvz)
-        mixed = convolve(torch.cat([query, key, value], dim=-1), self.conv1d.weight.squeeze(1), boundaries)
+        mixed = convolve(torch.cat([query, key, value], dim=-1), self.conv1d.weight.squeeze(1), packed_seq_params)
         query, key, value = mixed.split([self._keys, self._keys, self._values], dim=-1)
         repeats = self._net.value_heads // self._net.key_heads
         query, key = (
@@ -116,7 +116,7 @@ class DeltaNetAttention(MegatronModule):
         )
         decay = -self.A_log.float().exp() * functional.softplus(alpha.float() + self.dt_bias)
         value = value.unflatten(-1, (-1, self._net.value_dim))
-        out = apply_rule(query, key, value, decay, beta.sigmoid(), boundaries)
+        out = apply_rule(query, key, value, decay, beta.sigmoid(), packed_seq_params)
         return self.out_proj(self._gated(out, gate.unflatten(-1, (-1, self._net.value_dim))).flatten(1)[:, None])
 
     def _parted(self, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
@@ -139,11 +139,21 @@ class DeltaNetAttention(MegatronModule):
     def _kernels(self, like: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """The convolution and the rule for tensors ``like`` these."""
         wanted = like.is_cuda and like.dtype != torch.float32 and not self.config.deterministic_mode
-        return _fused_kernels() if wanted and _has_fused_kernels() else (convolved, delta_rule)
+        return _fused_kernels() if wanted and _has_fused_kernels() else (_convolved_rows, _rule_of_rows)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Megatron's checkpoints are not written."""
         raise NotImplementedError
+
+
+def _convolved_rows(values: Tensor, weight: Tensor, rows: PackedSequences) -> Tensor:
+    return convolved(values, weight, rows.boundaries)
+
+
+def _rule_of_rows(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, rows: PackedSequences
+) -> Tensor:
+    return delta_rule(query, key, value, decay, beta, rows.chunks)
 
 
 def normalised(values: Tensor) -> Tensor:
@@ -186,15 +196,15 @@ def _fused_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    def convolve(values: Tensor, weight: Tensor, boundaries: Tensor) -> Tensor:
+    def convolve(values: Tensor, weight: Tensor, rows: PackedSequences) -> Tensor:
         out: Tensor = causal_conv1d(
-            x=values[None], weight=weight, bias=None, activation="silu", cu_seqlens=boundaries.long()
+            x=values[None], weight=weight, bias=None, activation="silu", cu_seqlens=rows.boundaries
         )[0]
         return out[0]
 
-    def rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: Tensor) -> Tensor:
+    def rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, rows: PackedSequences) -> Tensor:
         packed = (each[None].contiguous() for each in (query, key, value))
-        out: Tensor = chunk_gated_delta_rule(*packed, g=decay[None], beta=beta[None], cu_seqlens=boundaries.long())[0]
+        out: Tensor = chunk_gated_delta_rule(*packed, g=decay[None], beta=beta[None], cu_seqlens=rows.boundaries)[0]
         return out[0]
 
     return convolve, rule

@@ -18,15 +18,14 @@ from rlhf_megatron.kernels.rotary import positions
 CHUNK = 64  # tokens: as many as Megatron and flash-linear-attention take together
 
 
-def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: Tensor) -> Tensor:
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
     """[t, heads, d] of queries and keys, [t, heads, e] of values, [t, heads] of log a and b -> [t, heads, e].
 
-    Each row between two ``boundaries`` [rows + 1] begins with a state of 0. Computed in float32, or in float64 where
+    Each row begins with a state of 0; ``chunks`` are those of the rows. Computed in float32, or in float64 where
     queries are; for a backward pass only the arguments are kept, and the rest is computed again.
     """
     if not len(query):
         return torch.zeros_like(value)
-    chunks = _chunks(boundaries, len(query))
     out: Tensor = checkpoint(
         _by_chunks, query, key, value, decay, beta, chunks, use_reentrant=False, preserve_rng_state=False
     )
@@ -34,7 +33,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chunks:
+class Chunks:
     """The chunks of packed rows: the first ones of all rows, longest row first, then the second ones, and so on.
 
     Attributes:
@@ -48,18 +47,18 @@ class _Chunks:
     place: Tensor
 
 
-def _chunks(boundaries: Tensor, tokens: int) -> _Chunks:
-    boundaries = boundaries.long()
+def chunks_of(boundaries: Tensor, tokens: int) -> Chunks:
+    """Return the chunks of rows of ``tokens`` in all, between ``boundaries`` [rows + 1] int64. Waits for a GPU."""
     counts = -(-boundaries.diff() // CHUNK)
     by_length = counts.argsort(descending=True, stable=True)
     running = len(counts) - counts.bincount().cumsum(0)[:-1]
     first = running.cumsum(0) - running
     position = positions(boundaries, tokens)
     row = torch.bucketize(torch.arange(tokens, device=boundaries.device), boundaries[1:], right=True)
-    return _Chunks(running.tolist(), first[position // CHUNK] + by_length.argsort()[row], position % CHUNK)
+    return Chunks(running.tolist(), first[position // CHUNK] + by_length.argsort()[row], position % CHUNK)
 
 
-def _by_chunks(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: _Chunks) -> Tensor:
+def _by_chunks(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
     """The rule; [chunks, heads, CHUNK, ...] inside, where places behind the end of a row are 0 and change nothing."""
     wide = torch.promote_types(query.dtype, torch.float32)
     count = sum(chunks.running)

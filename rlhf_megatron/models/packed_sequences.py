@@ -7,11 +7,13 @@ whatever ran meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlhf_megatron.data.shared_prompts import RepeatedKeys
+from rlhf_megatron.models.delta_rule import Chunks, chunks_of
 
 
 @dataclasses.dataclass
@@ -26,3 +28,15 @@ class PackedSequences(PackedSeqParams):
     expert_choices: Tensor | None = None
     positions: Tensor | None = None
     repeated: RepeatedKeys | None = None
+
+    @functools.cached_property
+    def boundaries(self) -> Tensor:
+        """[rows + 1] int64, one tensor for all layers: by it flash-linear-attention knows what it has made of it."""
+        boundaries: Tensor = self.cu_seqlens_q
+        return boundaries.long()
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of the rows for the delta rule in plain torch, once for all layers: to make them waits for a GPU."""
+        assert self.positions is not None
+        return chunks_of(self.boundaries, len(self.positions))

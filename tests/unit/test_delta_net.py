@@ -9,14 +9,17 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from rlhf_megatron.errors import ModelError
+from rlhf_megatron.kernels.rotary import positions
 from rlhf_megatron.models.architecture import parse_architecture
 from rlhf_megatron.models.delta_net import convolved, normalised
-from rlhf_megatron.models.delta_rule import delta_rule
+from rlhf_megatron.models.delta_rule import chunks_of, delta_rule
 from rlhf_megatron.models.flops import forward_flops, kv_cache_bytes, kv_cache_bytes_per_token
+from rlhf_megatron.models.packed_sequences import PackedSequences
 from rlhf_megatron.topology.layout import Layout
 
 LENGTHS = [5, 130, 1, 70]  # some of several chunks of 64 tokens
 BOUNDARIES = torch.tensor([0, *LENGTHS]).cumsum(0)
+CHUNKS = chunks_of(BOUNDARIES, sum(LENGTHS))
 HEADS, KEY, VALUE = 3, 8, 12
 
 
@@ -27,7 +30,7 @@ def packed(*shape: int, seed: int) -> Tensor:
 def test_states_begin_anew_in_each_row() -> None:
     query, key, value = packed(HEADS, KEY, seed=0), packed(HEADS, KEY, seed=1), packed(HEADS, VALUE, seed=2)
     decay, beta = -packed(HEADS, seed=3).abs(), packed(HEADS, seed=4).sigmoid()
-    found = delta_rule(normalised(query), normalised(key), value, decay, beta, BOUNDARIES)
+    found = delta_rule(normalised(query), normalised(key), value, decay, beta, CHUNKS)
     of_rows = zip(*(each.split(LENGTHS) for each in (query, key, value, decay, beta, found)), strict=True)
     for q, k, v, g, b, ours in of_rows:
         wanted, _ = theirs.torch_recurrent_gated_delta_rule(
@@ -49,7 +52,7 @@ def test_gradients_are_those_of_one_token_after_the_other() -> None:
         query, key, value, decay, beta = of
         return [normalised(query), normalised(key), value, -decay.abs(), beta.sigmoid()]
 
-    (delta_rule(*arguments(given), BOUNDARIES) * pull).sum().backward()
+    (delta_rule(*arguments(given), CHUNKS) * pull).sum().backward()
     (in_turn(*arguments(again)) * pull).sum().backward()
     for ours, theirs_ in zip(given, again, strict=True):
         assert ours.grad is not None and theirs_.grad is not None
@@ -85,6 +88,11 @@ def test_no_token_is_convolved_with_another_row() -> None:
     for row, ours in zip(values.split(LENGTHS), found.split(LENGTHS), strict=True):
         wanted = functional.silu(functional.conv1d(functional.pad(row.T[None], (3, 0)), weight[:, None], groups=6))
         assert (ours - wanted[0].T).abs().max() < 1e-5
+
+
+def test_layers_have_the_chunks_of_their_rows_in_common() -> None:
+    rows = PackedSequences(cu_seqlens_q=BOUNDARIES.int(), positions=positions(BOUNDARIES, sum(LENGTHS)))
+    assert rows.chunks is rows.chunks and rows.chunks.running == CHUNKS.running == [4, 2, 1]
 
 
 CONFIG = {
