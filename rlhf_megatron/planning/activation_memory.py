@@ -134,7 +134,8 @@ def _feed_forward(section: RoleSection, a: Architecture, kind: LayerKind, layout
     """Numbers of gate, up and their product, and where the activation is not fused, also silu(gate) and a copy of up.
 
     Without a gate those of up, its ReLU and the square of that.
-    Experts, taken to be equally busy, keep the same of each token that they get, and its input and output.
+    Experts, taken to be equally busy, keep the same of each token that they get, and its input and output; of a clamped
+    activation also gate and up before it.
     """
     kept = _kept_of_activation(section, layout, size)
     if kind.feed_forward == "dense":
@@ -142,6 +143,7 @@ def _feed_forward(section: RoleSection, a: Architecture, kind: LayerKind, layout
     experts = a.experts
     assert experts is not None
     shared = kept * experts.shared.feed_forward if experts.shared else 0
+    kept += 2 if experts.limit is not None else 0
     return shared + experts.chosen * (kept * experts.feed_forward + 2 * a.hidden * layout.expert_parts)
 
 
