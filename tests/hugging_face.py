@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     ArceeConfig,
@@ -31,6 +31,8 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    Glm4vConfig,
+    Glm4vMoeConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -48,8 +50,10 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -57,6 +61,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -77,7 +83,11 @@ _VISION = {
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     },
-    "qwen3_5": {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 64},
+    "qwen2_5_vl": {"depth": 1, "num_heads": 2, "fullatt_block_indexes": [0]},
+    "qwen2_vl": {"depth": 1, "num_heads": 2, "embed_dim": 16},
+    "qwen3_vl": {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    "qwen3_5": {"depth": 1, "num_heads": 2, "num_position_embeddings": 16},
+    "glm4v": {"depth": 1, "num_heads": 2},
 }
 
 
@@ -88,7 +98,7 @@ def _wrapping(kind: type, vision: str, language: str = "") -> Callable[..., Any]
     def config(tie_word_embeddings: bool, **fields: Any) -> Any:
         tied = {"tie_word_embeddings": tie_word_embeddings}
         inner = {"model_type": language} if language else {}
-        tower = {"hidden_size": 16, "intermediate_size": 24} | _VISION[vision]
+        tower = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": fields["hidden_size"]} | _VISION[vision]
         return kind(text_config=fields | tied | inner, vision_config=tower, **outer, **tied)
 
     return config
@@ -96,7 +106,13 @@ def _wrapping(kind: type, vision: str, language: str = "") -> Callable[..., Any]
 
 WRAPPERS = {
     "gemma3": _wrapping(Gemma3Config, "gemma3"),
+    "glm4v": _wrapping(Glm4vConfig, "glm4v"),
+    "glm4v_moe": _wrapping(Glm4vMoeConfig, "glm4v"),
     "mistral3": _wrapping(Mistral3Config, "mistral3", "mistral"),
+    "qwen2_vl": _wrapping(Qwen2VLConfig, "qwen2_vl"),
+    "qwen2_5_vl": _wrapping(Qwen2_5_VLConfig, "qwen2_5_vl"),
+    "qwen3_vl": _wrapping(Qwen3VLConfig, "qwen3_vl"),
+    "qwen3_vl_moe": _wrapping(Qwen3VLMoeConfig, "qwen3_vl"),
     "qwen3_5": _wrapping(Qwen3_5Config, "qwen3_5"),
     "qwen3_5_moe": _wrapping(Qwen3_5MoeConfig, "qwen3_5"),
 }
@@ -200,6 +216,12 @@ _DELTA_NET = {
     "linear_value_head_dim": 24,
     "partial_rotary_factor": 0.25,
 }
+# Pairs of a head of 32 that go by each of the three positions of an image; of GLM-4V half a head turns.
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}}
+_HALF_SECTIONS = {"rope_parameters": _SECTIONS["rope_parameters"] | {"mrope_section": [4, 2, 2]}}
+_QWEN3_5 = _DELTA_NET | {
+    "rope_parameters": _SECTIONS["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+}
 _ALPHA = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}}
 _GEMMA3 = {
     "sliding_window": WINDOW,
@@ -254,6 +276,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT | _GROUPED | {"rms_norm_eps": 1e-6},  # transformers' of latents
     "glm4_moe": _GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5},
+    "glm4v": _HALF_SECTIONS | {"hidden_size": 128, "partial_rotary_factor": 0.5},
+    "glm4v_moe": _GROUPED | _HALF_SECTIONS | {"partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5},
     # A limit near what it clamps.
     "gpt_oss": {
         "num_local_experts": 4,
@@ -348,11 +372,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_biases": {"attention_bias": True},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
-    "qwen3_5": _DELTA_NET,
-    "qwen3_5_moe": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80},
-    "qwen3_5_moe_text": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80},
-    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _EXPERTS | _QWEN3_5 | {"shared_expert_intermediate_size": 80},
+    "qwen3_5_moe_text": _EXPERTS | _QWEN3_5 | {"shared_expert_intermediate_size": 80},
+    "qwen3_5_text": _QWEN3_5,
     "qwen3_next": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]},
+    "qwen2_vl": _SECTIONS | {"hidden_size": 128},
+    "qwen2_5_vl": _SECTIONS | {"hidden_size": 128},
+    "qwen3_vl": _SECTIONS,
+    "qwen3_vl_moe": _EXPERTS | _SECTIONS,
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layer_interval": 2},
@@ -413,6 +441,8 @@ def make_model(
     model = kind.from_config(config, dtype=torch.float32)
     fill(model, seed)
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        transpose_experts(folder)
     return folder
 
 
@@ -425,6 +455,14 @@ def describe(family: str, **fields: Any) -> dict[str, Any]:
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a folder's files."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def transpose_experts(folder: Path) -> None:
+    """Turn the stacks of experts in a folder, whose makers publish them as the transposes of transformers' own."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path).items()
+    turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors}
+    save_file(turned, path, {"format": "pt"})
 
 
 def fill(model: Any, seed: int = 0) -> None:

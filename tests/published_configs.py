@@ -45,10 +45,13 @@ _VISION_SIZES = {
 
 def small(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config with fewer and narrower layers, and with the flags, patterns and positions of ``config``."""
-    if "text_config" in config:
+    if "vision_config" in config:
         tower = {field: _VISION_SIZES.get(field, value) for field, value in config["vision_config"].items()}
-        outer = {field: value for field, value in config.items() if field != "quantization_config"}
-        return outer | {"text_config": small(config["text_config"]), "vision_config": tower}
+        outer = {f: value for f, value in config.items() if f not in ("quantization_config", "text_config")}
+        del outer["vision_config"]
+        outer = small(outer) if "hidden_size" in outer else outer
+        inner = {"text_config": small(config["text_config"])} if "text_config" in config else {}
+        return outer | inner | {"vision_config": tower}
     shrunk = {field: _SIZES.get(field, value) if value else value for field, value in config.items()}
     shrunk.pop("quantization_config", None)
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")

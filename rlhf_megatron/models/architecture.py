@@ -93,8 +93,8 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
     """The architecture of a Hugging Face ``config``; ``folder`` is where it is from, for errors (see ModelError)."""
     path = Path(folder) / "config.json"
     if wrapper_of(config):
-        config = language_config(path, config)
-        path = path.with_name(f"{path.name} (text_config)")
+        where = f"{path.name} (text_config)" if config.get("text_config") is not None else path.name
+        config, path = language_config(path, config), path.with_name(where)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         inside = config.get("text_config")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -26,7 +27,7 @@ from rlhf_megatron.models.architecture import Architecture, Head, ModelError, cl
 from rlhf_megatron.models.config_fields import LAYERS_LEFT_OUT
 from rlhf_megatron.models.families.wrappers import exported_config, language_config, wrapper_of
 from rlhf_megatron.models.file_form import FileForm, form_in_files, prefixed_form
-from rlhf_megatron.models.hf_files import INDEX_FILE, SINGLE_FILE, located_tensors, open_weights
+from rlhf_megatron.models.hf_files import INDEX_FILE, SINGLE_FILE, located_tensors, open_weights, shape_in_files
 from rlhf_megatron.models.weight_map import stacked_tensors
 
 # A model folder's files beside its weights: configs, the tokenizer, the chat template, and code for either.
@@ -165,7 +166,8 @@ def export_form(companions: Companions, architecture: Architecture) -> FileForm:
     model = companions.model
     if architecture.head == "scalar" or not _has_weights(model):
         return FileForm(stacked=stacked_tensors(architecture))
-    return form_in_files(read_config(model), architecture, located_tensors(model))
+    located = located_tensors(model)
+    return form_in_files(read_config(model), architecture, located, functools.partial(shape_in_files, located))
 
 
 def _has_weights(model: Path) -> bool:

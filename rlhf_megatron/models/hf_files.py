@@ -7,6 +7,7 @@ rectangle goes where is the matter of ``weight_map``, which rank holds it that o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -55,7 +56,7 @@ class CheckpointFiles:
         self._files: dict[str, Any] = {}
         self.node_copy: NodeCopy | None = None
         config, located = read_config(folder), located_tensors(self.folder)
-        self._form = form_in_files(config, architecture, located)
+        self._form = form_in_files(config, architecture, located, functools.partial(shape_in_files, located))
         self._file_of = {self._form.model_name(name): path for name, path in located.items()}
         self._part_shapes, self._stacked = tensor_shapes(architecture), self._form.stacked
         self._place = {
@@ -219,12 +220,12 @@ class CheckpointFiles:
             skipped = first - blocks[0] * mxfp4.BLOCK
             return mxfp4.unpacked(codes, scales)[0, :, skipped : skipped + last - first]
         stack = self._stacked[name]
-        if stack.transposed:
-            return self._read(name, (this, *reversed(region)))[0].t()
         matrix, place = divmod(index, stack.joined)
         above = place * self._part_shapes[tensor][0]
         (first, last), *others = region
-        return self._read(name, ((matrix, matrix + 1), (above + first, above + last), *others))[0]
+        inside = ((above + first, above + last), *others)
+        read = self._read(name, ((matrix, matrix + 1), *(reversed(inside) if stack.transposed else inside)))[0]
+        return read.t() if stack.transposed else read
 
     def _read(self, tensor: str, region: Region) -> Tensor:
         path = self._file_of[tensor]
@@ -282,6 +283,12 @@ def located_tensors(folder: Path) -> dict[str, Path]:
         )
     with open_weights(single) as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def shape_in_files(located: Mapping[str, Path], name: str) -> Shape | None:
+    """The shape of a tensor by the header of its file; None where it is not there."""
+    with open_weights(located[name]) as file:
+        return tuple(file.get_slice(name).get_shape()) if name in file.keys() else None  # noqa: SIM118
 
 
 def open_weights(path: Path) -> Any:

@@ -22,7 +22,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)\.weight
 class Stacked:
     """``parts``: the model's tensors, one behind the other along a first dimension of their own.
 
-    ``joined``: so many neighbours are one matrix there, rows below rows. ``transposed``: each as its transpose.
+    ``joined``: so many neighbours are one matrix there, rows below rows. ``transposed``: each matrix as its transpose.
     ``packed``: files may have it in MXFP4 instead (``mxfp4``).
     """
 
@@ -35,8 +35,9 @@ class Stacked:
         """Return the checkpoint's tensor, made of the parts in their order."""
         import torch
 
-        stacked = torch.stack([part.t() if self.transposed else part for part in tensors])
-        return stacked.unflatten(0, (-1, self.joined)).flatten(1, 2) if self.joined > 1 else stacked
+        stacked = torch.stack(list(tensors))
+        stacked = stacked.unflatten(0, (-1, self.joined)).flatten(1, 2) if self.joined > 1 else stacked
+        return stacked.transpose(1, 2) if self.transposed else stacked
 
 
 def stored_shapes(shapes: Mapping[str, Shape], stacked: Mapping[str, Stacked]) -> dict[str, Shape]:
@@ -44,9 +45,9 @@ def stored_shapes(shapes: Mapping[str, Shape], stacked: Mapping[str, Stacked]) -
     inside = {part for stack in stacked.values() for part in stack.parts}
     stored = {name: shape for name, shape in shapes.items() if name not in inside}
     for name, stack in stacked.items():
-        part = shapes[stack.parts[0]]
-        first, *others = reversed(part) if stack.transposed else part
-        stored[name] = (len(stack.parts) // stack.joined, first * stack.joined, *others)
+        rows, *others = shapes[stack.parts[0]]
+        matrix = (rows * stack.joined, *others)
+        stored[name] = (len(stack.parts) // stack.joined, *(reversed(matrix) if stack.transposed else matrix))
     return stored
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
 from parallel.whole_batches import logprobs, update
 from rlhf_megatron.compat import megatron
@@ -21,7 +23,7 @@ from rlhf_megatron.compat.vllm import internals  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import check_generates, read_architecture, read_config, wrapped_language  # noqa: E402
-from rlhf_megatron.models.file_form import prefixed_form  # noqa: E402
+from rlhf_megatron.models.file_form import form_in_files  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection, RolloutSection  # noqa: E402
@@ -148,12 +150,21 @@ def differ_from_loading(engine: VllmEngine, folder: Path) -> list[str]:
     regathered = {name: parameter.clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.fill_(torch.nan)
-    stored = [pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items()]
-    form = prefixed_form(read_config(folder), [name for name, _ in stored])
-    internals.model(engine._engine).load_weights(
-        (form.model_name(name), tensor) for name, tensor in stored if not form.is_other_tower(name)
-    )
+    internals.model(engine._engine).load_weights(stored_language(folder))
     return [name for name, parameter in parameters.items() if not torch.equal(parameter, regathered[name])]
+
+
+def stored_language(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the files in ``folder`` as that of a language model alone has them."""
+    stored = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    config, architecture = read_config(folder), read_architecture(folder)
+    form = form_in_files(config, architecture, stored, lambda name: tuple(stored[name].shape))
+    language = {form.model_name(name): tensor for name, tensor in stored.items() if not form.is_other_tower(name)}
+    with CheckpointFiles(folder, architecture) as files:
+        for name, stack in form.stacked.items() if form.has_towers else ():
+            language |= {part: files.read(part, ()) for part in stack.parts}
+            del language[name]
+    yield from language.items()
 
 
 def follow_files(

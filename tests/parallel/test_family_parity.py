@@ -87,6 +87,22 @@ CASES = {
     "of images and text, TP2, then PP2 VP2": dense("", "gemma3")[", TP2, then PP2 VP2"],
     **{name: case._replace(grid=True) for name, case in dense("of images and text, Gemma", "gemma3").items()},
     **{name: case._replace(grid=True) for name, case in dense("of images and text, Mistral", "mistral3").items()},
+    **dense("of images and text, Qwen2.5-VL", "qwen2_5_vl", grid=True),
+    "of images and text, Qwen2-VL, TP2": Case("qwen2_vl", True, {"tensor": 2}, grid=True),
+    **dense("of images and text, Qwen3-VL", "qwen3_vl", grid=True),
+    **{
+        name: case._replace(grid="EP2, then" not in name)
+        for name, case in mixture("of images and text, Qwen3-VL with experts", "qwen3_vl_moe").items()
+    },
+    # Two steps of AdamW make 1.4e-5 of rounding in one of its embeddings.
+    **{
+        name: case._replace(weights_within=2e-5)
+        for name, case in dense("of images and text, GLM-4V", "glm4v", grid=True).items()
+    },
+    **{
+        name: case._replace(grid=True)
+        for name, case in mixture("of images and text, GLM-4V with experts", "glm4v_moe").items()
+    },
     **dense("yarn of both mscales", "ministral3", grid=True),
     **dense("factors", "granite"),
     **dense("Command R", "cohere", grid=True),

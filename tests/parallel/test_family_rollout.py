@@ -73,8 +73,7 @@ def both(name: str, family: str, **fields: Any) -> dict[str, Case]:
 
 # The limit that vLLM has, and widths that its kernels for CPUs take.
 GPT_OSS = {"swiglu_limit": 7.0, "intermediate_size": 128}
-# On CPUs vLLM computes delta nets in bfloat16 alone, and cannot cache prefixes of them, for which it cuts prompts. Its
-# Qwen3.5 asks for torchvision.
+# On CPUs vLLM computes delta nets in bfloat16 alone, and cannot cache prefixes of them, for which it cuts prompts.
 DELTA: dict[str, Any] = {
     "fields": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "dtype": "bfloat16",
@@ -87,6 +86,10 @@ DELTA: dict[str, Any] = {
 CASES = {
     "delta nets and experts": Case("qwen3_next", experts=True, grid=False, **DELTA),
     "delta nets and experts, TP2": Case("qwen3_next", {"tensor": 2}, 2, experts=True, **DELTA),
+    "delta nets of images and text": Case("qwen3_5", **DELTA),
+    "delta nets of images and text, TP2": Case("qwen3_5", {"pipeline": 2}, 2, **DELTA),
+    "delta nets and experts of images and text": Case("qwen3_5_moe", experts=True, **DELTA),
+    "delta nets, a language model alone": Case("qwen3_5_text", **DELTA),
     **both("biases", "llama_biases"),
     "biases of attention": Case("llama_attention_biases"),
     "scaled rotary embeddings": Case("llama3"),
@@ -104,6 +107,12 @@ CASES = {
     "two rotary tables, TP2": Case("gemma3_text", {"pipeline": 2}, 2),
     "of images and text": Case("gemma3", tied=True),
     "of images and text, TP2": Case("gemma3", {"pipeline": 2}, 2),
+    **both("of images and text, Qwen2.5-VL", "qwen2_5_vl"),
+    "of images and text, Qwen3-VL": Case("qwen3_vl", tied=True),
+    "of images and text, Qwen3-VL with experts": Case("qwen3_vl_moe", experts=True),
+    "of images and text, Qwen3-VL with experts, TP2": Case("qwen3_vl_moe", {"tensor": 2}, 2, experts=True),
+    **both("of images and text, GLM-4V", "glm4v"),
+    "of images and text, GLM-4V with experts": Case("glm4v_moe", experts=True),
     "of images and text, Mistral": Case("mistral3", fields={"head_dim": 32}),
     "Gemma, TP2": Case("gemma", {"pipeline": 2}, 2),
     **both("factors", "granite"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -24,10 +23,8 @@ from rlhf_megatron.models.weight_map import rollout_blocks
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 
-# vLLM's module of Qwen3.5 has its images too, and imports torchvision, which a CPU's environment has not.
-NOT_HERE = set() if importlib.util.find_spec("torchvision") else {"qwen3_5_moe_text", "qwen3_5_text"}
 NOT_IN_VLLM = {"dots1"}
-ALL = sorted(CONFIGS.keys() - VARIANTS - NOT_HERE - NOT_IN_VLLM)
+ALL = sorted(CONFIGS.keys() - VARIANTS - NOT_IN_VLLM)
 TIED = ("cohere", "cohere2", "gemma", "gemma2", "qwen3")  # in vLLM Gemmas and Cohere's always
 MIXTURES = (
     "deepseek_v2",
@@ -41,6 +38,7 @@ MIXTURES = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
     "qwen3_next",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ def make_small(folder: Path, name: str) -> dict[str, Any]:
 
 
 def as_transformers(config: dict[str, Any]) -> dict[str, Any]:
-    return config | {"model_type": AS.get(config["model_type"], config["model_type"])}
+    return copy.deepcopy(config) | {"model_type": AS.get(config["model_type"], config["model_type"])}
 
 
 @pytest.fixture(scope="module")

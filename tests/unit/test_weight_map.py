@@ -160,7 +160,7 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model_type", "qwen2_vl"),
+        ("model_type", "qwen2_audio"),
         ("hidden_act", "gelu"),
         ("mlp_only_layers", [0]),
         ("decoder_sparse_step", 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from hugging_face import load_model, make_model, random_rows, row_logprobs
+from hugging_face import load_model, make_model, random_rows, row_logprobs, transpose_experts
 from published_configs import PUBLISHED
 from rlhf_megatron.models.architecture import ModelError, parse_architecture, read_architecture, wrapped_language
+from rlhf_megatron.models.families.wrappers import WRAPPERS
 from rlhf_megatron.models.hf_export import Companions, export_form, write_checkpoint
 from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.lora import Adaptation, factor_shapes
 from rlhf_megatron.models.peft_files import PeftAdapter, write_peft
+from rlhf_megatron.models.rope import Rope
 from rlhf_megatron.models.weight_map import tensor_shapes
 from rlhf_megatron.planning.dry_run import dry_run
 from rlhf_megatron.recipe import load_recipe
@@ -61,7 +64,7 @@ def test_the_language_model_is_that_of_text_config() -> None:
     [
         ({"image_seq_length": 256}, "image_seq_length is 256, which this version does not know"),
         ({"image_token_index": "x"}, "image_token_index is 'x'; it must be a whole number"),
-        ({"hidden_size": 64}, "hidden_size is 64, beside text_config and not in it"),
+        ({"hidden_size": 64}, "hidden_size is 64, and text_config does not say so; remove it"),
         ({"architectures": ["Gemma3ForSequenceClassification"]}, "architectures is .*Gemma3ForConditionalGeneration"),
         ({"text_config": None}, "text_config is None"),
         ({"text_config": {"model_type": "llama"}}, "text_config's model_type is 'llama'"),
@@ -77,13 +80,72 @@ def test_fields_of_either_level_are_refused_by_name(change: dict[str, Any], mess
         parse_architecture(GEMMA | change, "here")
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"])
+QWEN = PUBLISHED["Qwen2.5-VL-7B-Instruct"]
+BOTH = PUBLISHED["Qwen2.5-VL-3B, saved by transformers 4.52"]
+GLM_4_1V = {
+    "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v", "image_token_id": 151343,
+    "text_config": {
+        "attention_bias": True, "eos_token_id": [151329, 151336, 151338, 151348], "hidden_size": 4096,
+        "image_token_id": 151343, "intermediate_size": 13696, "max_position_embeddings": 65536,
+        "model_type": "glm4v_text", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"}, "rope_theta": 10000.0,
+        "vocab_size": 151552,
+    },
+    "vision_config": {"depth": 24, "hidden_size": 1536},
+}  # fmt: skip
+
+
+def test_positions_of_images_are_those_of_a_text() -> None:
+    a = parse_architecture(QWEN, "here")
+    assert (a.family, a.layers, a.hidden, a.qkv_bias, a.norm_epsilon) == ("qwen2", 28, 3584, True, 1e-6)
+    assert a.rope == Rope(1e6) and not a.tied_embeddings
+    assert parse_architecture(GLM_4_1V, "here").rope == Rope(1e4, None, 0.5, interleaved=True)
+    long = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "mrope_section": [16, 24, 24]}
+    plain = {field: value for field, value in long.items() if field != "mrope_section"}
+    language = PUBLISHED["Qwen2.5-7B-Instruct"]
+    assert (
+        parse_architecture(QWEN | {"rope_scaling": long}, "here").rope
+        == parse_architecture(language | {"rope_scaling": plain}, "here").rope
+    )
+
+
+def test_fields_of_both_levels_are_read_from_text_config() -> None:
+    assert parse_architecture(BOTH, "here").tied_embeddings  # which text_config alone says
+    assert parse_architecture(BOTH | {"tie_word_embeddings": False}, "here").tied_embeddings
+    assert parse_architecture(BOTH | {"sliding_window": None}, "here") == parse_architecture(BOTH, "here")
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (QWEN, {"hidden_act": "gelu"}, r"^here/config.json: hidden_act is 'gelu'"),
+        (QWEN, {"head_dim": 64}, "head_dim is 64, .*hidden_size / num_attention_heads, 128"),
+        (QWEN, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}, r"mrope_section is \[16, 24\]"),
+        (QWEN, {"rope_scaling": {"type": "su", "mrope_section": [16, 24, 24]}}, "rope_scaling.rope_type is 'su'"),
+        (BOTH, {"num_hidden_layers": 35}, "num_hidden_layers is 35, and text_config does not say so"),
+        (GLM_4_1V, {"text_config": GLM_4_1V["text_config"] | {"attention_bias": False}}, "attention_bias is False"),
+        (
+            PUBLISHED["Qwen3-VL-30B-A3B-Instruct"],
+            {"text_config": PUBLISHED["Qwen3-VL-30B-A3B-Instruct"]["text_config"] | {"norm_topk_prob": False}},
+            "norm_topk_prob is False, which is not supported; supported: True",
+        ),
+    ],
+)
+def test_what_transformers_would_not_read_is_refused(
+    config: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse_architecture(config | change, "here")
+
+
+@pytest.mark.parametrize("family", sorted(WRAPPERS))
 def test_an_export_is_the_whole_model_bit_for_bit(family: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", family, tied=family == "gemma3")
     if family == "qwen3_5_moe":
         stack_experts(folder)
     tensors = load_file(folder / "model.safetensors")
-    if family.startswith("qwen"):
+    if family.startswith("qwen3_5"):
         tensors["mtp.norm.weight"] = torch.rand(64)
     save_file({**tensors, **_halved(tensors)}, folder / "model.safetensors", {"format": "pt"})
     exported = read_again(folder, tmp_path / "exported")
@@ -93,6 +155,26 @@ def test_an_export_is_the_whole_model_bit_for_bit(family: str, tmp_path: Path) -
     loaded = load_model(exported)
     assert type(loaded) is type(load_model(folder))
     assert loaded.config.tie_word_embeddings == loaded.config.text_config.tie_word_embeddings == (family == "gemma3")
+
+
+def test_experts_are_read_and_exported_as_they_lie(tmp_path: Path) -> None:
+    published = make_model(tmp_path / "published", "qwen3_vl_moe", moe_intermediate_size=40)
+    saved = Path(shutil.copytree(published, tmp_path / "saved"))
+    transpose_experts(saved)  # as transformers itself saves them
+    name = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    shapes, exports = [], []
+    for folder in (published, saved):
+        exports.append(read_again(folder, tmp_path / f"{folder.name}, exported"))
+        shapes.append(tuple(load_file(exports[-1] / "model.safetensors")[name].shape))
+    assert shapes == [(4, 64, 80), (4, 80, 64)]
+    first, second = (load_model(folder).state_dict() for folder in exports)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    architecture = read_architecture(published)
+    part, region = "model.layers.1.mlp.experts.2.up_proj.weight", ((3, 7), (10, 50))
+    with CheckpointFiles(published, architecture) as one, CheckpointFiles(saved, architecture) as other:
+        piece = one.read(part, region)
+        assert torch.equal(piece, other.read(part, region))
+    assert torch.equal(piece, load_file(saved / "model.safetensors")[name][2, 43:47, 10:50])
 
 
 def _halved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ def install() -> None:
     name_shared_memory_by_job()
     turn_heads_apart()
     keep_latent_weights_unpacked()
+    import_qwen3_5_without_torchvision()
 
 
 @patch(
@@ -56,6 +59,20 @@ def keep_weights_unpacked() -> None:
         layer.cpu_linear = functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = use_plain_linear
+
+
+@patch(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM's file of Qwen3.5 has its images too, and takes the function that rounds their sizes from a file of "
+    "transformers' that imports torchvision, which text does not need and this environment does not have",
+)
+def import_qwen3_5_without_torchvision() -> None:
+    """Have the same function come from transformers' file for machines without torchvision, where that is missing."""
+    if importlib.util.find_spec("torchvision") is None:
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
+
+        sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", image_processing_pil_qwen2_vl)
 
 
 def _silu_and_mul(values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from rlhf_megatron.models.config_fields import FamilyFields, flag
 from rlhf_megatron.models.description import Architecture, Routing
 from rlhf_megatron.models.families import grouped_experts
 from rlhf_megatron.models.families.decoder import Decoder
+from rlhf_megatron.models.families.mixture import EXPERT_TYPES
 from rlhf_megatron.untrusted import shown
 
 # What transformers takes for absent fields, where other decoders have something else.
@@ -37,7 +38,7 @@ FAMILY = Glm4Moe(
     "Glm4Moe",
     FamilyFields(
         read=grouped_experts.FIELDS | {"attention_bias", "partial_rotary_factor", "use_qk_norm"},
-        types={"output_router_logits": (bool,)},
+        types=EXPERT_TYPES,
         never_null=(
             *grouped_experts.NEVER_NULL,
             *("first_k_dense_replace", "n_group", "topk_group", "use_qk_norm"),

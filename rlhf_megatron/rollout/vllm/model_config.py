@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from rlhf_megatron.rollout.vllm.refusals import one_line
 from rlhf_megatron.untrusted import read_json, shown
 
 _MOST_LAYERS = 10_000
-_OF_WRAPPERS = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_classes(path: Path, config: Mapping[str, Any]) -> None:
@@ -37,26 +37,26 @@ def config_arguments(folder: str | Path, language: Mapping[str, Any] | None = No
     config = read_json(path, RolloutError)
     if not isinstance(config, dict) or (language is None and config.get("quantization_config") is None):
         return {}
-    given = {field: language[field] for field in _OF_WRAPPERS if field in language} if language else {}
     # Mistral's folders have files of another format beside transformers'.
-    return {"hf_overrides": PlainConfig(given), "config_format": "hf"}
+    return {"hf_overrides": PlainConfig(language or {}), "config_format": "hf"}
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainConfig:
     """A function from transformers' config of a folder to that of its language model in full precision.
 
-    ``fields``: of the language model that a wrapper has, or has to be said to vLLM; empty: there is no wrapper.
+    ``fields``: of the language model that a wrapper has; empty: there is no wrapper.
     """
 
     fields: Mapping[str, Any]
 
     def __call__(self, config: Any) -> Any:
-        """Return ``config`` or its text_config, changed; vLLM also asks of one that has nothing but a type."""
-        language = config.text_config if self.fields and hasattr(config, "text_config") else config
-        if language is not config:
-            for field, value in self.fields.items():
-                setattr(language, field, value)
+        """Return ``config``, or what a folder of the language model has; vLLM also asks of one with only a type."""
+        from transformers import CONFIG_MAPPING
+
+        language = config
+        if self.fields and hasattr(config, "text_config"):
+            language = CONFIG_MAPPING[self.fields["model_type"]].from_dict(copy.deepcopy(dict(self.fields)))
         if hasattr(language, "quantization_config"):  # whose presence alone tells some of vLLM's loaders
             del language.quantization_config
         return language
