@@ -78,6 +78,7 @@ class TransformersCore:
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []
         self._prefixes: dict[tuple[int, ...], Any] = {}
+        self.prompt_tokens = self.prefilled_tokens = 0
 
     def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
         generator = torch.Generator().manual_seed(request.seed)
@@ -144,7 +145,9 @@ class TransformersCore:
         sequence.logprobs.append(float(logprobs[token]))
 
     def _prefix(self, tokens: tuple[int, ...]) -> Any:
+        self.prompt_tokens += len(tokens)
         if tokens not in self._prefixes:
+            self.prefilled_tokens += len(tokens)
             cache = DynamicCache(config=self._model.config)
             if tokens:
                 self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from rlhf_megatron.agents.program import AgentProgram
+from rlhf_megatron.agents.trajectory import last_turn_begin
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError, RolloutError
 from rlhf_megatron.generation.agent_turns import AgentTurns
@@ -126,6 +127,9 @@ class Conversations:
         elif self.tools:
             assert isinstance(trajectory, ToolCalls)
             answer = self.tools.ask(trajectory, completion)
+        elif self.opens:  # an environment gets the last turn alone
+            said = self._tokenizer.decode(completion.token_ids[last_turn_begin(completion) :])
+            answer = trajectory.reply([{"role": "assistant", "content": said}], self._ending(completion))
         else:
             prompt = self._groups[completion.row_id // self._responses].prompt
             answer = trajectory.reply([*prompt.messages, *self.messages(completion)], self._ending(completion))

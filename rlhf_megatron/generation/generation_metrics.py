@@ -80,6 +80,23 @@ def generation_metrics(
     return metrics | {"rollout/replica_imbalance": float(seconds.amax(1).sum()) / mean if mean else 1.0}
 
 
+def turn_time_metrics(records: Sequence[GenerationRecord], replica: Replica, team: Team) -> dict[str, float]:
+    """Returns where the time of some calls of ``generate`` with environments or agents went; collective over ``team``.
+
+    Seconds of the engine's steps, and of its waiting for answers with nothing else to do, are means over the replicas;
+    ``rollout/waiting_mean`` is how many rows of all replicas waited for answers in that time.
+    """
+    names = ("engine_seconds", "idle_seconds", "waiting_seconds", "prompt_tokens", "prefilled_tokens")
+    own = [float(sum(getattr(record, name) for record in records)) if replica.leads else 0.0 for name in names]
+    engine, idle, waiting, prompts, prefilled = sum_over_ranks(own, team.group)
+    return {
+        "rollout/engine_seconds": engine / replica.count,
+        "rollout/idle_seconds": idle / replica.count,
+        "rollout/waiting_mean": waiting / max(engine + idle, 1e-9) * replica.count,
+        "rollout/prefix_cache_hit_rate": 1 - prefilled / prompts if prompts else 0.0,
+    }
+
+
 def agent_metrics(counts: Sequence[AgentCounts], replica: Replica, team: Team) -> dict[str, float]:
     """Returns what programs have asked of all replicas, and how they ended; collective over ``team``."""
     names = {

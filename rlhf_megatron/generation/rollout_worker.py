@@ -19,7 +19,13 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import Conversations, conversations_of
 from rlhf_megatron.generation.generated_groups import GeneratedGroups, GroupPacker, GroupScoring
-from rlhf_megatron.generation.generation_metrics import agent_metrics, generation_metrics, scoring_metrics, tool_metrics
+from rlhf_megatron.generation.generation_metrics import (
+    agent_metrics,
+    generation_metrics,
+    scoring_metrics,
+    tool_metrics,
+    turn_time_metrics,
+)
 from rlhf_megatron.generation.journal import Journal
 from rlhf_megatron.generation.judge import Judge, judge_metrics
 from rlhf_megatron.generation.partners import Partner
@@ -274,6 +280,8 @@ class RolloutWorker:
             turns = [each.counts for each in every if isinstance(each, Conversations)]
         records, completions = [each.record for each in calls], [row for each in calls for row in each.completions]
         metrics = generation_metrics(records, completions, turns, self._replica, self._team)
+        if self._section.multi_turn or self._section.agent:
+            metrics |= turn_time_metrics(records, self._replica, self._team)
         if self._context.recipe.has_tools:
             tools = [each.tools for each in every if isinstance(each, Conversations) and each.tools]
             names = [tool["function"]["name"] for tool in self._tokenizer.tools]

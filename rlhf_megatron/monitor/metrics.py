@@ -27,6 +27,7 @@ FAILURES_BEFORE_A_TRACKER_IS_DROPPED = 3
 OF_THE_MACHINE = (
     *("time/", "start/", "memory/", "network/", "perf/", "train/step_time", "reward/latency", "judge/ms"),
     *("rollout/throughput", "rollout/replica_imbalance", "rollout/turn_latency"),
+    *("rollout/engine_seconds", "rollout/idle_seconds", "rollout/waiting_mean"),
     *(f"{role}/{part}" for role in ("train", "critic") for part in ("gradient_sync", "forward_time", "backward_time")),
 )
 

@@ -185,6 +185,11 @@ class GenerationRecord:
     aborted: int = 0  # rows that were aborted
     paused: int = 0  # rows that were paused
     in_flight: float = 0.0  # mean over the steps of the rows that ran
+    engine_seconds: float = 0.0  # in steps
+    idle_seconds: float = 0.0  # of the engine, until an environment answered
+    waiting_seconds: float = 0.0  # of all rows together, for their environment
+    prompt_tokens: int = 0  # of requests to the engine, each turn's with all before it
+    prefilled_tokens: int = 0  # of these, computed and not found in the cache
     verifications: int = 0  # of a row with drafted tokens, in a step
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of the drafted ones

@@ -47,6 +47,10 @@ class EngineCore(Protocol):
     """Tokens of a cache block; the last one of a sequence is not full."""
     enable_prefix_caching: bool
     """True if the responses to one prompt share its cache blocks."""
+    prompt_tokens: int
+    """Tokens of all requests that have sampled at least one."""
+    prefilled_tokens: int
+    """Those of them that were not found in the cache."""
 
     def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
         """Queue a request; it runs from one of the next steps on."""

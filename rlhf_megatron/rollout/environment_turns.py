@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from rlhf_megatron.rollout.engine import Completion, Environment, EnvironmentReply
+from rlhf_megatron.rollout.generation_clock import GenerationClock
 from rlhf_megatron.rollout.lockstep import ReplicaRanks
 
 _SECONDS_TO_WAIT = 1.0  # for answers, at a time
@@ -27,9 +29,9 @@ class EnvironmentTurns:
         is_blocked: a repeatable environment has not answered all of them, and the engine waits for that.
     """
 
-    def __init__(self, environment: Environment | None, ranks: ReplicaRanks) -> None:
-        """Start with none; without an `environment` none comes."""
-        self._environment, self._ranks = environment, ranks
+    def __init__(self, environment: Environment | None, ranks: ReplicaRanks, clock: GenerationClock) -> None:
+        """Start with none; without an `environment` none comes. The `clock` learns how long they wait."""
+        self._environment, self._ranks, self._clock = environment, ranks, clock
         self._pending: dict[int, Completion] = {}
         self._futures: dict[int, Future[Any]] = {}  # on the leader
         self.is_blocked = False
@@ -61,6 +63,11 @@ class EnvironmentTurns:
         """Number of rows that wait for their beginning."""
         return sum(not completion.token_ids for completion in self._pending.values())
 
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of each row that waits between two turns."""
+        return [len(completion.token_ids) for completion in self._pending.values() if completion.token_ids]
+
     def has_news(self) -> bool:
         """Return whether an answer can be taken at once: only a replica of one rank sees that without its peers."""
         if self._environment is None or self._environment.repeatable or self._ranks.group is not None:
@@ -75,6 +82,7 @@ class EnvironmentTurns:
         """
         replies = self._ranks.broadcast_object(self._receive(wait) if self._ranks.is_leader else None)
         self.is_blocked = replies is None
+        self._clock.count_answers(len(replies or ()))
         return [Answer(number, self._pending.pop(number), EnvironmentReply(*reply)) for number, reply in replies or ()]
 
     def _receive(self, wait: bool) -> list[tuple[int, EnvironmentReply]] | None:
@@ -82,7 +90,9 @@ class EnvironmentTurns:
         assert environment is not None, "nothing is pending without one"
         if environment.repeatable or wait:
             until = concurrent.futures.ALL_COMPLETED if environment.repeatable else concurrent.futures.FIRST_COMPLETED
+            began = time.perf_counter()
             concurrent.futures.wait(futures.values(), _SECONDS_TO_WAIT, until)
+            self._clock.count_wait(time.perf_counter() - began, len(futures))
         done = sorted(number for number, future in futures.items() if future.done())
         if environment.repeatable and len(done) < len(futures):
             return None

@@ -8,20 +8,21 @@ must do the same. When a decision is due follows from what all of them see alike
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from rlhf_megatron.data.expert_choices import merged
+from rlhf_megatron.rollout.admission import Admission
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, SampledTurn, Sampling
 from rlhf_megatron.rollout.engine_core import EngineCore, EngineOutput, EngineRequest
 from rlhf_megatron.rollout.environment_turns import Answer, EnvironmentTurns
+from rlhf_megatron.rollout.generation_clock import GenerationClock
 from rlhf_megatron.rollout.grouped_requests import GroupedRequests
 from rlhf_megatron.rollout.lockstep import ReplicaRanks
 from rlhf_megatron.rollout.paused import PausedRequest, PausedRequests
-from rlhf_megatron.rollout.response_lengths import ResponseLengths, groups_that_fit
+from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.work_queue import WorkQueue
 
 NONE_PAUSED: Mapping[int, PausedRequest] = {}
@@ -66,16 +67,11 @@ class GenerationScheduler:
         self._requests, self._version, self._lengths = GroupedRequests.of(requests), version, lengths
         self._check, groups = check, len(self._requests.group_ids)
         self._group_of: dict[int, int] = {}  # of requests that have begun
-        self._rows_per_group = len(requests) / max(groups, 1)
-        self._queue = queue or WorkQueue(range(groups))
-        own = sum(len(self._requests.numbers(group)) for group in range(min(self._queue.own, groups)))
-        share = own + math.ceil((len(requests) - own) / self._queue.replicas)
-        # All that could run at a time, but no more than an even share: who asks first would leave others with nothing.
-        self._capacity = min(core.max_num_seqs, share)
-        self._prompt_tokens = self._cached_prompt_tokens()
-        begun = sum(len(completion.token_ids) for completion in self._requests.begun.values())
-        self._begun_tokens = begun / max(len(requests), 1)
-        self._turns = EnvironmentTurns(environment, self._ranks)
+        self._queue, self._clock = queue or WorkQueue(range(groups)), GenerationClock()
+        times = None if environment is not None and environment.repeatable else self._clock
+        self._admission = Admission(core, sampling, lengths, self._requests, self._queue, times)
+        self._capacity = self._admission.capacity
+        self._turns = EnvironmentTurns(environment, self._ranks, self._clock)
         self._so_far = dict(self._requests.begun)
         # Of rows that an environment has begun with others.
         self._prompts = {number: of for number, row in self._so_far.items() if (of := row.prompt_token_ids)}
@@ -90,13 +86,7 @@ class GenerationScheduler:
         self._has_more, self._is_enough = bool(requests), False
         self._steps_since_decision, self._has_ended = _MAX_STEPS_BETWEEN_DECISIONS, False
         self._begun = self._resumed = self._steps = self._sampled_tokens = self._aborted = self._row_steps = 0
-        self._seconds = 0.0
-
-    def _cached_prompt_tokens(self) -> float:
-        """Return the mean prompt tokens of a group in the cache: shared prompts once, and half a block for each row."""
-        prompts = self._requests.prompt_tokens / max(len(self._requests), 1)
-        copies = 1 if self._core.enable_prefix_caching else self._rows_per_group
-        return prompts * copies + self._rows_per_group * self._core.block_size / 2
+        self._seconds, self._prompts_before = 0.0, (core.prompt_tokens, core.prefilled_tokens)
 
     @property
     def record(self) -> GenerationRecord:
@@ -109,6 +99,11 @@ class GenerationScheduler:
             self._aborted,
             len(self._paused),
             self._row_steps / max(self._steps, 1),
+            engine_seconds=self._clock.engine_seconds,
+            idle_seconds=self._clock.idle_seconds,
+            waiting_seconds=self._clock.waiting_seconds,
+            prompt_tokens=self._core.prompt_tokens - self._prompts_before[0],
+            prefilled_tokens=self._core.prefilled_tokens - self._prompts_before[1],
         )
 
     def generate(
@@ -255,20 +250,12 @@ class GenerationScheduler:
                 self._continue(answer)
 
     def _groups_that_fit(self) -> int:
-        """Return how many groups more can be kept running, by the engine's number of sequences and its free memory."""
-        by_sequences = math.ceil((self._capacity - self._running) / self._rows_per_group)
+        """Return how many groups more can be kept running."""
         running = self._core.running()
         if self._in_flight and len(running) < len(self._in_flight):
             return 0  # the engine could not take all of them yet, or has preempted one
-        by_memory = groups_that_fit(
-            self._lengths.survival(self._sampling.max_tokens),
-            self._core.free_tokens(),
-            [self._in_flight[self._number_of[number]] + sampled for number, sampled in running.items()],
-            self._prompt_tokens,
-            self._rows_per_group,
-            self._begun_tokens,
-        )
-        return int(max(min(by_sequences, by_memory), not self._running))
+        tokens = [self._in_flight[self._number_of[number]] + sampled for number, sampled in running.items()]
+        return self._admission.groups_that_fit(self._running, tokens, self._turns.tokens)
 
     # ---- rows
 
@@ -318,7 +305,11 @@ class GenerationScheduler:
         self._steps += 1
         self._steps_since_decision += 1
         self._row_steps += min(len(self._in_flight), self._core.max_num_seqs)
-        return self._take(self._core.step())
+        began, prefilled = time.perf_counter(), self._core.prefilled_tokens
+        outputs = self._core.step()
+        seconds, prefilled = time.perf_counter() - began, self._core.prefilled_tokens - prefilled
+        self._clock.count_step(seconds, prefilled, len(self._turns))
+        return self._take(outputs)
 
     def _take(self, outputs: Iterable[EngineOutput]) -> Ended:
         """Return the completions of requests that have ended, but for those that an environment answers first."""

@@ -16,7 +16,7 @@ import yaml
 from make_tiny_model import make_talkative
 
 from end_to_end.commands import OWN_FRAME, Finished, torchrun
-from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, on_two_ranks, wait_for
+from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, on_two_ranks, records_of, wait_for
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
@@ -330,6 +330,11 @@ def test_an_environment_that_fails_or_takes_too_long_costs_its_response_alone(
         rewards = pq.read_table(file).column("reward").to_pylist()
         assert len(rewards) == 16 - metrics["reward/masked"] and all(reward >= 8 for reward in rewards)
         assert metrics["critic/loss"] > 0 and metrics["rollout/turn_calls"] > 16
+        assert 0 < metrics["rollout/prefix_cache_hit_rate"] < 1
+    for record in records_of(folder / "runs" / "badly")[:2]:
+        seconds = record["rollout/engine_seconds"] + record["rollout/idle_seconds"]
+        assert 0 < seconds <= record["train/step_time_ms"] / 1000
+        assert record["rollout/waiting_mean"] > 0
     [source] = {name.split("/")[1:-1][0] for name in metrics if name.startswith("eval/")}
     evaluated = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith(f"eval/{source}")}
     assert 0 < evaluated["accuracy"] <= evaluated["pass@2"] <= 1 and evaluated["score"] > 0

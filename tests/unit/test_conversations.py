@@ -52,6 +52,7 @@ class Scripted:
     """An engine that says each row's lines, one in a turn; what is longer than allowed is cut."""
 
     name, block_size, enable_prefix_caching, max_num_seqs = "scripted", 0, False, 100
+    prompt_tokens = prefilled_tokens = 0
 
     def __init__(self, tokenizer: Tokenizer, lines: Sequence[Sequence[str]]) -> None:
         self._tokenizer, self._lines = tokenizer, [list(of_row) for of_row in lines]

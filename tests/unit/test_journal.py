@@ -71,6 +71,7 @@ class Talker:
     """An engine whose rows say "NUMBER of the turn" until their last one, "stop"; it dies after some steps."""
 
     name, block_size, enable_prefix_caching, max_num_seqs = "talker", 0, False, 100
+    prompt_tokens = prefilled_tokens = 0
 
     def __init__(self, tokenizer: Tokenizer, lives: int) -> None:
         self._tokenizer, self._lives = tokenizer, lives

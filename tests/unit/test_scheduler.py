@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from rlhf_megatron.rollout import environment_turns
+from rlhf_megatron.rollout.admission import Admission
 from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, Request, Sampling
 from rlhf_megatron.rollout.engine_core import EngineOutput, EngineRequest
+from rlhf_megatron.rollout.generation_clock import GenerationClock
+from rlhf_megatron.rollout.grouped_requests import GroupedRequests
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.scheduler import GenerationScheduler
 from rlhf_megatron.rollout.work_queue import WorkQueue
@@ -29,6 +33,7 @@ class PlayedCore:
         self._sampled: dict[int, int] = {}
         self.seeds: list[int] = []
         self.most_in_flight, self.fullest, self.waited = 0, 0, 0
+        self.prompt_tokens = self.prefilled_tokens = 0
 
     def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
         self._requests[request.number] = request
@@ -189,3 +194,102 @@ def test_turns_of_a_row_have_seeds_of_their_own() -> None:
     assert core.seeds == [100, 100 + 1_000_003, 100 + 2 * 1_000_003]
     assert completion.token_ids == [1, 1, 1, 2, 1, 1, 1, 2, 1, 1, 1] and completion.turns == 3
     assert completion.logprobs == [-1.0] * 3 + [0.0] + [-1.0] * 3 + [0.0] + [-1.0] * 3
+
+
+class Later(Reply):
+    """Answers a turn when the engine has made so many steps more."""
+
+    repeatable, steps = False, 12
+
+    def __init__(self, core: Caching) -> None:
+        self._core, self._asked = core, list[tuple[int, int, Future[Any]]]()
+        core.environment = self
+
+    def goes_on(self, completion: Completion) -> bool:
+        return completion.turns < 3
+
+    def ask(self, completion: Completion) -> Future[Any]:
+        self._asked.append((self._core.steps + self.steps, PROMPT + len(completion.token_ids), Future()))
+        return self._asked[-1][2]
+
+    def progress(self, done: int, begun: int) -> None:
+        """Let time pass where no step will come."""
+        pending = [due for due, _, future in self._asked if not future.done()]
+        if pending and not self._core.running():
+            self._core.steps = max(self._core.steps, min(pending))
+            self.answer()
+
+    def answer(self) -> int:
+        """Settle what is due; returns the tokens of what waits."""
+        for due, _, future in self._asked:
+            if due <= self._core.steps and not future.done():
+                future.set_result([2])
+        return sum(tokens for _, tokens, future in self._asked if not future.done())
+
+
+class Caching(PlayedCore):
+    """Its rows keep their cache while they wait, as far as it goes."""
+
+    enable_prefix_caching, steps, most_held = True, 0, 0
+    environment: Later
+
+    def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
+        super().add_request(
+            EngineRequest(request.number, request.token_ids, request.seed, 2 + request.seed % 5, request.begun),
+            sampling,
+        )
+
+    def step(self) -> list[EngineOutput]:
+        ended, self.steps = super().step(), self.steps + 1
+        running = int(self._cache_tokens - self.free_tokens())
+        self.most_held = max(self.most_held, running + self.environment.answer())
+        return ended
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_turns, "_SECONDS_TO_WAIT", 0.001)
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_rows_that_wait_keep_their_cache_and_hold_up_nothing() -> None:
+    core, lengths = Caching(cache_tokens=200), ResponseLengths([14] * 256)
+    asked, environment = requests(40, rows=1, tokens=24), Later(core)
+    scheduler = GenerationScheduler(core, asked, SAMPLING, 1, lengths, environment=environment)
+    assert [each.turns for each in scheduler.generate(environment.progress)] == [3] * 40
+    assert core.most_held <= 1.15 * 200, "what waits is counted, or it would be computed again"
+    assert scheduler.record.in_flight > 3, "others run in the meantime"
+
+
+def test_the_cache_of_what_waits_is_given_up_where_prefilling_it_again_costs_less() -> None:
+    clock = GenerationClock()
+    assert clock.keeps_waiting(1.0), "before anything is measured"
+    for step in range(40):  # 10 ms, and 0.1 ms for each prefilled token
+        prefilled = 50 * (step % 4)
+        clock.count_step(0.01 + 1e-4 * prefilled, prefilled, waiting=10)
+    clock.count_wait(0.3, waiting=10)
+    clock.count_answers(10)
+    assert clock.seconds_per_prefilled_token == pytest.approx(1e-4)
+    assert clock.engine_seconds == pytest.approx(0.7) and clock.idle_seconds == pytest.approx(0.3)
+    assert clock.waiting_seconds == pytest.approx(10.0), "ten rows, for a second each"
+    assert clock.keeps_waiting(10_001) and not clock.keeps_waiting(9_999)
+    asked, core = GroupedRequests.of(requests(20, rows=1)), Caching(cache_tokens=300)
+    fitting = [
+        Admission(core, SAMPLING, ResponseLengths([10] * 256), asked, WorkQueue(range(20)), measured).groups_that_fit(
+            2, [4, 8], [8] * 20
+        )
+        for measured in (None, GenerationClock(), clock)
+    ]
+    assert fitting[0] == fitting[1] < fitting[2], "without times they keep it"
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_what_every_engine_measures_of_prompts_is_in_the_record() -> None:
+    core = Caching(cache_tokens=1000)
+    core.prompt_tokens, core.prefilled_tokens = 7, 5  # of a generation before
+    asked, environment = requests(2, rows=1, tokens=24), Later(core)
+    scheduler = GenerationScheduler(core, asked, SAMPLING, 1, ResponseLengths(), environment=environment)
+    scheduler.generate(environment.progress)
+    record = scheduler.record
+    assert record.prompt_tokens == record.prefilled_tokens == 0, "of this one, in which none was counted"
+    assert 0 < record.engine_seconds <= record.seconds and record.waiting_seconds > 0

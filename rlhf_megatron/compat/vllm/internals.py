@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,14 @@ def sampled_tokens(engine: Any) -> dict[str, int]:
     """Return how many tokens each request has sampled that is in the cache, by vLLM's own names, in its order."""
     with _known_names():
         return {request.request_id: request.num_output_tokens for request in scheduler(engine).running}
+
+
+def cached_tokens(engine: Any, names: Iterable[str]) -> dict[str, int]:
+    """Return how many tokens were found in the cache of those requests that run and have sampled one."""
+    with _known_names():
+        states = engine.output_processor.request_states
+        of_names = [(name, states[name]) for name in names if name in states]
+        return {name: state.num_cached_tokens for name, state in of_names if not state.is_prefilling}
 
 
 def free_cache_tokens(engine: Any) -> float:

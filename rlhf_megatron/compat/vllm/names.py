@@ -28,6 +28,8 @@ NAMES = (
     PrivateName(_ENGINE + "output_processor", "OutputProcessor.request_states", "requests by vLLM's own names"),
     PrivateName(_ENGINE + "output_processor", "RequestState.external_req_id", "our name of a request"),
     PrivateName(_ENGINE + "output_processor", "RequestState.logprobs_processor", "sampled logprobs as numbers"),
+    PrivateName(_ENGINE + "output_processor", "RequestState.is_prefilling", "the cost of a prefill"),
+    PrivateName(_ENGINE + "output_processor", "RequestState.num_cached_tokens", "the cost of a prefill"),
     PrivateName(
         _ENGINE + "output_processor",
         "RequestState.make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason)",

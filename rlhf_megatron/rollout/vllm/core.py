@@ -24,6 +24,8 @@ class VllmCore:
         self.max_num_seqs, self.block_size, self.enable_prefix_caching = internals.scheduling_limits(engine)
         self._numbers: dict[str, int] = {}  # by vLLM's own, longer name of a request
         self._names: dict[int, str] = {}  # the latest of each number
+        self._prefilling: dict[str, int] = {}  # tokens of requests that have sampled none, by vLLM's name
+        self.prompt_tokens = self.prefilled_tokens = 0
         self._is_paused = False
         self._salt = ""
 
@@ -35,6 +37,7 @@ class VllmCore:
         internals.keep_logprobs_as_numbers(self._engine, name)
         self._numbers[name] = request.number
         self._names[request.number] = name
+        self._prefilling[name] = len(request.token_ids)
         if self._drafter:
             own = len(request.token_ids) - request.begun
             self._drafter.begin(name, request.token_ids[:own], request.token_ids[own:])
@@ -42,7 +45,21 @@ class VllmCore:
     def step(self) -> list[EngineOutput]:
         """See EngineCore."""
         self.resume()
-        return self._ended(self._engine.step())
+        outputs = self._engine.step()
+        self._count_prefilled(outputs)
+        return self._ended(outputs)
+
+    def _count_prefilled(self, outputs: Iterable[Any]) -> None:
+        """Count the tokens of requests that have sampled their first."""
+        if not self._prefilling:
+            return
+        cached = internals.cached_tokens(self._engine, self._prefilling)
+        ended = {self._names[int(output.request_id)]: output for output in outputs if output.finished}
+        cached |= {name: ended[name].num_cached_tokens or 0 for name in self._prefilling.keys() & ended.keys()}
+        for name, found in cached.items():
+            tokens = self._prefilling.pop(name)
+            self.prompt_tokens += tokens
+            self.prefilled_tokens += tokens - found
 
     def resume(self) -> None:
         """End a pause, as the next step does."""
@@ -80,6 +97,7 @@ class VllmCore:
         """See EngineCore."""
         name = self._names.pop(number)
         del self._numbers[name]
+        self._prefilling.pop(name, None)
         internals.abort(self._engine, str(number))
         if self._recorder:
             self._recorder.take(name)
@@ -93,11 +111,13 @@ class VllmCore:
             pass
         self._numbers.clear()
         self._names.clear()
+        self._prefilling.clear()
         return outputs
 
     def _with_choices(self, output: EngineOutput) -> EngineOutput:
         name = self._names.pop(output.number)
         self._numbers.pop(name)
+        self._prefilling.pop(name, None)  # of one that has ended on the way to a pause
         if self._drafter:
             self._drafter.end(name, output.token_ids)
         if self._recorder is None:
