@@ -16,6 +16,7 @@ from rlhf_megatron.runtime.command import (
     check_environment,
     command,
     on_this_rank,
+    say_that_imports_begin,
     was_refused,
 )
 from rlhf_megatron.runtime.rank_logs import redirect_output
@@ -37,6 +38,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     recipe = load_evaluation(arguments.recipe, arguments.overrides)
     prepare_environment()  # before torch is imported
+    say_that_imports_begin()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     # torchrun shows the traceback of the rank that failed first

@@ -20,6 +20,7 @@ from rlhf_megatron.runtime.command import (
     command,
     number_of_gpus,
     on_this_rank,
+    say_that_imports_begin,
     tell,
     was_refused,
 )
@@ -53,6 +54,7 @@ def main() -> int:
         end_with_parent()
     stop_signals.listen()
     prepare_environment(recipe.deterministic)  # before torch is imported
+    say_that_imports_begin()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     # torchrun shows the traceback of the rank that failed first

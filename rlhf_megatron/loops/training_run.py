@@ -103,6 +103,8 @@ class TrainingRun(Generic[RecipeT]):
             with context.phase("resume"):
                 restored = checkpoints.restore_one_of(self.checkpoints, self.checkpoint, self.recorder.recipe_changes)
             context.say(f"going on from {restored}, after step {step_of(restored)}")
+            if not self.steps_after(checkpoints.saved):
+                context.say("no step is left: for more raise steps; for a new run use another name, or --resume none")
         elif context.rank == 0:
             forget_best(folder)
         return checkpoints

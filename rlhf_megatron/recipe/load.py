@@ -37,7 +37,10 @@ _MOST_CHARACTERS = 4096  # of a path in Linux
 _GENERATING = ("rollout", "reward")  # the sections that an evaluation reads beside those of all loops
 # Keys of other projects that would do nothing here, or could not.
 _WITHOUT_SENSE = {
-    "cudnn_benchmark": "cuDNN would choose between algorithms of convolutions, and no layer has one; leave it out",
+    "checkpoint_layer": "choose modules of every layer by recompute.modules (granularity selective), or so many whole "
+    "layers by recompute.layers (granularity full)",
+    "cudnn_benchmark": "cuDNN would choose between algorithms of convolutions, and only delta nets have one, by "
+    "kernels of their own; leave it out",
     "torch_compile": "vLLM compiles the rollout's model unless rollout.enforce_eager; the trainer's layers are "
     "kernels of Megatron's and Transformer Engine's; leave it out",
 }

@@ -169,6 +169,12 @@ def on_this_rank(action: Callable[[], int]) -> int:
         raise
 
 
+def say_that_imports_begin() -> None:
+    """Tells a person at a terminal why nothing happens at first; once, by the first rank."""
+    if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+        print("importing torch, Megatron and vLLM ...", file=sys.stderr, flush=True)
+
+
 def was_refused() -> bool:
     """Returns whether an attempt of the same torchrun has refused its input; this one then ends without a word."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

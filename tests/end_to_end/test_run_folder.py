@@ -119,6 +119,7 @@ def test_an_export_that_fails_beside_a_checkpoint_is_made_by_the_next_attempt(
     with train(folder, "again", "steps=6", *exports, restarts=1) as command:
         finished = command.finish().check()
     assert "the last step was not exported: " in finished.err and "goes on from step 6" in finished.err
+    assert "no step is left: for more raise steps" in finished.out
     told = [(line["what"], line["step"]) for line in decisions(run)]
     assert told == [("start", 0), ("fault", None), ("restart", 6), ("resume", 6), ("done", 6)]
     # A checkpoint is converted into the same folder.

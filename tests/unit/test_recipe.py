@@ -620,6 +620,7 @@ def test_keys_without_sense_are_refused_with_the_reason(small: Path) -> None:
         key = re.split(r"[.=]", override)[0]
         assert f"rollout.{key}: a replica prefills and decodes in one" in refusal(small, f"rollout.{override}")
     assert "actor.cudnn_benchmark: cuDNN would choose" in refusal(small, "actor.cudnn_benchmark=true")
+    assert "actor.recompute.checkpoint_layer: choose modules" in refusal(small, "actor.recompute.checkpoint_layer=2")
     assert "actor.torch_compile: vLLM compiles the rollout's" in refusal(small, "actor.torch_compile=true")
     said = refusal(small, "actor.optimizer.exp_avg_dtype=bfloat16")
     assert "actor.optimizer.exp_avg_dtype: checkpoints, resharding and streaming are for optimizer state in f" in said

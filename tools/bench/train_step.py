@@ -5,7 +5,8 @@
 MODEL needs only a config.json: the weights are random. The direct way is Megatron's model, its cross entropy and
 backward(), over the same micro-batches: what a training loop without reinforcement learning would do. The role computes
 logprobs and entropy besides. With --responses there is no direct way: the role computes a prompt for each of its rows,
-and once for those of a micro-batch. Optimizer steps are left out of both: their state would not fit beside a 7B model.
+and once for those of a micro-batch. With --compile the role's decoder layers are also compiled by torch, and cuDNN also
+chooses its algorithms by trial. Optimizer steps are left out of all: their state would not fit beside a 7B model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import functools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import raw_engines
@@ -38,11 +39,12 @@ def main() -> int:
     parser.add_argument(
         "--prompt", type=int, default=1, help="tokens of a row that are its prompt; default: %(default)s"
     )
+    parser.add_argument("--compile", action="store_true", help="beside torch.compile and cuDNN's benchmark")
     return run(parser.parse_args(), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both ways in turn, so that both meet the same machine."""
+    """All ways in turn, so that all meet the same machine."""
     shares = options.responses > 1
     role = random_role(options.model, options.tokens_per_gpu, shares_prompts=shares)
     shape = options.rows, options.length, options.prompt, options.responses
@@ -53,6 +55,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     else:
         micros = raw_engines.micro_batches(role, batch)
         ways["megatron"] = functools.partial(raw_engines.forward_and_backward, role, micros)
+    if options.compile:
+        ways["compiled"] = with_compiled_layers(role, ways["role"])
+        ways["cudnn_benchmark"] = with_cudnn_benchmark(ways["role"])
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     peaks: dict[str, float] = {}
     for repeat in range(WARM_UPS + REPEATS):
@@ -77,6 +82,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "peak_memory_gb": peaks[name] / 1e9,
         }
     speeds = {name: result[name]["tokens_per_second"] for name in ways}
+    result |= {
+        f"{name}_over_role": speeds[name] / speeds["role"] for name in ways if name in ("compiled", "cudnn_benchmark")
+    }
     if not shares:
         return result | {"role_over_megatron": speeds["role"] / speeds["megatron"]}
     names = ("rows", "length", "prompt", "responses", "tokens_per_gpu")
@@ -99,6 +107,36 @@ def by_role(
         )  # fmt: skip
 
     return forward_and_backward
+
+
+def with_compiled_layers(role: Role, way: Callable[[], None]) -> Callable[[], None]:
+    """The same way while torch.compile's code runs in place of the decoder layers' own."""
+    layers = [layer for chunk in role.trainer.chunks for layer in chunk.module.decoder.layers] if role.trainer else []
+    for layer in layers:
+        layer.compile()
+    compiled = [layer._compiled_call_impl for layer in layers]
+
+    def use(implementations: Sequence[Any]) -> None:
+        for layer, implementation in zip(layers, implementations, strict=True):
+            layer._compiled_call_impl = implementation
+
+    def run_compiled() -> None:
+        use(compiled)
+        way()
+        use([None] * len(layers))
+
+    use([None] * len(layers))
+    return run_compiled
+
+
+def with_cudnn_benchmark(way: Callable[[], None]) -> Callable[[], None]:
+    """The same way while cuDNN tries its algorithms of each convolution."""
+
+    def run_by_trial() -> None:
+        with torch.backends.cudnn.flags(benchmark=True):
+            way()
+
+    return run_by_trial
 
 
 if __name__ == "__main__":
