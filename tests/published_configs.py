@@ -11,8 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import published_dense
+import published_fields
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+
+# By their makers' fields.
+A13B = PUBLISHED["Hunyuan-7B-Instruct"] | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "group_limited_greedy": False, "intermediate_size": 3072,
+    "kv_lora_rank": None, "model_type": "hunyuan_v1_moe", "moe_drop_tokens": False,
+    "moe_intermediate_size": [3072] * 32, "moe_layer_num_skipped": 0, "moe_random_routing_dropped_token": False,
+    "moe_topk": [8] * 32, "n_group": False, "norm_topk_prob": True, "num_experts": 64, "num_shared_expert": [1] * 32,
+    "q_lora_rank": None, "routed_scaling_factor": False, "topk_group": False, "use_mixed_mlp_moe": True,
+}  # fmt: skip
+ERNIE_21B = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072, "model_type": "ernie4_5_moe",
+    "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27, "moe_layer_interval": 1,
+    "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2, "num_attention_heads": 20,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "num_nextn_predict_layers": 1, "pad_token_id": 0,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
+    "vocab_size": 103424,
+}  # fmt: skip
+# A classifier has no logprobs.
+_FIELDS = {name: config for name, config in published_fields.PUBLISHED.items() if name != "a reward model"}
+PUBLISHED = _FIELDS | PUBLISHED | {"Hunyuan-A13B-Instruct": A13B, "ERNIE-4.5-21B-A3B": ERNIE_21B}
 
 # But for those whose factors of LongRoPE are not the published ones, and for what the file has.
 _ELSEWHERE = ("EXAONE 4.0 32B", "Phi-3.5 mini", "Phi-4", "Phi-4 mini")
@@ -32,7 +54,8 @@ _SIZES = {
     "shared_intermediate_size": 96, "mamba_n_heads": HEADS, "mamba_d_head": 2 * HEAD,
     "num_attention_heads": HEADS, "vocab_size": VOCABULARY, "n_routed_experts": EXPERTS, "num_experts": EXPERTS,
     "num_local_experts": EXPERTS, "moe_num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_k": CHOSEN,
-    "experts_per_token": CHOSEN, "shared_expert_intermediate_size": 48, "head_dim": HEAD, "kv_lora_rank": 32,
+    "experts_per_token": CHOSEN, "moe_topk": CHOSEN, "shared_expert_intermediate_size": 48, "head_dim": HEAD,
+    "kv_lora_rank": 32,
     "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "rotary_dim": HEAD // 2,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0,
@@ -57,6 +80,8 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if groups is not None:
         shrunk["num_key_value_heads"] = HEADS if groups == heads else min(groups, 2)
+    if config.get("kv_lora_rank") and "head_dim" in config:  # what is turned of a head
+        shrunk["head_dim"] = shrunk["qk_rope_head_dim"]
     if "linear_num_value_heads" in config:
         ratio = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         shrunk["linear_num_value_heads"] = 2 * ratio
@@ -64,7 +89,9 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
         shrunk["sliding_window"] = WINDOW
     for field, value in config.items():
         if isinstance(value, list) and len(value) == config["num_hidden_layers"]:
-            shrunk[field] = value[:LAYERS]
+            wide = value[0] == config.get("intermediate_size")
+            narrow = _SIZES["intermediate_size"] if wide else _SIZES.get(field)
+            shrunk[field] = [narrow or each for each in value[:LAYERS]]
     for field in ("rope_scaling", "rope_parameters"):
         if shrunk.get(field):
             shrunk[field] = _small_rope(shrunk, shrunk[field])

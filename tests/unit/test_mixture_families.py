@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from published_configs import PUBLISHED
+from published_configs import A13B, PUBLISHED
+from published_configs import ERNIE_21B as ERNIE
 from published_dense import DOTS, GRANITE_MOE
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
 from rlhf_megatron.models.description import Experts, Routing, SharedExpert
@@ -15,21 +16,6 @@ from rlhf_megatron.planning.parameters import active_parameters, model_parameter
 
 HUNYUAN, OLMOE = PUBLISHED["Hunyuan-7B-Instruct"], PUBLISHED["OLMoE-1B-7B-0125"]
 MINIMAX = PUBLISHED["MiniMax-M2.5"]
-# Those fields of two published configs that say what is computed.
-A13B = HUNYUAN | {
-    "architectures": ["HunYuanMoEV1ForCausalLM"], "intermediate_size": 3072, "model_type": "hunyuan_v1_moe",
-    "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64, "num_shared_expert": [1] * 32,
-    "norm_topk_prob": True, "use_mixed_mlp_moe": True,
-}  # fmt: skip
-ERNIE = {
-    "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072, "model_type": "ernie4_5_moe",
-    "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27, "moe_layer_interval": 1,
-    "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2, "num_attention_heads": 20,
-    "num_hidden_layers": 28, "num_key_value_heads": 4, "num_nextn_predict_layers": 1, "pad_token_id": 0,
-    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
-    "vocab_size": 103424,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -98,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (A13B, {"norm_topk_prob": False}, "norm_topk_prob is False"),
     (A13B, {"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe is False"),
     (A13B, {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped is 1"),
-    (A13B, {"n_group": 2}, "n_group is 2, which this version does not know"),
+    (A13B, {"n_group": 2}, "n_group is 2, which is not supported; supported: False"),
     (ERNIE, {"moe_k": 65}, "moe_k is 65, of 64 experts"),
     (ERNIE, {"moe_norm_min": 1e-3}, "moe_norm_min is 0.001"),
     (ERNIE, {"moe_layer_start_index": 28}, "moe_layer_start_index is 28"),

@@ -22,7 +22,11 @@ _ONLY = {
     "moe_drop_tokens": False,
     "moe_layer_num_skipped": 0,
     "moe_random_routing_dropped_token": False,
+    "n_group": False,
     "norm_topk_prob": True,
+    "routed_scaling_factor": False,
+    "topk_group": False,
+    "use_mla": False,
     "use_mixed_mlp_moe": True,
 }
 
