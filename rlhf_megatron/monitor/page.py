@@ -32,6 +32,7 @@ from rlhf_megatron.monitor.run_files import FilesOfRun, section_of
 from rlhf_megatron.monitor.run_view import Curve, Headline, Points, RunView
 from rlhf_megatron.monitor.verdict import silence, verdict_of
 from rlhf_megatron.redaction import hide_secrets, redact
+from rlhf_megatron.untrusted import shown
 
 SAMPLES_SHOWN = 6
 SPARK_POINTS, SPARK_WIDTH, SPARK_HEIGHT = 80, 120, 22
@@ -104,7 +105,7 @@ def view_of(label: str, folder: Path, live: bool = False) -> RunView:
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.exists():
-        raise MonitorError(f"{folder}: no metrics.jsonl; name the folder of a run that has finished a step")
+        raise MonitorError(f"{shown(folder)}: no metrics.jsonl; name the folder of a run that has finished a step")
     whole = read_metrics(metrics)
     series = {name: points for name, of_name in whole.items() if (points := _finite(of_name))[0]}
     files = FilesOfRun(folder)
@@ -249,11 +250,11 @@ def _headlines(series: Mapping[str, Points]) -> list[Headline]:
         for name, (_, values) in series.items():
             fits = name.startswith(prefix) and name.endswith(suffix) if star else name == pattern
             source = name[len(prefix) : len(name) - len(suffix)] if star else ""
-            shown = f"{label}, {source}" if source else label
-            if fits and shown not in headlines:
+            label_and_source = f"{label}, {source}" if source else label
+            if fits and label_and_source not in headlines:
                 speed = name.startswith(_SPEED)
                 first, last = (None, median(values)) if speed else (values[0], values[-1])
-                headlines[shown] = Headline(shown, name, first, last, better)
+                headlines[label_and_source] = Headline(label_and_source, name, first, last, better)
     if "reward/mean" in series:
         headlines.pop("loss", None)  # what a policy's loss is, says nothing
     judged = any(label.startswith("held-out accuracy") for label in headlines)

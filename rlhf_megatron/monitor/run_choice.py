@@ -13,8 +13,9 @@ def labelled(text: str) -> tuple[str, Path]:
     parts = text.split("=")
     splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
     label, path = next((split for split in splits if os.path.exists(split[1])), splits[-1])
-    file = path / "metrics.jsonl" if os.path.isdir(path) else path
-    return label or (Path(os.path.realpath(file.parent)).name if file.name == "metrics.jsonl" else file.stem), file
+    file = path if os.path.isfile(path) else path / "metrics.jsonl"
+    is_of_a_run = file.name == "metrics.jsonl" and os.path.isdir(file.parent)
+    return label or (Path(os.path.realpath(file.parent)).name if is_of_a_run else file.stem), file
 
 
 def runs_by_label(arguments: list[str]) -> dict[str, Path]:

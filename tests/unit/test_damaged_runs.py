@@ -471,8 +471,10 @@ def test_a_report_of_what_has_no_metrics_is_refused_in_a_line(
     put(run / "metrics.jsonl", "folder")
     (run / "empty").mkdir()
     assert report.main(["empty"]) == report.main(["a\0b"]) == report.main(["n" * 9999]) == 2
+    assert report.main(["mistyped", "--output", "page.html"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 * len(KINDS) + 3 and all(line.startswith("error: ") and len(line) < 700 for line in lines)
+    assert lines[-1].startswith("error: mistyped: no metrics.jsonl")
+    assert len(lines) == 2 * len(KINDS) + 4 and all(line.startswith("error: ") and len(line) < 700 for line in lines)
 
 
 def test_a_checkpoint_keeps_numbers_that_are_not_finite(tmp_path: Path) -> None:

@@ -101,7 +101,12 @@ def test_messages_paths_and_kept_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "options", "problem"),
     [
-        ("a.jsonl", '{"question": "x"}\n', FIELDS, "a.jsonl, row 0, column answer: no answer"),
+        (
+            "a.jsonl",
+            '{"question": "x"}\n',
+            FIELDS,
+            "row 0, column answer: no answer; write one, or remove the row; the row has question",
+        ),
         ("a.jsonl", '{"q": "x"}\n', FIELDS, "a.jsonl, row 0, column question: None instead of a text"),
         ("a.jsonl", '{"question": 3, "answer": "x"}\n', FIELDS, "row 0, column question: 3 instead of a text"),
         ("a.jsonl", '{"question": "x", "answer": "1"}\n{"q', FIELDS, "a.jsonl, line 2: not JSON"),
