@@ -49,8 +49,15 @@ class PromptedRows:
 
     @classmethod
     def of_numbers(cls, numbers: RowNumbers) -> PromptedRows:
-        """Rows of which only numbers are known: those of a group begin with one prompt."""
-        return cls(numbers.lengths, numbers.group_id, numbers.lengths - numbers.completion_lengths)
+        """Rows of which only numbers are known: those of a group begin with one prompt, but for a trajectory's later
+        rows, each with one of its own."""
+        prompts, of_prompts = numbers.group_id, numbers.lengths - numbers.completion_lengths
+        if numbers.trajectory_id is None or not numbers.rows:
+            return cls(numbers.lengths, prompts, of_prompts)
+        index, order = numbers.trajectories.sort(stable=True)
+        later = order[index.diff(prepend=torch.tensor([-1])) == 0]
+        own = int(prompts.max()) + 1 + torch.arange(len(later))
+        return cls(numbers.lengths, prompts.scatter(0, later, own), of_prompts)
 
     @property
     def repeated(self) -> list[int]:

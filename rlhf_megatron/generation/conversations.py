@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.agents.trajectory import last_turn_begin
@@ -42,6 +42,7 @@ class TurnCounts:
         answers: that the model was given; ``cut`` of them were too long.
         ended: responses that the function or the environment ended.
         failed: calls.
+        branches: rows beyond a trajectory's first, of conversations that were rewritten.
         calls, seconds, slowest: how many were answered, and the time that they took, of all and of the longest.
         replayed, resumed, restarted: trajectories that a killed run had begun; see JournaledCall.
     """
@@ -50,6 +51,7 @@ class TurnCounts:
     ended: int = 0
     failed: int = 0
     cut: int = 0
+    branches: int = 0
     calls: int = 0
     seconds: float = 0.0
     slowest: float = 0.0
@@ -60,6 +62,14 @@ class TurnCounts:
     def count_call(self, seconds: float) -> None:
         """Counts an answer that took so long."""
         self.calls, self.seconds, self.slowest = self.calls + 1, self.seconds + seconds, max(self.slowest, seconds)
+
+
+class _Managed(NamedTuple):
+    """What a context function says of a conversation, with the reply that it ends with and its environment's state."""
+
+    outcome: Outcome
+    reply: EnvironmentReply
+    saved: str | None
 
 
 class Conversations:
@@ -99,6 +109,10 @@ class Conversations:
         self._openings: dict[int, list[Message]] = {}  # by row: what was observed before the first turn
         self._answers: dict[int, list[list[Message]]] = defaultdict(list)  # by row, then by the turn that it follows
         self._answered: dict[int, float] = {}  # seconds until an answer came, by row
+        # Of rows whose conversation was rewritten: with what it goes on, and what was said behind the prompt before.
+        self._rewritten: dict[int, list[Message]] = {}
+        self._before: dict[int, list[Message]] = {}
+        self._replayed: dict[int, list[Message]] = {}  # the whole of those that had ended when a run was killed
         self.counts = TurnCounts()
         self._journal = journal
         if journal:
@@ -106,6 +120,8 @@ class Conversations:
             self.counts.restarted = journal.restarted
         for row_id, row in journal.rows.items() if journal else ():
             self._openings[row_id], self._answers[row_id] = row.opening, list(row.answers)
+            if row.messages is not None:
+                self._replayed[row_id] = row.messages
 
     def goes_on(self, completion: Completion) -> bool:
         """See Environment."""
@@ -115,7 +131,8 @@ class Conversations:
         """Why the model says nothing after its last turn, whatever the reply; None where it may."""
         if completion.finish_reason == "length":
             return LENGTH
-        is_last = completion.turns >= self._section.max_assistant_turns
+        turns = completion.turns + sum(branch.turns for branch in completion.branches)
+        is_last = turns >= self._section.max_assistant_turns
         return TURNS if is_last or completion.token_ids[-1] not in self._end_tokens else None
 
     def ask(self, completion: Completion) -> Future[Any]:
@@ -131,8 +148,7 @@ class Conversations:
             said = self._tokenizer.decode(completion.token_ids[last_turn_begin(completion) :])
             answer = trajectory.reply([{"role": "assistant", "content": said}], self._ending(completion))
         else:
-            prompt = self._groups[completion.row_id // self._responses].prompt
-            answer = trajectory.reply([*prompt.messages, *self.messages(completion)], self._ending(completion))
+            answer = trajectory.reply(self._conversation(completion), self._ending(completion))
         answer.add_done_callback(lambda _: self._answered.update({completion.row_id: time.monotonic() - asked}))
         return answer
 
@@ -151,9 +167,11 @@ class Conversations:
         group = row_id // self._responses
         return self._groups[group].row(self._seed_of(group * self._responses)) | {"attempt": attempt}
 
-    def read(self, completion: Completion, outcome: Outcome) -> EnvironmentReply:
+    def read(self, completion: Completion, outcome: Outcome | _Managed) -> EnvironmentReply | Future[_Managed]:
         """See Environment. Raises RolloutError where the partner does not work, or the template refuses its reply."""
         assert self._partner is not None, "only the rank that leads asks"
+        if isinstance(outcome, _Managed):
+            return self._managed(completion, outcome)
         row_id, messages = completion.row_id, self._partner.messages_of(outcome)
         self.counts.count_call(self._answered.pop(row_id, 0.0))
         if messages is None:
@@ -174,9 +192,47 @@ class Conversations:
                 return reply
             self._answers[row_id].append(cut)
             self.counts.answers += 1
-        if self._journal and reply.token_ids is not None:
-            self._keep(completion.replied(reply), outcome.saved)
+            if self._partner.context:
+                return self._manage(completion, reply, outcome.saved)
+        return self._kept(completion, reply, outcome.saved)
+
+    def _kept(self, completion: Completion, reply: EnvironmentReply, saved: str | None) -> EnvironmentReply:
+        """A reply that is in the journal; rows of several branches are there as a whole, or begin again."""
+        if self._journal and reply.token_ids is not None and completion.row_id not in self._rewritten:
+            self._keep(completion.replied(reply), saved)
         return reply
+
+    def _manage(self, completion: Completion, reply: EnvironmentReply, saved: str | None) -> Future[_Managed]:
+        """Asks the context function about a conversation that the model is to go on with."""
+        assert self._partner is not None and self._partner.context is not None
+        prompt, managed = self._groups[completion.row_id // self._responses].prompt, Future[_Managed]()
+
+        def take(asked: Future[Outcome]) -> None:  # in the thread of its process
+            if managed.set_running_or_notify_cancel():
+                managed.set_result(_Managed(asked.result(), reply, saved))
+
+        conversation = self._conversation(completion)
+        self._partner.context.call(conversation, prompt.ground_truth, prompt.extra_info).add_done_callback(take)
+        return managed
+
+    def _managed(self, completion: Completion, managed: _Managed) -> EnvironmentReply:
+        """The reply where the conversation stays, or the prompt of another branch."""
+        assert self._partner is not None and self._partner.context is not None
+        row_id, messages = completion.row_id, self._partner.context.messages_of(managed.outcome)
+        if messages is None:
+            return self._failed(row_id, why_failed(managed.outcome))
+        if not messages or messages == self._conversation(completion):
+            return self._kept(completion, managed.reply, managed.saved)
+        tokens = self._encoded(self._tokenizer.encode_chat, messages)
+        if len(tokens) > self._most_prompt_tokens:
+            why = f"what context returned has {len(tokens)} tokens, beyond data.max_prompt_length="
+            return self._failed(row_id, f"{why}{self._most_prompt_tokens}")
+        if self._journal and row_id not in self._rewritten:
+            self._journal.begin_again(row_id)
+        self._before[row_id] = [*self._so_far(row_id), *self._spoken(completion)]
+        self._rewritten[row_id], self._answers[row_id] = messages, []
+        self.counts.branches += 1
+        return EnvironmentReply(tokens, managed.reply.reward, branches=True)
 
     def _keep(self, completion: Completion, state: str | None = None) -> None:
         assert self._journal is not None
@@ -185,7 +241,11 @@ class Conversations:
 
     def end(self, completion: Completion) -> None:
         """Notes that a row is whole; one whose environment failed gets another chance in a run that resumes."""
-        if self._journal and not is_failed(completion):
+        if not self._journal or is_failed(completion):
+            return
+        if completion.branches:
+            self._journal.keep_branches(completion, self.messages(completion) if self._partner else [])
+        else:
             self._keep(completion)
 
     def _opened(self, row_id: int, observation: list[Message]) -> EnvironmentReply:
@@ -240,11 +300,27 @@ class Conversations:
 
     def messages(self, completion: Completion) -> list[Message]:
         """The messages after the prompt, on the leading rank, without a reply that did not fit."""
+        row_id, last = completion.row_id, completion.turns - 1
+        if row_id in self._replayed:
+            return self._replayed[row_id]
+        return [*self._so_far(row_id), *self._spoken(completion, last)]
+
+    def _so_far(self, row_id: int) -> list[Message]:
+        """The messages between the prompt and the row's latest branch."""
+        return self._before.get(row_id) or self._openings.get(row_id, [])
+
+    def _spoken(self, completion: Completion, answered: int | None = None) -> list[Message]:
+        """The turns of the latest branch, with the answers to all, or to the first so many of them."""
         own = [{"role": "assistant", "content": text} for text in turns_of_model(completion, self._tokenizer)]
-        # Nobody has answered the last one yet, or nobody will.
-        answers = [*self._answers[completion.row_id][: len(own) - 1], []]
-        spoken = [message for turn, replies in zip(own, answers, strict=True) for message in (turn, *replies)]
-        return [*self._openings.get(completion.row_id, ()), *spoken]
+        answers = self._answers[completion.row_id][:answered]
+        told = [*answers, *[list[Message]()] * (len(own) - len(answers))]
+        return [message for turn, replies in zip(own, told, strict=True) for message in (turn, *replies)]
+
+    def _conversation(self, completion: Completion) -> list[Message]:
+        """What the model has read and said in the row's latest branch, and its answers."""
+        prompt = self._groups[completion.row_id // self._responses].prompt
+        begin = self._rewritten.get(completion.row_id) or [*prompt.messages, *self._so_far(completion.row_id)]
+        return [*begin, *self._spoken(completion)]
 
     def _cut(self, text: str) -> str:
         tokens, most = self._tokenizer.encode(text), self._section.max_answer_tokens

@@ -131,9 +131,10 @@ class GroupScoring:
 
 def _with_turns(score: Score, completion: Completion) -> Score:
     """A score with what an environment has given for the turns, as its last part."""
-    if completion.turn_rewards is None:
+    rows = (*completion.branches, completion)
+    if all(row.turn_rewards is None for row in rows):
         return score
-    total = sum(completion.turn_rewards)
+    total = sum(sum(row.turn_rewards or ()) for row in rows)
     value = score.value + total
     value, failed = (value, score.failed) if abs(value) <= LARGEST_SCORE else (math.nan, True)
     return dataclasses.replace(score, value=value, parts=(*score.parts, total), failed=failed)

@@ -23,6 +23,7 @@ _OF_TURNS = {
     "ended": "turn_ends",
     "failed": "turn_failures",
     "cut": "turn_answers_truncated",
+    "branches": "turn_branches",
     "calls": "turn_calls",
     "seconds": "turn_seconds",
     "replayed": "trajectories_replayed",

@@ -80,6 +80,10 @@ class JournaledCall:
         self._begin(row_id, 1)
         return 1
 
+    def begin_again(self, row_id: int) -> None:
+        """Notes that what there is of a trajectory is of no use to a later run, before its end."""
+        self._begin(row_id, self.rows[row_id].attempts if row_id in self.rows else 1)
+
     def _begin(self, row_id: int, attempts: int) -> None:
         self._written[row_id] = 0, 0
         prompt = _digest_of(self.groups[row_id // self._responses].prompt)
@@ -114,7 +118,7 @@ class JournaledCall:
         self._write({"row": self._name(row_id), "asked": asked, **token_line(completion)})
 
     def keep_branches(self, completion: Completion, messages: Sequence[Message]) -> None:
-        """Adds an agent's trajectory, which is whole."""
+        """Adds a trajectory of several rows, which is whole."""
         branches = [token_line(branch) for branch in (*completion.branches, completion)]
         self._write({"row": self._name(completion.row_id), "branches": branches, "messages": list(messages)})
 
@@ -276,4 +280,5 @@ def _files(turns: MultiTurnSection | None, agent: AgentSection | None) -> list[s
     """The specifications of the user's functions or class."""
     if turns is None:
         return [agent.function] if agent else []
-    return turns.tool_functions if turns.tools else [turns.function or turns.environment or ""]
+    own = turns.tool_functions if turns.tools else [turns.function or turns.environment or ""]
+    return [*own, turns.context] if turns.context else own

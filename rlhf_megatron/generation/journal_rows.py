@@ -31,7 +31,7 @@ class JournalRow:
         answers: what followed each turn.
         state: of its environment, in base64; None where it has told none.
         recorded: of an agent that has not ended, its turns, each with the digest of its prompt.
-        messages: of an agent that has ended, its conversation.
+        messages: of a trajectory of several rows that has ended, its conversation.
     """
 
     prompt: str

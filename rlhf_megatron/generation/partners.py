@@ -20,7 +20,7 @@ from rlhf_megatron.rewards import user_tools, worker
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.judges import unloadable
 from rlhf_megatron.rewards.pool import Session, WorkerPool, bytes_of
-from rlhf_megatron.rewards.user_function import TURN
+from rlhf_megatron.rewards.user_function import CONTEXT, TURN, Interface
 from rlhf_megatron.untrusted import parse_json, shown
 
 # One that has failed this often and has never once answered does not work.
@@ -54,12 +54,17 @@ class Trajectory(Protocol):
 
 
 class Partner:
-    """A user's function or environment, for one rank; its processes end with the rank."""
+    """A user's function or environment, for one rank; its processes end with the rank.
+
+    Attributes:
+        context: what manages the conversation between turns, if anything does.
+    """
 
     def __init__(self, section: MultiTurnSection, key: str, specification: str, job: worker.Job) -> None:
         """Loads it; ``job`` says what it is. Raises RolloutError where that cannot be done."""
         self.key, self.specification = key, specification
-        self._job = job | {"most": _CHARACTERS_PER_TOKEN * section.max_answer_tokens}
+        self.context: TurnFunction | None = None
+        self._job = {"most": _CHARACTERS_PER_TOKEN * section.max_answer_tokens} | job
         memory = bytes_of(section.memory_limit_gb)
         self._pool = WorkerPool(section.workers, section.timeout_seconds, memory_bytes=memory, network=section.network)
         outcome = self._pool.submit(self._job | {"load_only": True}).result()
@@ -88,6 +93,8 @@ class Partner:
     def close(self) -> None:
         """Ends its processes."""
         self._pool.close()
+        if self.context:
+            self.context.close()
 
 
 class TurnFunction(Partner):
@@ -96,8 +103,10 @@ class TurnFunction(Partner):
     def __init__(self, section: MultiTurnSection) -> None:
         """See Partner."""
         assert section.function is not None
-        job = {"kind": worker.TURN, "function": section.function}
-        super().__init__(section, TURN.key, section.function, job)
+        self._load(section, TURN, section.function, {})
+
+    def _load(self, section: MultiTurnSection, interface: Interface, function: str, job: worker.Job) -> None:
+        Partner.__init__(self, section, interface.key, function, {"kind": worker.TURN, "function": function, **job})
 
     def begin(self, row: dict[str, Any]) -> Trajectory:
         """See Partner."""
@@ -109,6 +118,15 @@ class TurnFunction(Partner):
         """Starts the reply to a conversation; returns at once."""
         given = {"messages": list(messages), "ground_truth": ground_truth, "extra_info": extra_info}
         return self._pool.submit(self._job | given)
+
+
+class ContextFunction(TurnFunction):
+    """A function of the conversation, whose messages take its place; where it has none the conversation stays."""
+
+    def __init__(self, section: MultiTurnSection, most_tokens: int) -> None:
+        """See Partner; ``most_tokens``: of a message."""
+        assert section.context is not None
+        self._load(section, CONTEXT, section.context, {"context": True, "most": _CHARACTERS_PER_TOKEN * most_tokens})
 
 
 class _Calls:
@@ -267,7 +285,14 @@ def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | AgentProgram |
         return None
     if section.tools:
         return TurnTools(section)
-    return TurnFunction(section) if section.function is not None else TurnEnvironment(section, recipe.keeps_journal)
+    partner = TurnFunction(section) if section.function else TurnEnvironment(section, recipe.keeps_journal)
+    if section.context:
+        try:
+            partner.context = ContextFunction(section, recipe.data.max_prompt_length)
+        except RolloutError:
+            partner.close()
+            raise
+    return partner
 
 
 def why_failed(outcome: Outcome) -> str:

@@ -154,7 +154,7 @@ def _function_files(recipe: Recipe) -> Iterator[Path]:
             functions.append(recipe.rollout.agent.function)
         if recipe.rollout.multi_turn:
             turns = recipe.rollout.multi_turn
-            functions += [turns.function, turns.environment, *turns.tool_functions]
+            functions += [turns.function, turns.environment, turns.context, *turns.tool_functions]
     for function in functions:
         if function is not None:
             path, colon, _ = function.rpartition(":")  # without a colon it is the path alone

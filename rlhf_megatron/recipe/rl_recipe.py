@@ -53,7 +53,8 @@ class RolloutRecipe(Recipe):
     @property
     def has_branches(self) -> bool:
         """True if a trajectory may have several rows."""
-        return self.rollout.agent is not None and self.rollout.agent.branches == "all"
+        turns, agent = self.rollout.multi_turn, self.rollout.agent
+        return (agent is not None and agent.branches == "all") or (turns is not None and turns.context is not None)
 
     @property
     def keeps_journal(self) -> bool:
@@ -113,6 +114,7 @@ class RLRecipe(RolloutRecipe):
             self._check_critic,
             self._check_turns,
             self._check_agent,
+            self._check_branches,
             self._check_rewards,
             self._check_filter_groups,
             self._check_prefill,
@@ -356,23 +358,24 @@ class RLRecipe(RolloutRecipe):
             )
 
     def _check_agent(self) -> None:
-        """Refuses what knows one row per trajectory, where there may be several."""
-        if self.rollout.agent is None:
-            return
-        for name in self.scoring_models:
+        for name in self.scoring_models if self.rollout.agent else ():
             raise ValueError(f"{name}: it reads one answer to a prompt, and rollout.agent has several; leave one out")
+
+    def _check_branches(self) -> None:
+        """Refuses what knows one row per trajectory, where there may be several."""
         if not self.has_branches:
             return
-        last = "; set rollout.agent.branches to last, or choose another"
-        if self.algorithm.advantage in ("gae", "reinforce_plus_plus", "remax"):
+        name, algorithm = "agent" if self.rollout.agent else "multi_turn.context", self.algorithm
+        way_out = "set rollout.agent.branches to last" if self.rollout.agent else "leave rollout.multi_turn.context out"
+        refused = {
+            f"advantage={algorithm.advantage}": algorithm.advantage in ("gae", "reinforce_plus_plus", "remax"),
+            "overlong_buffer": algorithm.overlong_buffer.enable,
+            "credited_turns=last": algorithm.credited_turns == "last",
+        }
+        for key in (key for key, is_set in refused.items() if is_set):
             raise ValueError(
-                f"algorithm.advantage={self.algorithm.advantage}: a trajectory of rollout.agent may have several "
-                f"rows, and one advantage{last}"
-            )
-        if self.algorithm.overlong_buffer.enable:
-            raise ValueError(
-                "algorithm.overlong_buffer: rows of one trajectory of rollout.agent would have different penalties; "
-                "set rollout.agent.branches to last, or leave it out"
+                f"algorithm.{key}: a trajectory of rollout.{name} may have several rows, and one advantage; {way_out}, "
+                "or choose another"
             )
 
     def _check_prefill(self) -> None:

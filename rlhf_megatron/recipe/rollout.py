@@ -91,6 +91,9 @@ class MultiTurnSection(Section):
     """vLLM's, such as deepseek_r1; calls within reasoning are none."""
     environment: str | None = None
     """Instead of function: path/to/file.py:Class (default name: Environment), one instance per trajectory."""
+    context: str | None = None
+    """path/to/file.py:function (default name: context) that may rewrite the conversation before a further turn
+    (docs/multi_turn.md#long-conversations)."""
     max_assistant_turns: int = Field(default=4, gt=1)
     """The last gets no reply; environments still score it."""
     max_answer_tokens: int = Field(default=1024, gt=0)
@@ -110,8 +113,17 @@ class MultiTurnSection(Section):
     def _someone_replies(self) -> MultiTurnSection:
         if sum(map(bool, (self.function, self.environment, self.tools))) != 1:
             raise ValueError("multi_turn: give one of function, tools and environment")
-        if not self.function and self.changed("workers"):
+        if not self.function and not self.context and self.changed("workers"):
             raise ValueError(f"workers={self.workers}: environments and tools have a process each; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _context_is_of_texts(self) -> MultiTurnSection:
+        if self.context and self.tools:
+            raise ValueError(
+                f"context={self.context}: calls of tools are no plain messages; use function or environment, or leave "
+                "it out"
+            )
         return self
 
     @model_validator(mode="after")

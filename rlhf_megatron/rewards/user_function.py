@@ -50,6 +50,7 @@ REWARD_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info"
 TURN_PARAMETERS = ("messages", "ground_truth", "extra_info")
 REWARD = Interface("reward.function", "compute_score", REWARD_PARAMETERS, "return a number for such a sample")
 TURN = Interface("rollout.multi_turn.function", "respond", TURN_PARAMETERS, "return None, which ends the response")
+CONTEXT = Interface("rollout.multi_turn.context", "context", TURN_PARAMETERS, "return None, which keeps all")
 
 
 class FunctionUnusable(Exception):
@@ -151,22 +152,23 @@ async def call_async(specification: str, *sample: Any) -> float:
     return _number(specification, result)
 
 
-def call_turn(specification: str, *conversation: Any) -> list[dict[str, str]]:
+def call_turn(specification: str, *conversation: Any, interface: Interface = TURN) -> list[dict[str, str]]:
     """Return the messages that come next in a conversation: messages, ground_truth, extra_info; none where it ends.
 
-    A text alone is a tool's message. Raises FunctionUnusable and FunctionFailure like `call`.
+    By CONTEXT: those that take its place, none where it stays. A text alone is a tool's message. Raises
+    FunctionUnusable and FunctionFailure like `call`.
     """
-    function = load(specification, TURN)
+    function = load(specification, interface)
     try:
         result = function(**dict(zip(TURN_PARAMETERS, conversation, strict=True)))
         if inspect.isawaitable(result):
             result = event_loop().run_until_complete(result)
     except BaseException as error:
-        raise failure(error, specification, TURN) from error
+        raise failure(error, specification, interface) from error
     try:
         return messages_of(result, "tool")
     except BaseException as error:
-        name = split_specification(specification, TURN.default_name)[1]
+        name = split_specification(specification, interface.default_name)[1]
         raise FunctionFailure(
             f"{name} returned {shown_value(result)}; return a text, {{'role', 'content'}}, or None"
         ) from error

@@ -244,7 +244,7 @@ def load(job: Job) -> bool:
     if job["kind"] == USER_FUNCTION:
         return user_function.is_async(user_function.load(job["function"]))
     if job["kind"] == TURN:
-        user_function.load(job["function"], user_function.TURN)
+        user_function.load(job["function"], _interface(job))
     elif job["kind"] == ENVIRONMENT:
         user_environment.load(job["environment"])
     elif job["kind"] == AGENT:
@@ -271,7 +271,7 @@ def compute(job: Job) -> Answer:
     try:
         if job["kind"] == TURN:
             conversation = (job["messages"], job["ground_truth"], job["extra_info"])
-            said = user_function.call_turn(job["function"], *conversation)
+            said = user_function.call_turn(job["function"], *conversation, interface=_interface(job))
             return reply_of(user_environment.Reply(said, done=not said), job["most"])
         if job["kind"] == ENVIRONMENT:
             return reply_of(user_environment.call(job), job["most"])
@@ -284,6 +284,10 @@ def compute(job: Job) -> Answer:
         return {"state": TIMED_OUT}
     except BaseException as error:
         return refusal(error)
+
+
+def _interface(job: Job) -> user_function.Interface:
+    return user_function.CONTEXT if job.get("context") else user_function.TURN
 
 
 def reply_of(reply: user_environment.Reply, most: int) -> Answer:

@@ -143,6 +143,7 @@ class Completion:
         rewarded = self if reply.reward is None else self.rewarded(reply.reward)
         if not self.token_ids:
             return dataclasses.replace(rewarded, prompt_token_ids=reply.token_ids or None, finish_reason="abort")
+        assert not reply.branches, "what begins with another prompt is another completion"
         return dataclasses.replace(rewarded.answered(reply.token_ids or ()), finish_reason="abort")
 
     @property
@@ -236,8 +237,8 @@ class Environment(Protocol):
         """Begin to find the answer, and return at once."""
         ...
 
-    def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply:
-        """Return the reply to `completion`, out of `ask`'s result."""
+    def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply | Future[Any]:
+        """Return the reply to `completion`, out of `ask`'s result; or what has to come before that, to be read next."""
         ...
 
 

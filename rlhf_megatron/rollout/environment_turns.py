@@ -34,6 +34,7 @@ class EnvironmentTurns:
         self._environment, self._ranks, self._clock = environment, ranks, clock
         self._pending: dict[int, Completion] = {}
         self._futures: dict[int, Future[Any]] = {}  # on the leader
+        self._replies: dict[int, EnvironmentReply] = {}  # of a repeatable environment, until all have come
         self.is_blocked = False
 
     def __len__(self) -> int:
@@ -96,8 +97,16 @@ class EnvironmentTurns:
         done = sorted(number for number, future in futures.items() if future.done())
         if environment.repeatable and len(done) < len(futures):
             return None
-        answers = [(number, futures.pop(number).result()) for number in done]
-        return [(number, environment.read(self._pending[number], answer)) for number, answer in answers]
+        for number in done:
+            reply = environment.read(self._pending[number], futures.pop(number).result())
+            if isinstance(reply, Future):
+                futures[number] = reply
+            else:
+                self._replies[number] = reply
+        if environment.repeatable and futures:
+            return None
+        replies, self._replies = self._replies, {}
+        return sorted(replies.items())
 
     def abort(self) -> dict[int, Completion]:
         """Stop waiting; returns the completions that no answer came to."""

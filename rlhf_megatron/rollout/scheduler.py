@@ -337,7 +337,8 @@ class GenerationScheduler:
                 self._prompts[number] = tokens
             self._speak(answer)
         elif reply.branches:
-            self._branches[number] = (*self._branches.get(number, ()), completion)
+            branch = dataclasses.replace(completion, branches=())
+            self._branches[number] = (*self._branches.get(number, ()), branch)
             self._prompts[number] = tokens
             self._so_far.pop(number, None)
             self._speak(answer)
@@ -367,8 +368,8 @@ class GenerationScheduler:
         self._has_ended = True
         if completion.token_ids:  # else its environment did not begin
             self._lengths.learn(len(completion.token_ids))
-        branches = self._branches.pop(number, ())
-        return number, dataclasses.replace(completion, branches=branches) if branches else completion
+        self._branches.pop(number, None)
+        return number, completion
 
     def _completion(self, number: int, output: EngineOutput) -> Completion:
         known = self._known[number]
@@ -384,5 +385,5 @@ class GenerationScheduler:
     def _before(self, number: int) -> Completion:
         """Return a row up to the model's next turn."""
         begun = self._so_far.get(number) or Completion(0, [], [], "abort", [])
-        row_id, prompt = self._requests[number].row_id, self._prompts.get(number)
-        return dataclasses.replace(begun, row_id=row_id, prompt_token_ids=prompt)
+        row_id, prompt, branches = self._requests[number].row_id, self._prompts.get(number), self._branches.get(number)
+        return dataclasses.replace(begun, row_id=row_id, prompt_token_ids=prompt, branches=branches or ())

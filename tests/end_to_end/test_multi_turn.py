@@ -109,6 +109,11 @@ class Environment:
             line = [what, row["seed"], row["attempt"], row["prompt"][0]["content"], self.said]
             ledger.write(json.dumps(line) + "\\n")
 """
+# The prompt and the newest observation stay, where there has been another.
+CONTEXT = """
+def context(messages, ground_truth, extra_info):
+    return [messages[0], messages[-1]] if sum(message["role"] == "assistant" for message in messages) > 1 else None
+"""
 # Of a model that often begins what might be a call, and never ends one.
 TOOLS = '''
 def add(first: int, second: int) -> int:
@@ -144,6 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "always.py").write_text("def respond(messages, ground_truth, extra_info):\n    return 7\n")
     (path / "turns.yaml").write_text(yaml.safe_dump(RECIPE))
     (path / "tools.py").write_text(TOOLS)
+    (path / "context.py").write_text(CONTEXT)
     (path / "tools.jinja").write_text(TEMPLATE)
     make_model(path, 2, "--max-positions=1024")
     shutil.copytree(path / "model", path / "caller")
@@ -338,6 +344,21 @@ def test_an_environment_that_fails_or_takes_too_long_costs_its_response_alone(
     [source] = {name.split("/")[1:-1][0] for name in metrics if name.startswith("eval/")}
     evaluated = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith(f"eval/{source}")}
     assert 0 < evaluated["accuracy"] <= evaluated["pass@2"] <= 1 and evaluated["score"] > 0
+
+
+def test_conversations_that_are_cut_are_trained_in_rows_of_their_own(
+    folder: Path, train: Callable[..., Finished]
+) -> None:
+    managed = (*PLAYED, "rollout.multi_turn.context=context.py", "rollout.multi_turn.max_assistant_turns=4")
+    held_out = ("data.validation_files=[held_out.parquet]", "evaluation={at_start: false, correct_from: 16}")
+    train("name=managed", "steps=2", *managed, *held_out, "actor.shared_prompts=true").check()
+    for step, metrics in list(metrics_of(folder / "runs" / "managed").items())[:2]:
+        assert metrics["rollout/turn_branches"] > 4 and metrics["train/mismatch_kl"] < 1e-9
+        rows = pq.read_table(folder / "runs" / "managed" / "rollouts" / f"step-{step}.parquet").to_pylist()
+        assert len(rows) == 16 + metrics["rollout/turn_branches"]
+        assert sum(row["sampled_tokens"] for row in rows) == metrics["rollout/sampled_tokens"], "each is trained once"
+        assert len({(row["group_id"], row["advantage"]) for row in rows}) <= 16, "those of a trajectory share one"
+        assert 0 < metrics["train/shared_prompt_fraction"] < 0.2
 
 
 def test_a_replica_that_waits_for_answers_does_not_hang(folder: Path, train: Callable[..., Finished]) -> None:

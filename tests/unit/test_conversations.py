@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf_megatron.data.prompts import Prompt
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.generation.conversations import Conversations, conversations_of
 from rlhf_megatron.generation.generated_groups import GroupPacker, GroupScoring
@@ -44,6 +45,14 @@ class Environment:
 
     def score(self, ending):
         return {"done": 100, "turns": 200, "length": 300}[ending]
+"""
+# Long conversations are cut to a summary and the last turn with its answer.
+CONTEXT = """
+async def context(messages, ground_truth, extra_info):
+    if extra_info.get("breaks"):
+        raise KeyError("no summary")
+    summary = {"role": "user", "content": f"{len(messages)} before." * extra_info.get("times", 1)}
+    return [messages[0], summary, *messages[-2:]] if len(messages) > 4 else None
 """
 END = "<|im_end|>"
 
@@ -92,7 +101,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> RLRecipe:
-    turns = {"environment": str(folder / "game.py"), "max_assistant_turns": 2, "timeout_seconds": 30.0}
+    return recipe_of(folder, max_assistant_turns=2)
+
+
+def recipe_of(folder: Path, **more: object) -> RLRecipe:
+    turns = {"environment": str(folder / "game.py"), "timeout_seconds": 30.0, **more}
     values = {
         "name": "games",
         "loop": "rl",
@@ -129,7 +142,7 @@ def played(
 ) -> tuple[list[Completion], GroupScoring, GroupPacker, Conversations]:
     conversations = conversations_of(recipe, partner, groups, 2, tokenizer, lambda row: row)
     assert conversations is not None
-    packer = GroupPacker(ThreadPoolExecutor(1), ALONE, groups, has_turn_rewards=True)
+    packer = GroupPacker(ThreadPoolExecutor(1), ALONE, groups, has_turn_rewards=True, has_branches=recipe.has_branches)
     with Scorer(RewardSection(rule="none")) as scorer, conversations:
         scoring = GroupScoring(scorer, groups, 2, tokenizer, on_group=packer.begin, conversations=conversations)
         requests = [Request(row, groups[row // 2].prompt.token_ids, row, row // 2) for row in range(2 * len(groups))]
@@ -181,3 +194,51 @@ def test_what_fails_is_left_out_and_the_others_stay(
     assert batch.response_lengths[:4].tolist() == [0] * 4 and torch.isfinite(batch.turn_rewards).all()
     warning = capsys.readouterr().err
     assert warning.count("warning: rollout.multi_turn.environment: a trajectory failed and is left out: ") == 1
+
+
+def test_a_conversation_that_is_rewritten_goes_on_in_another_row(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "context.py").write_text(CONTEXT)
+    recipe = recipe_of(folder, context=str(folder / "context.py"), max_assistant_turns=4)
+    partner = make_partner(recipe, leads=True)
+    assert isinstance(partner, Partner)
+    tokenizer = load_tokenizer(folder)
+    groups = groups_of(tokenizer, {}, {"breaks": True}, {"times": 30})
+    lines = [["a", "b", "c", "d"], ["ab", "stop"], ["stop"], ["a"], ["stop"], ["a", "b"]]
+    completions, scoring, packer, conversations = played(recipe, partner, tokenizer, groups, Scripted(tokenizer, lines))
+    partner.close()
+    scores = scoring.results([0, 1, 2])
+    # 1 + 2 + 3 for what was said in the first three turns, 4 + 200 for the last.
+    assert [scores[row].value for row in (0, 1, 2, 4)] == [210.0, 2.0 + 106.0, 104.0, 104.0]
+    assert math.isnan(scores[3].value) and math.isnan(scores[5].value), "it raises; it returns too much"
+    assert "context raised KeyError" in capsys.readouterr().err
+    assert conversations.counts.branches == 2 and conversations.counts.failed == 2
+    batch = packer.batch([0])
+    texts = [tokenizer.decode(row.tolist(), False) for row in batch.tokens.split(batch.lengths.tolist())]
+    user, said = f"<|im_start|>user\n{{}}{END}\n", f"<|im_start|>assistant\n{{}}{END}"
+    begin, header = user.format("Go."), "<|im_start|>assistant\n"
+
+    def told(before: int, last: str, heard: str) -> str:
+        parts = (user.format(f"{before} before."), f"{said.format(last)}\n", user.format(f"heard {heard}"))
+        return begin + "".join(parts)
+
+    assert texts == [
+        f"{begin}{said.format('a')}\n{user.format('heard a')}{said.format('b')}",
+        f"{told(5, 'b', 'ab')}{said.format('c')}",
+        f"{told(6, 'c', 'abc')}{said.format('d')}",
+        f"{begin}{said.format('ab')}\n{user.format('heard ab')}{said.format('stop')}",
+    ]
+    sampled = [row[mask].tolist() for row, mask in rows_of(batch)]
+    assert [tokenizer.decode(row, False) for row in sampled] == [
+        f"a{END}b{END}", f"c{END}", f"d{END}", f"ab{END}stop{END}"
+    ], "each token that was sampled once, and header and rewritten turns not"  # fmt: skip
+    assert header in texts[1] and batch.trajectory_id is not None
+    assert batch.trajectory_id.tolist() == [0, 0, 0, 1] and len(set(batch.row_id.tolist())) == 4
+    whole = ["a", "heard a", "b", "heard ab", "c", "heard abc", "d"]
+    assert [message["content"] for message in conversations.messages(completions[0])] == whole
+
+
+def rows_of(batch: RolloutBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    lengths = batch.lengths.tolist()
+    return list(zip(batch.tokens.split(lengths), batch.response_mask.split(lengths), strict=True))

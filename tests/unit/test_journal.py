@@ -59,6 +59,12 @@ SAVED = """
         self.row, self.said = row, json.loads(state)
         self.note("load")
 """
+# Behind the second turn all that was said is one message, which says as often "heard".
+CONTEXT = """
+def context(messages, ground_truth, extra_info):
+    heard = sum(message["content"].count("heard") for message in messages)
+    return [{"role": "user", "content": "Go." + " heard" * heard}] if heard == 2 and len(messages) > 1 else None
+"""
 END = "<|im_end|>"
 RESPONSES, TURNS = 2, 4
 
@@ -277,6 +283,28 @@ def test_what_is_of_another_past_is_not_gone_on_with(tmp_path: Path) -> None:
     assert not (folder / "step-5").exists(), "a step between is done anew, and so are those behind it"
     Journal(folder, recipe, alone, Team((0,))).forget(4)
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(("lives", "whole", "resumed"), [(1, 0, 4), (3, 2, 0), (4, 4, 0)])
+def test_a_conversation_that_was_rewritten_begins_again(lives: int, whole: int, resumed: int, tmp_path: Path) -> None:
+    folders = tmp_path / "undisturbed", tmp_path / "killed"
+    recipes = []
+    for folder in folders:
+        folder.mkdir()
+        (folder / "context.py").write_text(CONTEXT)
+        recipes.append(recipe_of(folder, GAME + SAVED, context=str(folder / "context.py")))
+    wanted, _ = play(folders[0], recipes[0])
+    assert [len(row.branches) for row, _, _ in wanted.values()] == [1, 0, 1, 0]
+    if lives < TURNS:
+        with pytest.raises(Killed):
+            play(folders[1], recipes[1], lives)
+    else:
+        play(folders[1], recipes[1])
+    counts: list[Any] = []
+    rows, journal = play(folders[1], recipes[1], counts=counts)
+    assert rows == wanted, "tokens of all branches, rewards, and what a reward function is given"
+    assert (journal.replayed, journal.resumed, journal.restarted) == (whole, resumed, 4 - whole - resumed)
+    assert counts[0].branches == (0 if whole == 4 else 2)
 
 
 # Two or four answers, the history rewritten behind the second. What was heard is written down at the end.

@@ -188,6 +188,7 @@ def turns_of(
 
         def read(self, completion: Completion, outcome: Any) -> EnvironmentReply:
             reply = super().read(completion, outcome)
+            assert isinstance(reply, EnvironmentReply), "nothing manages the context"
             if reply.token_ids is None:
                 return reply
             return reply._replace(max_tokens=lengths[completion.row_id][completion.turns])
