@@ -1,8 +1,9 @@
-"""The benchmark beside TRL: what TRL is asked to do, what a row says, and the whole of it where TRL is installed."""
+"""The benchmark beside peers: what they are asked to do, what a row says, and all of it where TRL is installed."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -11,6 +12,10 @@ from typing import Any
 
 import peer as bench
 import peer_reward
+import peer_settings
+import peer_verl
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -58,9 +63,39 @@ def test_without_trl_one_line_says_what_to_install(
     assert capsys.readouterr().err == 'TRL is not installed: pip install -e ".[peer]"\n'
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--sides", "ours", "verl", "--models", "toy"],
+            "toy has no settings for verl's fsdp2: leave it out",
+        ),
+        (["--sides", "verl_megatron", "--models", "0.5B"], "0.5B has no settings for verl's megatron"),
+        (
+            ["--sides", "ours", "verl", "--models", "7B", "--verl-python", "false"],
+            "false has no verl: give the Python of",
+        ),
+        (["--sides", "ours", "trl", "--lengths", "drawn"], "TRL has one length for all responses"),
+        (["--sweep", "verl", "verl"], "--sweep verl verl: give a name of its own, then one of ours, trl"),
+        (["--warm-up", "6"], "--warm-up 6 of --steps 6: give at least 1, and fewer than the steps"),
+    ],
+)
+def test_what_cannot_run_is_said_before_anything_runs(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peer.py", *arguments])
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name)
+    try:
+        status = bench.main()
+    except SystemExit as ended:  # argparse
+        status = ended.code
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
 def test_trl_is_asked_for_the_work_of_the_recipe(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, *SMALL, "model.dtype=float32", "steps=5")
-    settings = bench.trl_settings(recipe, "toy", [], on_gpu=False)
+    settings = peer_settings.trl_settings(recipe, "toy", [], on_gpu=False)
     asked = settings["arguments"]
     assert (asked["per_device_train_batch_size"], asked["gradient_accumulation_steps"]) == (3, 2)
     assert asked["num_generations"] == 3 and asked["max_steps"] == 5
@@ -69,13 +104,15 @@ def test_trl_is_asked_for_the_work_of_the_recipe(tmp_path: Path) -> None:
     assert (asked["bf16"], settings["engine"]["dtype"]) == (False, "float32")
     assert (asked["learning_rate"], asked["loss_type"], asked["scale_rewards"]) == (1e-6, "dapo", "group")
     assert not asked["gradient_checkpointing"]
-    changed = bench.trl_settings(recipe, "toy", ["optim=null", "per_device_train_batch_size=6"], on_gpu=False)
-    assert changed["arguments"] == asked | {"optim": None, "per_device_train_batch_size": 6}
+    changed = peer_settings.trl_settings(recipe, "toy", ["optim=null", "per_device_train_batch_size=6"], on_gpu=False)
+    assert changed["arguments"] == asked | {
+        "optim": None, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1
+    }  # fmt: skip
 
 
 def test_on_a_gpu_trl_runs_as_it_comes(tmp_path: Path) -> None:
     overrides = ("actor.recompute.granularity=full", "batch.prompts_per_step=16", "actor.tokens_per_gpu=4608")
-    settings = bench.trl_settings(recipe_of(tmp_path, *overrides), "7B", [], on_gpu=True)
+    settings = peer_settings.trl_settings(recipe_of(tmp_path, *overrides), "7B", [], on_gpu=True)
     asked = settings["arguments"]
     assert settings["engine"] == {}
     assert asked["gradient_checkpointing"] and asked["bf16"] and asked["vllm_enable_sleep_mode"]
@@ -83,10 +120,10 @@ def test_on_a_gpu_trl_runs_as_it_comes(tmp_path: Path) -> None:
 
 
 def test_a_micro_batch_has_as_many_rows_as_fit_and_divide_the_step() -> None:
-    assert bench.rows_at_once(32, 96, 1024) == 8
-    assert bench.rows_at_once(128, 1536, 4608) == 2
-    assert bench.rows_at_once(6, 48, 10_000) == 6
-    assert bench.rows_at_once(5, 96, 10) == 1
+    assert peer_settings.rows_at_once(32, 96, 1024) == 8
+    assert peer_settings.rows_at_once(128, 1536, 4608) == 2
+    assert peer_settings.rows_at_once(6, 48, 10_000) == 6
+    assert peer_settings.rows_at_once(5, 96, 10) == 1
 
 
 def test_every_shape_of_one_gpu_is_a_recipe_with_equal_responses(
@@ -95,19 +132,22 @@ def test_every_shape_of_one_gpu_is_a_recipe_with_equal_responses(
     monkeypatch.setattr(bench, "write_prompts", lambda *_: None)
     monkeypatch.setattr(bench, "write_weights", lambda *_: None)
     shapes = bench.shapes_of_one_gpu()
-    assert {shape["model"] for shape in shapes} == {"toy", *bench.ENGINE_MEMORY}
+    assert {shape["model"] for shape in shapes} == {"toy", *peer_settings.ENGINE_MEMORY}
     for shape in shapes:
         recipe = bench.prepare(shape, tmp_path, 3, ["seed=7"])
         assert load_recipe(tmp_path / "recipe.yaml") == recipe and recipe.seed == 7
         assert recipe.rollout is not None and recipe.rollout.drawn_lengths is not None
         length = recipe.rollout.max_response_length
         assert {recipe.rollout.drawn_lengths.of_row(row) for row in range(9)} == {length}
-        assert bench.tokens_per_step(recipe) % (recipe.data.max_prompt_length + length) == 0
+        assert peer_settings.tokens_per_step(recipe) % (recipe.data.max_prompt_length + length) == 0
 
 
 def test_a_row_says_what_the_rounds_say() -> None:
     def of(*seconds: float) -> dict[str, Any]:
-        return {"seconds": [99.0, *seconds], "cpu_seconds": [9.0, *seconds], "tokens": [100] * (len(seconds) + 1)}
+        return {
+            "seconds": [99.0, *seconds], "cpu_seconds": [9.0, *seconds], "tokens": [100] * (len(seconds) + 1),
+            "start_seconds": 120.0,
+        }  # fmt: skip
 
     rounds = {
         "ours": [of(1.0, 2.0), of(3.0)],
@@ -123,6 +163,15 @@ def test_a_row_says_what_the_rounds_say() -> None:
     assert bench.misses([{"model": "7B", "gpus": 1, **row}]) == [
         "7B on 1: 1.50 times the tokens per second of trl_without_correction, below 2"
     ]
+    assert ours["start_seconds"]["median"] == 120.0
+    verl = of(2.0) | {"mfu": [0.1, 0.4], "phases": {"gen": [9.0, 1.5]}}
+    with_verl = bench.summary({**rounds, "verl": [verl], "verl_64k": [{"failed": "no memory"}]}, tokens=100, warm_up=1)
+    assert with_verl["ratio"]["verl"] == 1.0 and with_verl["sides"]["verl_64k"] == {"failed": "no memory"}
+    assert with_verl["sides"]["verl"]["phase_seconds"]["gen"]["max"] == 1.5
+    assert with_verl["sides"]["verl"]["mfu"]["min"] == 0.4
+    assert "7B on 1: 1.00 times the tokens per second of verl, below 1.5" in bench.misses(
+        [{"model": "7B", "gpus": 1, **with_verl}]
+    )
     rounds["trl"][1]["tokens"][0] = 90
     failed = bench.summary(rounds, tokens=100, warm_up=1)
     assert failed == {"failed": "trl: steps of 90 tokens"}
@@ -132,24 +181,74 @@ def test_a_row_says_what_the_rounds_say() -> None:
 def test_what_a_killed_run_has_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def run_side(side: str, settings: Any, folder: Path, output: Path) -> str:
+    def run_side(side: str, _: Any, __: Any, folder: Path, output: Path, options: argparse.Namespace) -> str:
         ran.append(side)
         if side == "trl" and len(ran) == 2:
             return "killed"
-        output.write_text(json.dumps({"seconds": [9.0, 1.0], "cpu_seconds": [9.0, 1.0], "tokens": [tokens] * 2}))
+        figures = {"seconds": [9.0, 1.0], "cpu_seconds": [9.0, 1.0], "tokens": [tokens] * 2, "start_seconds": 9.0}
+        output.write_text(json.dumps(figures))
         return ""
 
     monkeypatch.setattr(bench, "run_side", run_side)
     shape = next(shape for shape in bench.shapes_of_one_gpu() if shape["model"] == "toy")
-    options = argparse.Namespace(work=tmp_path, steps=2, warm_up=1, rounds=1, ours=SMALL, trl=[], resume=False)
+    sides = {name: bench.SIDES[name] for name in ("ours", "trl", "trl_without_correction")}
+    options = argparse.Namespace(
+        work=tmp_path, steps=2, warm_up=1, rounds=1, ours=SMALL, sides=sides, lengths="equal", resume=False
+    )
     tokens = 6 * 48
-    assert bench.measured(shape, options)["failed"] == "trl: killed"
+    row = bench.measured(shape, options)
+    assert row["sides"]["trl"] == {"failed": "killed"} and row["ratio"] == {"trl_without_correction": 1.0}
     options.resume = True
     assert bench.measured(shape, options)["ratio"] == {"trl": 1.0, "trl_without_correction": 1.0}
-    assert ran == ["ours", "trl", "trl", "trl_without_correction"]
+    assert ran == ["ours", "trl", "trl_without_correction", "trl"]
     options.resume = False
     bench.measured(shape, options)
-    assert ran[4:] == list(bench.SIDES)
+    assert ran[4:] == list(sides)
+
+
+def test_verl_is_asked_for_the_work_of_the_recipe(tmp_path: Path) -> None:
+    lengths = ("rollout.drawn_lengths.mean=6", "rollout.drawn_lengths.sigma=0.6")
+    recipe = recipe_of(tmp_path, *SMALL, *lengths, "steps=5")
+    swept = dataclasses.replace(bench.SIDES["verl_bypass"], overrides=("actor_rollout_ref.rollout.max_num_seqs=64",))
+    settings = peer_settings.verl_settings(recipe, "7B", swept.engine, swept.overrides, "/work", "/reward.py")
+    assert settings["config"] == "ppo_trainer"
+    asked = dict(override.split("=", 1) for override in settings["overrides"])
+    assert (asked["data.train_batch_size"], asked["actor_rollout_ref.rollout.n"]) == ("2", "3")
+    assert asked["actor_rollout_ref.rollout.max_num_seqs"] == "64", "the last of two counts, in hydra too"
+    assert asked["trainer.total_training_steps"] == "5"
+    assert recipe.rollout.drawn_lengths is not None
+    drawn = [recipe.rollout.drawn_lengths.of_row(row) for row in range(6)]
+    asked_for = [length for of_prompt in settings["lengths"] for length in of_prompt]
+    assert asked_for == [min(length, 8) for length in drawn]
+    assert peer_settings.tokens_per_step(recipe) == 6 * 40 + sum(asked_for)
+    published = peer_settings.without_folders(settings, "/work", "/bench")
+    assert not [override for override in published["overrides"] if "/work" in override]
+    megatron = peer_settings.verl_settings(recipe, "7B", "megatron", (), "/work", "/reward.py")
+    assert megatron["config"] == "ppo_megatron_trainer"
+
+
+def test_verls_inputs_have_the_lengths_of_their_responses(tmp_path: Path) -> None:
+    prompts = [{"prompt": [{"role": "user", "content": str(number)}]} for number in range(5)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(prompts), tmp_path / "prompts.parquet")
+    peer_verl.write_inputs({"prompts": tmp_path / "prompts.parquet", "lengths": [[3, 4], [5, 6]]}, tmp_path)
+    rows = pyarrow.parquet.read_table(tmp_path / "verl.parquet").to_pylist()
+    assert [row["response_lengths"] for row in rows] == ["3,4", "5,6", "3,4", "5,6", "3,4"]
+
+
+def test_verls_log_is_read_as_it_grows(tmp_path: Path) -> None:
+    log = peer_verl.MetricsLog(tmp_path / "steps.jsonl")
+    log.start()
+    for step in range(3):
+        with (tmp_path / "steps.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "data": {"perf/total_num_tokens": 7, "timing_s/gen": step}}) + "\n")
+            file.write('{"step": 9, "da')
+            file.flush()
+            file.seek(0, 2)
+        content = (tmp_path / "steps.jsonl").read_bytes().removesuffix(b'{"step": 9, "da')
+        (tmp_path / "steps.jsonl").write_bytes(content)
+    log.close()
+    assert [step["timing_s/gen"] for step in log.steps] == [0, 1, 2]
+    assert log.opened <= log.ends[0] <= log.ends[-1]
 
 
 def test_the_reward_differs_between_responses() -> None:

@@ -31,9 +31,10 @@ def run(
     seconds: float | None = None,
     folder: Path | None = None,
     environment: Mapping[str, str] = os.environ,
+    python: Sequence[str] = (sys.executable,),
 ) -> str:
-    """Runs this Python with ``arguments``; why that failed, or nothing. What takes longer than ``seconds`` is ended."""
-    command = [sys.executable, *arguments]
+    """Runs ``python`` with ``arguments``; why that failed, or nothing. What takes longer than ``seconds`` is ended."""
+    command = [*python, *arguments]
     environment = {**environment, "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"

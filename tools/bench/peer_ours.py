@@ -34,6 +34,7 @@ def train(recipe: str) -> dict[str, Any]:
 
     ends: list[tuple[float, float]] = []
     counted: list[int] = []
+    first_step_ended = 0.0
 
     class TimedRecorder(StepRecorder):
         """Reads the time when a step has ended."""
@@ -44,8 +45,10 @@ def train(recipe: str) -> dict[str, Any]:
             return super().begin_step(step)
 
         def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RowNumbers) -> None:
+            nonlocal first_step_ended
             super().end_step(step, metrics, tokens, trained_on)
             ends.append(now())
+            first_step_ended = first_step_ended or time.time()
             counted.append(tokens)
 
     run = set_up(load_rl(recipe), resume="none", recorder_class=TimedRecorder)
@@ -56,6 +59,7 @@ def train(recipe: str) -> dict[str, Any]:
         "seconds": [after[0] - before[0] for before, after in steps],
         "cpu_seconds": [after[1] - before[1] for before, after in steps],
         "tokens": counted,
+        "first_step_ended": first_step_ended,
         "threads": torch.get_num_threads(),
     }
 

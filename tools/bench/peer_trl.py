@@ -29,7 +29,7 @@ from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_envi
 
 
 def train(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains for the steps that the settings ask for; seconds, CPU seconds and tokens of each."""
+    """Trains for the steps that the settings ask for; seconds, CPU seconds and tokens of each, when the first ended."""
     import torch
     from datasets import Dataset  # type: ignore[import-not-found,unused-ignore]  # as TRL no requirement of the project
     from transformers import AutoTokenizer, TrainerCallback
@@ -42,12 +42,14 @@ def train(settings: Mapping[str, Any]) -> dict[str, Any]:
             self.ends: list[float] = []
             self.cpu: list[float] = []
             self.tokens: list[float] = []
+            self.first_step_ended = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self._read(0)
 
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             self._read(state.num_input_tokens_seen)
+            self.first_step_ended = self.first_step_ended or time.time()
 
         def _read(self, tokens: float) -> None:
             if torch.cuda.is_available():
@@ -72,7 +74,7 @@ def train(settings: Mapping[str, Any]) -> dict[str, Any]:
     readings: dict[str, list[float]] = {"seconds": clock.ends, "cpu_seconds": clock.cpu, "tokens": clock.tokens}
     return {
         name: [after - before for before, after in itertools.pairwise(values)] for name, values in readings.items()
-    } | {"threads": torch.get_num_threads()}
+    } | {"threads": torch.get_num_threads(), "first_step_ended": clock.first_step_ended}
 
 
 def check_lengths(tokenizer: Any, rows: Sequence[Mapping[str, Any]], length: int) -> None:
