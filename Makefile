@@ -71,7 +71,7 @@ bench-rollout: $(READY) ## Generation beside LLM.generate, queue beside a static
 bench-step: $(READY) ## Whole steps beside the raw engines, on GPUs; docs/results/step.json
 	$(PYTHON) tools/bench/step.py $(ARGS)
 
-bench-peer: $(READY) ## Whole steps beside TRL's, which has to be installed; docs/results/peer.json
+bench-peer: $(READY) ## Whole steps beside TRL's or verl's, which have to be installed; docs/results/peer.json
 	$(PYTHON) tools/bench/peer.py $(ARGS)
 
 bench-cpu: $(READY) ## The same with a toy on two CPU ranks, in two minutes
