@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
 from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.evaluation.estimates import Answered, Estimate, evaluation_metrics
+from rlhf_megatron.evaluation.judging import check_judge, judge_of, judged, make_judge
 from rlhf_megatron.generation.conversations import conversations_of
 from rlhf_megatron.generation.generated_groups import GroupScoring
+from rlhf_megatron.generation.judge import Judge
+from rlhf_megatron.generation.judge_building import check_weights
 from rlhf_megatron.generation.partners import Partner, make_partner
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
 from rlhf_megatron.generation.tool_turns import with_tools
 from rlhf_megatron.models.architecture import (
-    ModelError,
     check_generates,
     read_architecture,
     read_config,
@@ -55,8 +56,8 @@ from rlhf_megatron.rewards.score import Score, Scorer
 from rlhf_megatron.rollout.engine import Completion, Request, RolloutEngine, Sampling, request_seed
 from rlhf_megatron.rollout.engines import make_engine
 from rlhf_megatron.rollout.work_queue import WorkQueues
-from rlhf_megatron.runtime.finite import nonfinite
 from rlhf_megatron.topology.exchange import gather_bytes, refused_by_all
+from rlhf_megatron.topology.team import world_of_their_own
 from rlhf_megatron.topology.world import join_world, leave_world
 
 Metrics = dict[str, dict[str, Estimate]]
@@ -99,7 +100,30 @@ def evaluate(recipe: RolloutRecipe) -> None:
         else:
             with CheckpointFiles(recipe.model.path, architecture):
                 pass  # told before the engine takes memory
-        engine = make_engine(
+        section = judge_of(recipe)
+        judge = make_judge(recipe, section, tokenizer) if section else None  # before an engine that takes what is left
+        engine = _engine(recipe, own_ranks=judge.own_ranks if judge else [])
+        with refused_by_all():
+            check_weights(recipe.model.path, engine.parameters())
+        engine.weights_updated(0)
+        dist.barrier()  # time that others need to start is not this rank's generation
+        started = time.perf_counter()
+        with Progress(console=Console(stderr=True), transient=True, disable=rank != 0) as progress:
+            own = answer(recipe, prompts, engine, scorer, partner, tokenizer, progress, judge)
+    samples = gather_tables(own)
+    if samples is not None:
+        report(recipe, samples, time.perf_counter() - started, validation.left_out)
+    dist.barrier()  # an engine that ends may take torch.distributed with it
+    engine.close()
+    if judge:
+        judge.close()
+    leave_world()
+
+
+def _engine(recipe: RolloutRecipe, own_ranks: Sequence[int]) -> RolloutEngine:
+    """This rank's engine, whose world are ``own_ranks`` as that of a judge, if there is one; collective."""
+    with world_of_their_own(own_ranks):
+        return make_engine(
             recipe.model.path,
             recipe.rollout,
             recipe.model.dtype,
@@ -107,29 +131,6 @@ def evaluate(recipe: RolloutRecipe) -> None:
             recipe.seed,
             "auto",
             language=wrapped_language(recipe.model.path),
-        )
-        with refused_by_all():
-            check_weights(recipe.model.path, engine.parameters())
-        engine.weights_updated(0)
-        dist.barrier()  # time that others need to start is not this rank's generation
-        started = time.perf_counter()
-        with Progress(console=Console(stderr=True), transient=True, disable=rank != 0) as progress:
-            own = answer(recipe, prompts, engine, scorer, partner, tokenizer, progress)
-    samples = gather_tables(own)
-    if samples is not None:
-        report(recipe, samples, time.perf_counter() - started, validation.left_out)
-    dist.barrier()  # an engine that ends may take torch.distributed with it
-    engine.close()
-    leave_world()
-
-
-def check_weights(path: str, parameters: Mapping[str, Tensor]) -> None:
-    """Raises ModelError where what the engine has read from ``path`` is not finite; it would answer nonsense."""
-    weights = {name: each for name, each in parameters.items() if each.is_floating_point() and each.itemsize > 1}
-    for bad in nonfinite(weights.items()):
-        raise ModelError(
-            f"{path}: {bad.name} holds {bad.nan + bad.infinite} values that are not finite (NaN or infinity), as the "
-            "engine has read it; download the model again"
         )
 
 
@@ -144,9 +145,11 @@ def check(recipe: RolloutRecipe, world: int) -> None:
             "actor.lora.path: an evaluation reads model.path alone; name an export, which has the adapters merged, and "
             "leave it out"
         )
-    if recipe.reward.rule == "none" and not recipe.plays:
-        raise RecipeError("reward.rule=none: an evaluation asks no reward model or judge; name a rule, or leave it out")
-    tensor = recipe.rollout.layout.tensor
+    judge, tensor = judge_of(recipe), recipe.rollout.layout.tensor
+    if recipe.reward.rule == "none" and not recipe.plays and not judge:
+        raise RecipeError("reward.rule=none: an evaluation asks no reward model; name a rule, or leave it out")
+    if judge:
+        check_judge(judge, tensor)
     if world % tensor:
         raise RecipeError(
             f"rollout.layout.tensor={tensor} does not divide {world} GPUs; change it, or run on a multiple of it"
@@ -161,8 +164,11 @@ def answer(
     partner: Partner | AgentProgram | None,
     tokenizer: Tokenizer,
     progress: Progress,
+    judge: Judge | None = None,
 ) -> pa.Table:
-    """This replica's share of the questions, answered and scored on the rank that has a scorer; elsewhere no rows."""
+    """This replica's share of the questions, answered and scored on the rank that has a scorer; elsewhere no rows.
+
+    Collective over the world where there is a judge."""
     settings, tensor, seed = recipe.evaluation, recipe.rollout.layout.tensor, recipe.seed
     replica, replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor
     count = settings.samples_per_prompt
@@ -193,11 +199,14 @@ def answer(
         )
     scores = scoring.results(scoring.submitted())
     scored = [completion for completion in completions if completion.row_id in scores]
+    asked, found = [prompts[each.row_id // count] for each in scored], [scores[each.row_id] for each in scored]
+    if (section := judge_of(recipe)) and judge:
+        found = judged(judge, section.weight, asked, scored, found)
     return sample_table(
-        [prompts[completion.row_id // count] for completion in scored],
+        asked,
         scored,
-        [scores[completion.row_id] for completion in scored],
-        recipe.reward_names,
+        found,
+        [name for name in recipe.reward_names if name != "reward_model"],
         tokenizer,
         recipe,
     )

@@ -125,6 +125,11 @@ class Judge:
         self._parsed, self._unparsable, self._told = 0, 0, set[str]()
         self.record = JudgeRecord()
 
+    @property
+    def own_ranks(self) -> list[int]:
+        """The ranks of this rank's replica."""
+        return self._replica.own_ranks
+
     def scores(self, rows: SpreadRows, prompts: Sequence[Prompt]) -> Tensor:
         """[R] float32, the score of each rollout, on the CPU of every rank of the team; collective over it.
 

@@ -6,6 +6,8 @@ evaluate -> export -> save. With rollout.steps_ahead dedicated ranks generate fo
 
 from __future__ import annotations
 
+import functools
+
 from rlhf_megatron.algorithms.kl import KLController
 from rlhf_megatron.checkpoint.parts import Part, TeamOwnedState, TeamSpreadState
 from rlhf_megatron.data.rollout_batch import RolloutBatch
@@ -15,17 +17,17 @@ from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.generation.batch_source import BatchSource, Collector
 from rlhf_megatron.generation.generated_groups import make_scorer
 from rlhf_megatron.generation.judge import Judge
+from rlhf_megatron.generation.judge_building import build_judge
 from rlhf_megatron.generation.kept_rollouts import keep_rollouts
 from rlhf_megatron.generation.partners import make_partner
-from rlhf_megatron.generation.replica import replica_of
+from rlhf_megatron.generation.replica import replica_among, replica_of
 from rlhf_megatron.generation.rollout_worker import RolloutWorker
 from rlhf_megatron.generation.weight_sync import WeightSync
-from rlhf_megatron.loops.judge_building import build_judge
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.teams import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
 from rlhf_megatron.models.choice_shape import choice_shape
-from rlhf_megatron.recipe import RLRecipe
+from rlhf_megatron.recipe import RLRecipe, judge_ranks
 from rlhf_megatron.roles.learning import (
     Learners,
     Lesson,
@@ -157,7 +159,13 @@ def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
     if recipe.reward_model:
         scoring_models["reward_model"] = run.roles.build_reward_model(recipe.reward_model, run.tokenizer)
     if recipe.judge:  # before the policy's engine, which takes a share of what is left
-        judge = scoring_models["judge"] = build_judge(context, recipe.judge, run.tokenizer)
+        ranks = judge_ranks(recipe, context.world_size)
+        of_judge = replica_among(ranks, recipe.judge.layout.tensor, context.rank)
+        progress = functools.partial(context.progress, "score")
+        with context.phase("judge"):
+            judge = scoring_models["judge"] = build_judge(
+                recipe, recipe.judge, of_judge, run.tokenizer, context.generators, context.say, progress
+            )
         run.at_end.callback(judge.close)
     weight_sync = WeightSync(context, replica, run.actor, run.architecture)
     choices = choice_shape(run.architecture) if recipe.algorithm.replays_experts else None

@@ -13,6 +13,7 @@ import yaml
 
 from end_to_end.commands import torchrun
 from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, make_sums, metrics_of, steps_of
+from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
@@ -84,7 +85,8 @@ def scores_by_transformers(folder: Path, rows: list[dict[str, Any]]) -> list[flo
     model = AutoModelForCausalLM.from_pretrained(folder / "judge", dtype=torch.float32)
     scores = []
     for row in rows:
-        sampled = [token for token, own in zip(row["tokens"], row["sampled"], strict=True) if own]
+        marks = row["sampled"] or [True] * len(row["tokens"])
+        sampled = [token for token, own in zip(row["tokens"], marks, strict=True) if own]
         response = policy.decode(sampled, skip_special_tokens=True)
         question = re.fullmatch(r"<\|im_start\|>user\n(.*)<\|im_end\|>\n<\|im_start\|>assistant\n", row["prompt"])
         assert question is not None
@@ -113,6 +115,21 @@ def test_scores_are_those_of_transformers(folder: Path, together: dict[int, dict
     assert first["judge/unparsable_fraction"] == pytest.approx(scores.count(UNPARSABLE) / 12)
     assert first["judge/too_long_fraction"] == first["reward/masked"] == 0
     assert steps_of(folder / "runs" / "together")[1]["judge/ms"] > 0
+
+
+def test_an_evaluation_asks_the_judge_too(folder: Path) -> None:
+    (folder / "constant.py").write_text("def compute_score(**sample):\n    return 1.0\n")
+    keys = ("name=held_out", "reward.function=constant.py", "evaluation={samples_per_prompt: 2, temperature: 1.0}")
+    with torchrun(2, "launch/evaluate.py", "recipe.yaml", *keys, folder=folder) as command:
+        command.finish().check()
+    table = pyarrow.parquet.read_table(folder / "runs" / "held_out" / "evaluation.parquet")
+    rows = table.to_pylist()
+    policy = load_tokenizer(folder / "model")
+    asked = [row | {"tokens": policy.encode(row["response"]), "sampled": None} for row in rows]
+    scores = scores_by_transformers(folder, asked)
+    assert len(rows) == 8 and [row["score_judge"] for row in rows] == pytest.approx(scores)
+    assert [row["score"] for row in rows] == pytest.approx([1.0 + WEIGHT * score for score in scores])
+    assert all(row["score_rule"] == 1.0 and row["correct"] for row in rows)
 
 
 @pytest.mark.parametrize(
