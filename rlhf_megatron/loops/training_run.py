@@ -177,7 +177,7 @@ def set_up(
 def _length_notes(recipe: Recipe, data: Data) -> list[str]:
     if recipe.epochs is None:
         return []
-    return [f"epochs={recipe.epochs:g}: {recipe.steps} steps, of {data.rows:,.0f} training rows"]
+    return [f"epochs={recipe.epochs:g}: steps={recipe.steps}, of {data.rows:,.0f} training rows"]
 
 
 def _readers(context: RunContext[Any]) -> Readers | None:

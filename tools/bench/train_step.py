@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from random_role import make_parser, random_batch, random_role, run, timed
 
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.flops import peak_flops, training_flops
+from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role
@@ -40,7 +42,10 @@ def main() -> int:
         "--prompt", type=int, default=1, help="tokens of a row that are its prompt; default: %(default)s"
     )
     parser.add_argument("--compile", action="store_true", help="beside torch.compile and cuDNN's benchmark")
-    return run(parser.parse_args(), measure)
+    options = parser.parse_args()
+    if options.compile and not has_gpu() and os.environ.get("TORCHDYNAMO_DISABLE") != "0":
+        parser.error("--compile: nothing is compiled on CPUs, but with TORCHDYNAMO_DISABLE=0")
+    return run(options, measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,6 +117,7 @@ def by_role(
 def with_compiled_layers(role: Role, way: Callable[[], None]) -> Callable[[], None]:
     """The same way while torch.compile's code runs in place of the decoder layers' own."""
     layers = [layer for chunk in role.trainer.chunks for layer in chunk.module.decoder.layers] if role.trainer else []
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one code for all layers, whose numbers differ
     for layer in layers:
         layer.compile()
     compiled = [layer._compiled_call_impl for layer in layers]

@@ -18,6 +18,7 @@ _OF_EVERY_RUN = (
     "Transformer Engine and Apex are not installed",  # on a CPU
     "Detected a Jax installation but could not find",
     "full scope is deprecated",  # Megatron's own default
+    "If you are using transformer_engine as the transformer implementation",  # docs/layouts.md says so of core_attn
     "MimoModelConfig is experimental",
     "The .grad attribute of a Tensor that is not a leaf Tensor",  # Megatron looks whether there is any
     "`torch.distributed.",  # older names of collectives that Megatron uses
