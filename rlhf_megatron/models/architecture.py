@@ -98,7 +98,7 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         inside = config.get("text_config")
-        if isinstance(inside, dict):
+        if isinstance(inside, dict) and inside.get("model_type") in list(FAMILIES):  # of any type, also none to hash
             raise ModelError(
                 f"{shown(path)}: model_type is {brief(kind)}, a model of images or sound with a language model of type "
                 f"{brief(inside.get('model_type'))} inside; save that alone, with its text_config as config.json"

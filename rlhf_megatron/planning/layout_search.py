@@ -67,8 +67,8 @@ def find_layouts(recipe: RLRecipe, world: int) -> list[Candidate]:
 
 
 def nearest_layout(recipe: RLRecipe, world: int) -> str:
-    """Describe, where none fits, the layout that needs least memory, and its need, or what most of them are refused
-    for; raises as ``find_layouts``."""
+    """Describe, where none fits, the layout that needs least memory, and its need; where vLLM has room for a cache in
+    none, the one of its smallest weights; or what most are refused for. Raises as ``find_layouts``."""
     architectures = planned_architectures(recipe)
     tried: list[tuple[tuple[str, ...], RLRecipe, Estimate]] = []
     refusals: Counter[str] = Counter()
@@ -80,13 +80,20 @@ def nearest_layout(recipe: RLRecipe, world: int) -> str:
     if not tried:
         often = "".join(f": {reason}" for reason, _ in refusals.most_common(1))
         return f"none of those tried can cut this model over {world} GPUs{often}"
-    overrides, _, memory = min(tried, key=lambda each: (not _caches_a_sequence(each[2]), max(each[2].phases.values())))
+    overrides, nearest, memory = min(tried, key=lambda each: _distance(each[2]))
     layout = " ".join(overrides) or "the recipe as it is"
-    if not _caches_a_sequence(memory):
-        return f"none has room for the KV cache of one sequence of full length; the nearest: {layout}"
+    if memory.rollout is not None and not _caches_a_sequence(memory):
+        given = f"rollout.gpu_memory_utilization={nearest.rollout.gpu_memory_utilization:g}"
+        held = f"{memory.rollout.weights:.1f} of {memory.rollout.reserved:.1f} GB are weights with {given}"
+        return f"none has room for the KV cache of one sequence of full length; of the nearest {held}: {layout}"
     phase, needed = max(memory.phases.items(), key=lambda item: item[1])
     usable = TIGHT * recipe.cluster.planned_memory_gb
     return f"the nearest needs {needed:.1f} GB in phase {phase}, and {usable:.1f} GB are planned with: {layout}"
+
+
+def _distance(memory: Estimate) -> tuple[bool, float, float]:
+    has_cache, fullest = _caches_a_sequence(memory), max(memory.phases.values())
+    return not has_cache, 0.0 if has_cache or memory.rollout is None else memory.rollout.weights, fullest
 
 
 def _order(each: Candidate) -> tuple[float, ...]:
@@ -99,12 +106,15 @@ def _order(each: Candidate) -> tuple[float, ...]:
 def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict[str, Any]]:
     """Values by key of every combination, whether it can be or not."""
     degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= min(world, recipe.cluster.gpus_per_node)]
+    own = recipe.actor.layout
+    pipelines, experts = sorted({*_PIPELINES, own.pipeline}), sorted({*_EXPERT, own.expert})
+    replicas = sorted({*degrees, min(world, recipe.rollout.layout.tensor)})  # the recipe's own may be of several nodes
     streams = _STREAMED if recipe.actor.optimizer and recipe.actor.optimizer.distributed else (0.0,)
     short = with_budgets(recipe, dict.fromkeys(open_budgets(recipe), recipe.longest_sequence))
     layers, head = model.layers, head_in_layers(short, model)
     stages = [
         (*edges, _virtual_pipeline(recipe, layers, *edges))
-        for pipeline in _PIPELINES
+        for pipeline in pipelines
         for edges in _edges(layers, head, pipeline)
     ]
     given = recipe.actor.recompute
@@ -113,14 +123,14 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
     recomputed += [("selective", None, given.modules)] if given.selected else []
     cuts = [
         (tensor, *stage, expert)
-        for tensor, stage, expert in itertools.product(degrees, stages, (1,) if model.experts is None else _EXPERT)
+        for tensor, stage, expert in itertools.product(degrees, stages, (1,) if model.experts is None else experts)
         if expert == 1 or world % (tensor * stage[0]) == world // stage[0] % expert == 0
     ]
     for (tensor, pipeline, first, last, chunks, expert), streamed, (
         granularity,
         of_each,
         modules,
-    ), rollout in itertools.product(cuts, streams, recomputed, degrees):
+    ), rollout in itertools.product(cuts, streams, recomputed, replicas):
         yield {
             "actor.layout.tensor": tensor,
             "actor.layout.pipeline": pipeline,

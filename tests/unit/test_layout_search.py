@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from end_to_end.commands import ROOT, python
-from rlhf_megatron.planning.layout_search import Candidate, find_layouts
+from rlhf_megatron.planning.layout_search import Candidate, find_layouts, nearest_layout
 from rlhf_megatron.planning.memory import estimate
 from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.planning.step_time import expected_time
@@ -53,6 +53,21 @@ def found_with(own: str) -> list[Candidate]:
 def test_a_number_of_recomputed_layers_does_not_hide_layouts_that_recompute_none() -> None:
     plain, some = (found_with(f"actor.recompute={text}") for text in ("{}", "{granularity: full, layers: 4}"))
     assert [(each.time, each.memory) for each in some] == [(each.time, each.memory) for each in plain]
+
+
+def test_degrees_of_the_recipe_are_tried_that_are_no_power_of_two_or_of_several_nodes() -> None:
+    recipe, narrow = ROOT / "recipes" / "qwen7b_grpo.yaml", ["cluster.gpus_per_node=1", "cluster.gpu_memory_gb=40"]
+    own = ["actor.layout={pipeline: 7}", "actor.sequence_parallel=false", "reference.sequence_parallel=false"]
+    replica = ["rollout.layout.tensor=2", "rollout.gpu_memory_utilization=0.3"]
+    found = find_layouts(load_rl(recipe, [*GPUS, *narrow, *own, *replica]), 14)
+    assert {(each.recipe.actor.layout.pipeline, each.recipe.rollout.layout.tensor) for each in found} == {(7, 2)}
+
+
+def test_without_room_for_a_cache_the_smallest_weights_are_told() -> None:
+    few = [*GPUS, "rollout.gpu_memory_utilization=0.02"]
+    told = nearest_layout(load_rl(ROOT / "recipes" / "qwen7b_grpo.yaml", few), 8)
+    of_a_quarter = "of the nearest 3.5 of 1.6 GB are weights with rollout.gpu_memory_utilization=0.02"
+    assert of_a_quarter in told and told.endswith("rollout.layout.tensor=4")  # as many key-value heads
 
 
 def test_virtual_stages_are_kept_where_they_fit_and_hide_no_other_layout() -> None:

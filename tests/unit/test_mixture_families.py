@@ -45,6 +45,12 @@ def test_what_the_configs_say() -> None:
         assert read.query_key_norm and read.norms_of_turned
         assert read.rope.theta == 10000.0 and read.rope.scaling == AlphaScaling(1000.0)
     assert mixture.experts == Experts(64, 8, 3072, normalized=True, shared=SharedExpert(3072, gated=False))
+    of_images = {
+        "anyres_pooling_size": 2, "anyres_vit_max_image_size": None, "anyres_vit_two_views": False,
+        "num_media_embeds": 257, "position_embedding_xdrope": False, "skip_cls_token": False,
+        "vit_mapping_type": "resampler", "vit_patch": 1, "vit_path": None, "xdrope_section": None,
+    }  # fmt: skip
+    assert parse_architecture(A13B | of_images, "here") == mixture
     ernie = parse_architecture(ERNIE, "here")
     assert ernie.experts == Experts(
         64,

@@ -17,6 +17,24 @@ from rlhf_megatron.models.families.mixture import EXPERT_TYPES, ExpertNames
 from rlhf_megatron.untrusted import shown
 
 _OF_LAYERS = ("moe_intermediate_size", "moe_topk", "num_shared_expert")
+# Of models of images that have the same class in their makers' code.
+_OF_IMAGES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        (
+            "anyres_pooling_size", "image_token_id", "num_media_embeds", "video_end_id", "video_start_id",
+            "vit_input_resolution", "vit_patch", "vit_token",
+        ),
+        (int,),
+    ),
+    **dict.fromkeys(
+        (
+            "anyres_vit_two_views", "skip_cls_token", "vit_add_patchemb_bias", "vit_remove_prenorm",
+            "vit_used_rms_norm",
+        ),
+        (bool,),
+    ),
+    **dict.fromkeys(("vit_mapping_type", "vit_norm_type"), (str,)),
+}  # fmt: skip
 _ONLY = {
     "group_limited_greedy": False,
     "moe_drop_tokens": False,
@@ -24,6 +42,7 @@ _ONLY = {
     "moe_random_routing_dropped_token": False,
     "n_group": False,
     "norm_topk_prob": True,
+    "position_embedding_xdrope": False,
     "routed_scaling_factor": False,
     "topk_group": False,
     "use_mla": False,
@@ -66,7 +85,7 @@ FAMILY = HunyuanMoe(
     "HunYuanMoEV1",
     FamilyFields(
         read=hunyuan_fields.READ | {*_OF_LAYERS, "num_experts"},
-        types=hunyuan_fields.TYPES | EXPERT_TYPES,
+        types=hunyuan_fields.TYPES | EXPERT_TYPES | _OF_IMAGES,
         only=hunyuan_fields.ONLY | _ONLY,
         never_null=("moe_topk",),
         native=True,
