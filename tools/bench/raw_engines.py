@@ -110,11 +110,11 @@ def _through_pipeline(role: Role, micros: Sequence[MicroBatch], forward_only: bo
 
 def _output(role: Role, micro: MicroBatch) -> torch.Tensor:
     """The output of this rank's part of the model: logits, or at an earlier stage hidden states."""
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from rlhf_megatron.models.packed_sequences import PackedSequences
 
-    packed = PackedSeqParams(
+    packed = PackedSequences(  # Megatron's, with what delta nets read besides
         qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens,
-        max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest,
+        max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest, positions=micro.positions,
     )  # fmt: skip
     output: torch.Tensor = role._passes._chunks[0](
         micro.tokens[None], micro.positions[None], None, packed_seq_params=packed
