@@ -47,15 +47,16 @@ class WeightSync:
         self._context, self._actor, self.version = context, actor, 0
         layout = recipe.rollout.layout
         check_generates(architecture, recipe.model.path)
-        learned = learned_rollout_blocks(
-            architecture,
-            recipe.model.path,
-            replica.ranks,
-            layout.tensor,
-            layout.expert_parallel,
-            recipe.rollout.dtype or recipe.model.dtype,
-            recipe.run_root,
-        )
+        with context.phase("weight_map"):
+            learned = learned_rollout_blocks(
+                architecture,
+                recipe.model.path,
+                replica.ranks,
+                layout.tensor,
+                layout.expert_parallel,
+                recipe.rollout.dtype or recipe.model.dtype,
+                recipe.run_root,
+            )
         wanted = rollout_shards(architecture, layout.tensor, replica.ranks, layout.expert_parallel, learned)
         plan = plan_regather(actor.weights.shard_spec(), wanted, context.rank, hosts_of_ranks())
         why_copied = recipe.why_weights_are_copied

@@ -64,7 +64,9 @@ def main() -> int:
     real = [name for name in names if not name.startswith("toy")]
     parser.add_argument("--models", nargs="+", choices=names, default=real if here else ["toy"])
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of ranks; default: all that there are GPUs for")
-    parser.add_argument("--steps", type=int, default=4, help="that count, and one; default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="of a run; of several the first does not count; default: %(default)s"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="of the raw engines; default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("docs/results/step.json"), help="default: %(default)s")
     parser.add_argument("--plot", action="store_true", help="draw the rows beside the output")
@@ -190,9 +192,10 @@ def summary(
     """The figures of a row, from a run's records and the seconds of the raw engines.
 
     ``forward``: whether a step has a forward pass of its own, for logprobs from before its updates. ``warm_up``: steps
-    that do not count.
+    that do not count, but of a run of one step that one does.
     """
-    counted = [of_step for of_step in metrics if "train/step_time_ms" in of_step][warm_up:]
+    steps = [of_step for of_step in metrics if "train/step_time_ms" in of_step]
+    counted = steps[warm_up:] or steps[-1:]
     phases = [name.removeprefix("time/") for name in counted[0] if name.startswith("time/")]
     seconds = [of_step["train/step_time_ms"] / 1000 for of_step in counted]
     in_engines = [sum(of_step.get(f"time/{phase}", 0.0) for phase in ENGINE_PHASES) for of_step in counted]
