@@ -74,3 +74,5 @@ def test_stages_that_are_there_are_not_made_again(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "sft", [True], [True])
     assert gsm8k.make("sft", tmp_path, ["no.such=key"], [])
     assert not gsm8k.make("sampled_grpo_1", tmp_path, [], [])  # there is no model to ask
+    assert gsm8k.report(tmp_path, [1]) == []  # of SFT alone there is no answer yet
+    assert json.loads((tmp_path / "gsm8k.json").read_text())["greedy"] == {"grpo": {}}

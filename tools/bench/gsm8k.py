@@ -61,8 +61,12 @@ def main() -> int:
     if unknown := set(options.stages or ()) - set(stages):
         raise UserError(f"--stages: there is no {min(unknown)}; there are {', '.join(stages)}")
     prepare(options.weights, options.data, options.output)
-    failed = [stage for stage in options.stages or stages if not make(stage, options.output, options.sft, options.grpo)]
-    return exit_status([*(f"{stage} failed" for stage in failed), *report(options.output, options.seeds)])
+    missed, failed = list[str](), list[str]()
+    for stage in options.stages or stages:
+        if not make(stage, options.output, options.sft, options.grpo):
+            failed.append(f"{stage} failed")
+        missed = report(options.output, options.seeds)  # after each, so that a command that is cut leaves what it found
+    return exit_status([*failed, *missed])
 
 
 def prepare(weights: Path, data: Path, output: Path) -> None:
