@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from echo import Echo
 from parallel.whole_batches import logprobs, update
 from rlhf_megatron.compat import megatron
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
@@ -94,8 +95,8 @@ def serve(model: str, dtype: str, **settings: Any) -> Any:
 
 
 def record(model: str, **settings: Any) -> list[Any]:
-    """Prompts of two blocks with a few responses, some of them in two parts, of which some were paused in between:
-    (tokens, which experts each reached)."""
+    """Prompts of two blocks with a few responses, some of them in two parts, of which some were paused in between, and
+    some in turns with an environment: (tokens, which experts each reached)."""
     engine = serve(model, "float32", **settings)
     from rlhf_megatron.rollout.engine import Request, Sampling
     from rlhf_megatron.rollout.work_queue import WorkQueue
@@ -112,9 +113,14 @@ def record(model: str, **settings: Any) -> list[Any]:
     engine.weights_updated(2)  # the same
     going_on = [dataclasses.replace(request, begun=part) for request, part in zip(long, first[2:], strict=True)]
     rows = {each.row_id: each for each in (*first, *engine.generate([*going_on, *resumed], sampling, pauses=True))}
+    in_turns = [Request(9 + row, prompt, 10 + row, 9 + row) for row, prompt in enumerate(prompts)]
+    ends_by_most = Sampling(1.0, 1.0, -1, MAX_RESPONSE, range(40, 250))
+    spoken = engine.generate(in_turns, ends_by_most, environment=Echo(3))
+    assert all(completion.turns == 3 and not all(completion.sampled) for completion in spoken)
+    rows |= {each.row_id: each for each in spoken}
     return [
         ([*request.prompt_token_ids, *rows[request.row_id].token_ids], rows[request.row_id].expert_choices.tolist())
-        for request in requests
+        for request in (*requests, *in_turns)
     ]
 
 

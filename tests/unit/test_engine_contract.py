@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
+from echo import Echo
 from hugging_face import row_logprobs
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout import engines
@@ -440,29 +440,6 @@ def test_an_error_leaves_nothing_paused(served: Served) -> None:
 
 
 # ---- an environment
-
-
-class Echo:
-    """Answers each of the model's turns that ends by a stop token with two tokens, up to so many turns."""
-
-    ANSWER = (7, 8)
-
-    def __init__(self, max_turns: int, repeatable: bool = False, answers: int | None = None) -> None:
-        self.opens = False
-        self.repeatable, self._max_turns, self._answers = repeatable, max_turns, answers
-        self.asked: list[Completion] = []
-
-    def goes_on(self, completion: Completion) -> bool:
-        return completion.finish_reason == "stop" and completion.turns < self._max_turns
-
-    def ask(self, completion: Completion) -> Future[Any]:
-        self.asked.append(completion)
-        future: Future[Any] = Future()
-        future.set_result(self._answers is None or len(self.asked) <= self._answers)
-        return future
-
-    def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply:
-        return EnvironmentReply(list(self.ANSWER) if answer else None)
 
 
 EVERY_EVEN_TOKEN = Sampling(1.0, 1.0, -1, 12, tuple(range(0, VOCABULARY, 2)))

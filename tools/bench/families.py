@@ -163,6 +163,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path("docs/results"), help="of the results; default: %(default)s"
     )
+    parser.add_argument("--workers", type=int, default=3, help="processes that test on CPUs; default: %(default)s")
     parser.add_argument("--draw", action="store_true", help="write models.md alone")
     options = parser.parse_args()
     failed: list[str] = []
@@ -170,7 +171,8 @@ def main() -> int:
         on_gpu = has_gpu()
         found = Measurements(options.folder.resolve() / FILES[on_gpu])
         files = [str(TESTS / file) for file in (ON_GPU if on_gpu else ON_CPU)]
-        spread = [] if on_gpu else ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
+        several = options.workers > 1 and not on_gpu
+        spread = [f"--numprocesses={options.workers}", "--dist=loadfile", "--no-loadscope-reorder"] if several else []
         status = pytest.main(["-m", "", *spread, *files], plugins=[found])
         failed = found.failed or ([] if status == pytest.ExitCode.OK else [f"pytest ended with {status!r}"])
     draw(options.folder)
