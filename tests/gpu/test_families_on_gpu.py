@@ -12,7 +12,7 @@ import torch
 from parallel.parity import Launches, named, selected_names
 from parallel.ranks import run_ranks
 from parallel.regather_ranks import follow_families
-from parallel.test_family_rollout import CASES, UPDATES, arguments, differences
+from parallel.test_family_rollout import CASES, UPDATES, arguments, check_latent_halves, differences
 
 # vLLM's sleep is for one engine of a process, and here each family has one.
 ROLLOUT = {"kv_cache_gb": 0.5, "enforce_eager": True, "sleep": False}
@@ -73,3 +73,4 @@ def test_vllm_follows_the_trainer(name: str, results: Launches, record_property:
         assert result["differing"] == []  # bit for bit what vLLM's own loader makes of the exported files
         sampled.append(result["rollout_logprobs"])
     assert sampled[0] != sampled[1] != sampled[2]  # the weights did change
+    check_latent_halves(updates, has_latents="latent" in name)

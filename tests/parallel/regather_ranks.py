@@ -111,10 +111,12 @@ def learn_and_answer(
             Path(exported) / f"update-{number}", Companions(Path(model)), architecture, role.shard_spec(),
             role.parameters(), getattr(torch, dtype), role.device,
         )  # fmt: skip
+        latent = latent_halves(engine)
         differing = differ_from_loading(engine, Path(exported) / f"update-{number}")
         results.append(
             {
                 "differing": differing,
+                "latent": latent,
                 "greedy": [completion.token_ids for completion in greedy],
                 "sampled": [completion.token_ids for completion in sampled],
                 "rollout_logprobs": [value for completion in sampled for value in completion.logprobs],
@@ -125,6 +127,21 @@ def learn_and_answer(
             }
         )
     return results
+
+
+def latent_halves(engine: VllmEngine) -> dict[str, list[Any]]:
+    """Of each half of an up projection of latents, which vLLM keeps for decoding: whether it is what the projection
+    says, and its address."""
+    found = {}
+    for name, module in internals.model(engine._engine).named_modules():
+        if not hasattr(module, "W_UK_T"):
+            continue
+        by_head = module.kv_b_proj.weight.T.reshape(module.kv_lora_rank, module.num_heads, -1)
+        of_keys, of_values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
+        for half, wanted in (("W_UK_T", of_keys.permute(1, 2, 0)), ("W_UV", of_values.transpose(0, 1))):
+            held = getattr(module, half)
+            found[f"{name}.{half}"] = [torch.equal(held, wanted), held.data_ptr()]
+    return found
 
 
 def follow_families(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:

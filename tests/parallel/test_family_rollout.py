@@ -211,6 +211,16 @@ def test_vllm_follows_the_trainer(name: str, results: Launches, record_property:
                 assert stale > 0.4
         sampled.append(by_rank[0][number]["rollout_logprobs"])
     assert sampled[0] != sampled[1] != sampled[2]  # the weights did change
+    for updates in by_rank:
+        check_latent_halves(updates, has_latents="latent" in name)
+
+
+def check_latent_halves(updates: Sequence[Mapping[str, Any]], has_latents: bool) -> None:
+    """What vLLM derives of latents' up projections is that of the last update, where CUDA graphs know it to be."""
+    for result in updates:
+        assert bool(result["latent"]) == has_latents
+        assert all(is_right for is_right, _ in result["latent"].values())
+        assert result["latent"] == updates[0]["latent"]  # their addresses
 
 
 def differences(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
