@@ -17,7 +17,9 @@ import pytest
 TRAINED = {"compared": "trained", "model_type": "llama", "config": {"rope": {"factor": 8.0}}, "export": "bit-equal"}
 ROLLED = {"compared": "rolled out", "model_type": "llama", "config": {"rope": {"factor": 8.0}}, "dtype": "bfloat16"}
 
-@pytest.mark.parametrize("layout, apart", [("TP2", 2e-6), ("TP2", 3e-6), ("PP2 then CP2", 1e-6), ("CP2", 1.0)])
+TRIED = [("TP2", 2e-6), ("TP2", 3e-6), ("PP2 then CP2 sequence_parallel=True", 1e-6), ("CP2", 1.0)]
+
+@pytest.mark.parametrize("layout, apart", TRIED)
 def test_trained(layout, apart, record_property):
     record_property("measured", TRAINED | {"layout": layout, "logprobs": apart, "parameters": apart / 2})
     assert apart < 1e-5
@@ -57,9 +59,8 @@ def test_what_tests_have_measured_is_one_table(tmp_path: Path) -> None:
     lines = (tmp_path / "models.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `llama`")]
     device = "CPU" if "no GPU" in kept["hardware"] else kept["hardware"].removeprefix("NVIDIA ")
-    rolled = f"{device} bfloat16 one rank to TP2 2.0e-02 (median 1.0e-03); "
-    rolled += f"{device} bfloat16 one rank to one rank: vLLM does not read it"
-    tried = "TP2 3.0e-06; PP2 then CP2 1.0e-06"
+    rolled = f"{device} bfloat16: one rank to TP2 2.0e-02 (median 1.0e-03), one rank not run (vLLM does not read it)"
+    tried = "TP2 3.0e-06, PP2 then CP2 SP 1.0e-06"
     assert rows == [["`llama`", "rope.factor 8.0", "1.5e-06", rolled, "3.0e-06", "bit-equal", tried]]
     assert "| Any 8B | `llama` | 4.0e-06 |" in lines
     assert any("failed: test_measuring.py::test_trained[CP2-1.0]" in line for line in lines)

@@ -30,11 +30,12 @@ FILES = ("models.json", "models_gpu.json")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "vllm")
 ABOUT = """
 Small random models (four layers of 64, four heads of 32, two key-value heads, a vocabulary of 250) with the fields of
-their families, as the tests measure them; every number is the largest difference. [What is read](../models.md).
+their families, as the tests measure them; every number is the largest difference, an empty cell was not run. [What is
+read](../models.md).
 
 - **trained**: parameters after two steps beside `torch.optim.AdamW`'s, over all layouts
-- **rolled out**: logprobs of vLLM's samples beside the trainer's, after each of three updates; layouts of the trainer
-  and of a replica of vLLM
+- **rolled out**: logprobs of vLLM's samples beside the trainer's, after each of three updates, from the trainer's
+  layout to that of a replica of vLLM
 - **parity**: logprobs beside transformers', float32, over all layouts
 - **export**: of the loaded model, its files beside those that it came from
 - **layouts tried**: parity in each; from the second step on in the layout behind "then", by way of a checkpoint
@@ -102,19 +103,31 @@ def _config_cells(model_type: str, fields: str, rows: Sequence[Mapping[str, Any]
         f"`{model_type}`",
         fields,
         _largest(row["parameters"] for row in trained),
-        "; ".join(_rolled_out(row) for row in rows if row["compared"] == "rolled out"),
+        _rolled_out([row for row in rows if row["compared"] == "rolled out"]),
         _largest(layouts.values()),
         ", ".join(sorted({row["export"] for row in trained})),
-        "; ".join(f"{layout} {_figure(value)}" for layout, value in layouts.items()),
+        ", ".join(f"{_short(layout)} {_figure(value)}" for layout, value in layouts.items()),
     )
 
 
-def _rolled_out(row: Mapping[str, Any]) -> str:
-    where = " ".join([row["hardware"], row["dtype"], *(["CUDA graphs"] if row.get("graphs") else []), row["layout"]])
+def _rolled_out(rows: Sequence[Mapping[str, Any]]) -> str:
+    where: dict[str, list[str]] = {}
+    for row in rows:
+        where.setdefault(f"{row['hardware']} {row['dtype']}", []).append(_of_layout(row))
+    return "; ".join(f"{place}: {', '.join(found)}" for place, found in where.items())
+
+
+def _of_layout(row: Mapping[str, Any]) -> str:
+    layout = _short(row["layout"]) + (" with CUDA graphs" if row.get("graphs") else "")
     if "skipped" in row:
-        return f"{where}: {row['skipped'].removeprefix('Skipped: ')}"
+        return f"{layout} not run ({row['skipped'].removeprefix('Skipped: ')})"
     typical = "" if row["dtype"] == "float32" else f" (median {_figure(row['median'])})"
-    return f"{where} {_figure(row['logprobs'])}{typical}"
+    return f"{layout} {_figure(row['logprobs'])}{typical}"
+
+
+def _short(layout: str) -> str:
+    short = layout.removesuffix(" to one rank") if layout.startswith("one rank") else layout
+    return short.replace("cp_comm_type=", "").replace("sequence_parallel=True", "SP")
 
 
 def _fields(config: Mapping[str, Any], prefix: str = "") -> str:
