@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +36,10 @@ def config_arguments(folder: str | Path, language: Mapping[str, Any] | None = No
     """
     path = Path(folder) / "config.json"
     config = read_json(path, RolloutError)
-    if not isinstance(config, dict) or (language is None and config.get("quantization_config") is None):
+    if not isinstance(config, dict):
+        return {}
+    rope = (language or config).get("rope_parameters") or (language or config).get("rope_scaling")
+    if language is None and config.get("quantization_config") is None and not any(map(_is_scaled, _tables(rope))):
         return {}
     # Mistral's folders have files of another format beside transformers'.
     return {"hf_overrides": PlainConfig(language or {}), "config_format": "hf"}
@@ -57,9 +61,41 @@ class PlainConfig:
         language = config
         if self.fields and hasattr(config, "text_config"):
             language = CONFIG_MAPPING[self.fields["model_type"]].from_dict(copy.deepcopy(dict(self.fields)))
+        if not hasattr(language, "kv_lora_rank"):  # vLLM reads the mscales of latent attention
+            for table in filter(_is_scaled, _tables(getattr(language, "rope_parameters", None))):
+                table.update(attention_factors(table))
         if hasattr(language, "quantization_config"):  # whose presence alone tells some of vLLM's loaders
             del language.quantization_config
         return language
+
+
+def attention_factors(yarn: Mapping[str, Any]) -> dict[str, float]:
+    """Return the factor of turned queries and keys of a YaRN table as transformers has it, by both of vLLM's names.
+
+    Its newer versions read ``attention_factor`` and the mscales. 0.25.1 reads neither: it multiplies what it makes of
+    the scaling, 0.1 ln(factor) + 1, by ``attn_factor``, which newer ones do not read.
+    """
+
+    def of_mscale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(yarn["factor"]) + 1.0 if yarn["factor"] > 1 else 1.0
+
+    factor, mscale, of_all = (yarn.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if factor is None:
+        factor = of_mscale(mscale) / of_mscale(of_all) if mscale and of_all else of_mscale(1.0)
+    return {"attention_factor": factor, "attn_factor": factor / of_mscale(1.0)}
+
+
+def _tables(rope: object) -> list[dict[str, Any]]:
+    """Rotary parameters of a config: its own, or those of each type of layer."""
+    if not isinstance(rope, dict):
+        return []
+    return [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+
+
+def _is_scaled(table: Mapping[str, Any]) -> bool:
+    """Tell whether a table is YaRN's and has an attention factor that does not follow from ``factor`` alone."""
+    kind = table.get("rope_type", table.get("type"))
+    return kind == "yarn" and any(table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
 
 
 def checked_vocabulary(folder: Path, language: Mapping[str, Any] | None = None) -> int:
