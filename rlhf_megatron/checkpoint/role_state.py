@@ -106,7 +106,8 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
                     moment = saved.part(whole, copies, kind, part.start, part.stop)
                     if kind == "exp_avg_sq" and bool((moment < 0).any()):  # its root would not be finite
                         raise CheckpointError(f"the checkpoint's {role.name}/{kind}/{shown(name)} is below 0")
-                part.state[kind] = moment.view(part.weights.shape).to(part.weights.device, copy=True)
+                dtype = role.memory.moments_dtype
+                part.state[kind] = moment.view(part.weights.shape).to(part.weights.device, dtype, copy=True)
             if steps or "step" in part.counters:
                 # A tensor of its own for each parameter: torch adds to it in place.
                 part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps

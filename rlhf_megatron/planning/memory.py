@@ -17,7 +17,7 @@ from rlhf_megatron.planning.parameters import (
     rollout_parameters,
     shareable_parameters,
 )
-from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, role_memory
+from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, moments_bytes, role_memory
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
@@ -105,9 +105,12 @@ def _phases(
 
 
 def checkpoint_bytes(recipe: Recipe, architectures: Mapping[str, Architecture]) -> float:
-    """Size of one checkpoint: weights and both of Adam's moments, in float32, of every role that learns."""
+    """Size of one checkpoint: weights, in float32, and both of Adam's moments of every role that learns."""
     learning = {name: section for name, section in recipe.roles_made.items() if section.learns_by}
-    return sum(12.0 * _learning_parameters(section, architectures[name]) for name, section in learning.items())
+    return sum(
+        (4.0 + moments_bytes(section)) * _learning_parameters(section, architectures[name])
+        for name, section in learning.items()
+    )
 
 
 def _learning_parameters(section: RoleSection, architecture: Architecture) -> int:

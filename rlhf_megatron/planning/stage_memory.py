@@ -40,7 +40,7 @@ class StageMemory:
     streamed: float
     """Optimizer state in host memory."""
     stream_buffer: float
-    """Part of it that is on the GPU at a time, in the optimizer's step."""
+    """Part of it that is on the GPU at a time, in the optimizer's step, and of moments that are widened for it."""
     adapters: float = 0.0
     """Low-rank adapters, and the weights without them where these are on the GPU."""
     base_on_host: float = 0.0
@@ -170,9 +170,9 @@ def _learning_state(
         dense, experts = stage_adapters(architecture, lora, layers, layout.expert)
         trainable = dense + experts
         # Adam's moments; the adapters are in float32, and their own master weights.
-        optimizer = 8.0 * trainable
+        optimizer = moments_bytes(section) * trainable
         if learning.distributed:
-            optimizer = 8.0 * (dense / gpus + experts / (gpus // layout.expert))
+            optimizer = moments_bytes(section) * (dense / gpus + experts / (gpus // layout.expert))
         streamed = share * optimizer
         base = float(size * adapted_parameters(architecture, lora, layers, layout))
         return _LearningState(
@@ -184,21 +184,32 @@ def _learning_state(
             base_on_host=base if lora.offload_base else 0.0,
         )
     # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
-    held, moments = rank_parameters(architecture, layout, stage), 8.0 if size == 4 else 12.0
+    held, state_bytes = (
+        rank_parameters(architecture, layout, stage),
+        moments_bytes(section) + (4.0 if size < 4 else 0.0),
+    )
     copies, expert_copies = layout.data * layout.context, gpus // (layout.expert * layout.expert_parts)
     if not learning.distributed:
         copies = expert_copies = 1
-    optimizer = moments * ((held.total - held.experts) / copies + held.experts / expert_copies)
+    optimizer = state_bytes * ((held.total - held.experts) / copies + held.experts / expert_copies)
     streamed = share * optimizer
     # No parameter is cut, and the largest are the last to be streamed: the vocabulary's.
-    vocabulary = moments * architecture.padded_vocabulary(layout.tensor) // layout.tensor * architecture.hidden / copies
-    piece = vocabulary if share == 1 else 0.0
+    vocabulary = architecture.padded_vocabulary(layout.tensor) // layout.tensor * architecture.hidden / copies
+    piece = state_bytes * vocabulary if share == 1 else 0.0
+    widened = (8.0 - moments_bytes(section)) * max(vocabulary, _STREAMED_PIECE_BYTES / 12)
     return _LearningState(
         gradients=4.0 * held.total,
         optimizer=optimizer - streamed,
         streamed=streamed,
-        stream_buffer=min(streamed, max(piece, _STREAMED_PIECE_BYTES) + 2 * _STREAMED_PIECE_BYTES),
+        stream_buffer=min(streamed, max(piece, _STREAMED_PIECE_BYTES) + 2 * _STREAMED_PIECE_BYTES)
+        + min(optimizer, widened),
     )
+
+
+def moments_bytes(section: RoleSection) -> float:
+    """Return the bytes of both of Adam's moments of one parameter, between steps."""
+    assert section.learns_by is not None
+    return 2.0 * ELEMENT_BYTES[section.learns_by.state_dtype]
 
 
 def recomputed_layers(section: RoleSection, layout: Layout, layers: int) -> int:

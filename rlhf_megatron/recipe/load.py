@@ -57,10 +57,7 @@ _WITHOUT_SENSE |= dict.fromkeys(
     ),
     _ONE_ENGINE,
 )
-_FLOAT32_STATE = (
-    "checkpoints, resharding and streaming are for optimizer state in float32, and Megatron's other types need "
-    "Transformer Engine's FusedAdam; use offload.streamed_optimizer"
-)
+_FLOAT32_STATE = "optimizer.state_dtype is the type of both moments; master weights are float32"
 _WITHOUT_SENSE |= dict.fromkeys(
     ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), _FLOAT32_STATE
 )

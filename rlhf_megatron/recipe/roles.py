@@ -144,6 +144,8 @@ class OptimizerSection(Section):
     """Skip steps with a larger norm."""
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of Adam's moments between steps; bfloat16 rounds stochastically."""
     overlap_grad_reduce: bool = False
     """Sum gradients during the backward pass."""
     overlap_param_gather: bool = False
@@ -156,6 +158,12 @@ class OptimizerSection(Section):
                 f"learning_rate={self.learning_rate:g}: Adam's first step, learning_rate / (1 - beta1), is beyond "
                 "float32; lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_sharded_state_is_narrow(self) -> OptimizerSection:
+        if self.state_dtype != "float32" and not self.distributed:
+            raise ValueError(f"state_dtype={self.state_dtype} needs optimizer.distributed: leave out distributed=false")
         return self
 
     @model_validator(mode="after")

@@ -28,7 +28,11 @@ class RoleMemory:
         self._learning: Sequence[Any] = trainer.chunks if trainer else ()
         self._optimizer: Any = trainer.optimizer if trainer else None
         share = section.streamed_optimizer if trainer else 0.0
-        self._streamed = streamed_states(self._optimizer, share)  # which moves by itself, in and after each step
+        # Moments of one type between steps; what is streamed moves by itself, in and after each step.
+        self.moments_dtype: torch.dtype = trainer.moments_dtype if trainer else torch.float32
+        self._streamed = streamed_states(
+            self._optimizer, share, self.moments_dtype, lambda: trainer.steps_taken if trainer else 0
+        )
         asked = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(section, kind)]
         self._kinds = {kind: _Offloaded(keeps=kind != "gradients") for kind in asked}
 

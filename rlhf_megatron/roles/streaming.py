@@ -1,5 +1,7 @@
 """The optimizer's state in host memory for good: in each step it passes through the GPU, one piece after the other.
 
+Moments may be in half as many bytes between steps, here and on the GPU: a piece's are widened for its step.
+
 While a piece takes its step the next one comes and the last one goes, so a step takes about as long as the link needs
 for the state in one direction, and the GPU holds three pieces of it. No number changes: Adam's step of one parameter
 knows nothing of the others'. With data parallelism each rank streams its own part over its own link.
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.roles.host_memory import pinned_buffers
+from rlhf_megatron.roles.rounding import rounded_at_random
 
 _MASTER = "master"
 PIECE_BYTES = 1 << 30
@@ -42,16 +45,24 @@ class _Visit:
 class StreamedState:
     """The share of the state of one of Megatron's distributed optimizers that lives in host memory."""
 
-    def __init__(self, optimizer: Any, share: float, piece_bytes: int) -> None:
-        """Takes over the ``optimizer``'s steps. The smallest parameters are streamed, up to ``share`` (0 to 1) of all
-        state, since none is cut: pieces are of ``piece_bytes`` at most, or of one larger parameter."""
+    def __init__(
+        self, optimizer: Any, share: float, dtype: torch.dtype, steps_taken: Callable[[], int], piece_bytes: int
+    ) -> None:
+        """Takes over the ``optimizer``'s steps, with moments of ``dtype`` between them.
+
+        The smallest parameters are streamed, up to ``share`` (0 to 1) of all state, since none is cut: pieces are of
+        ``piece_bytes`` at most, or of one larger parameter. ``steps_taken``, before a step, decides how it rounds.
+        """
+        self._dtype, self._steps_taken = dtype, steps_taken
         self._optimizer, self._inner = optimizer, optimizer.optimizer
         self._whole_step: Callable[[], Any] = self._inner.step
         self._copy_to_model: Callable[[], None] = optimizer._copy_main_params_to_model_params
         mains = [main for group in self._inner.param_groups for main in group["params"]]
         self._owned = _smallest(mains, share)
         self._pieces = list(_pieces([main for main in mains if id(main) in self._owned], piece_bytes))
-        self._resident = [main for main in mains if id(main) not in self._owned]
+        self._places = {id(main): place for place, main in enumerate(mains)}
+        resident = [main for main in mains if id(main) not in self._owned]
+        self._resident = [resident] if dtype == torch.float32 else list(_pieces(resident, piece_bytes))
         # A float32 model is its own master, which stays.
         self._copies = {id(main) for group in optimizer.shard_fp32_from_float16_groups for main in group}
         self._host: dict[tuple[int, str], Tensor] = {}
@@ -91,7 +102,10 @@ class StreamedState:
         counts = [group.get("step") for group in self._inner.param_groups]
         left: list[torch.cuda.Event | None] = []
         coming = self._fetch(self._pieces[0]) if self._pieces else None
-        self._step_of(self._resident, counts)
+        for piece in self._resident:
+            self._widen(piece)
+            self._step_of(piece, counts)
+            self._narrow(piece)
         for number, piece in enumerate(self._pieces):
             here = coming
             if number >= _IN_FLIGHT - 1 and (gone := left[number - _IN_FLIGHT + 1]) is not None:
@@ -99,6 +113,7 @@ class StreamedState:
             coming = self._fetch(self._pieces[number + 1]) if number + 1 < len(self._pieces) else None
             self._arrive(here)
             self._step_of(piece, counts)
+            self._narrow(piece)
             left.append(self._leave(piece))
         self._settle()
 
@@ -125,14 +140,30 @@ class StreamedState:
             self._whole_step()
             self._copy_to_model()
 
-    def _state(self, main: Tensor) -> dict[str, Tensor]:
-        """The tensors of a parameter's state that are streamed, where they are now."""
-        moments = {
+    def _moments(self, main: Tensor) -> dict[str, Tensor]:
+        """The moments of a parameter, where and as they are now."""
+        return {
             key: value
             for key, value in self._inner.state.get(main, {}).items()
             if isinstance(value, Tensor) and value.shape == main.shape
         }
-        return moments | ({_MASTER: main.data} if id(main) in self._copies else {})
+
+    def _state(self, main: Tensor) -> dict[str, Tensor]:
+        """The tensors of a parameter's state that are streamed, where they are now."""
+        return self._moments(main) | ({_MASTER: main.data} if id(main) in self._copies else {})
+
+    def _widen(self, piece: Sequence[Tensor]) -> None:
+        """Makes moments float32, as a step takes them."""
+        for main in piece:
+            for key, value in self._moments(main).items():
+                self._put(main, key, value.float())
+
+    def _narrow(self, piece: Sequence[Tensor]) -> None:
+        """Rounds moments to the type that they have between steps."""
+        for main in piece if self._dtype != torch.float32 else ():
+            for order, (key, value) in enumerate(self._moments(main).items()):
+                number = 2 * (self._steps_taken() * len(self._places) + self._places[id(main)]) + order
+                self._put(main, key, rounded_at_random(value, self._dtype, number))
 
     def _fetch(self, piece: Sequence[Tensor]) -> _Visit:
         """Starts to copy a piece to the device."""
@@ -159,7 +190,7 @@ class StreamedState:
             for key, value in tensors.items():
                 if value.is_cuda:
                     value.record_stream(torch.cuda.current_stream())
-                self._put(main, key, value)
+                self._put(main, key, value.float() if key != _MASTER else value)
 
     def _leave(self, piece: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Starts to copy a piece to the host, and gives up its memory on the device."""
@@ -198,11 +229,13 @@ class StreamedState:
         return self._streams
 
 
-def streamed_states(optimizer: Any, share: float) -> list[StreamedState]:
+def streamed_states(
+    optimizer: Any, share: float, dtype: torch.dtype, steps_taken: Callable[[], int]
+) -> list[StreamedState]:
     """One for each of the optimizers that make up Megatron's ``optimizer`` and have parameters; none where the share
-    is 0."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer]) if share else []
-    return [StreamedState(part, share, PIECE_BYTES) for part in parts if part.optimizer is not None]
+    is 0 and moments are float32."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer]) if share or dtype != torch.float32 else []
+    return [StreamedState(part, share, dtype, steps_taken, PIECE_BYTES) for part in parts if part.optimizer is not None]
 
 
 def _smallest(mains: Sequence[Tensor], share: float) -> set[int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection
 from rlhf_megatron.roles.learning_rate import learning_rate
@@ -25,6 +27,7 @@ class Trainer:
     Attributes:
         chunks: Megatron's DistributedDataParallel, around the model's chunks or those of its adapters.
         optimizer: Megatron's. Some of its state may be off the device between steps (see ``RoleMemory``).
+        moments_dtype: of Adam's moments between steps (see ``StreamedState``).
         steps_taken: optimizer steps so far, skipped ones included.
         loss_scale: in float16, else None.
     """
@@ -33,6 +36,7 @@ class Trainer:
         """``training_steps``: of the whole run, where the learning rate falls over all of them."""
         self._section, self._training_steps = section, training_steps
         self._trainable, self._role_group = shard.trainable, shard.groups.intra_dist_opt
+        self.moments_dtype: torch.dtype = getattr(torch, section.state_dtype)
         self._gradient_sync = Stopwatch()
         self.chunks, self.optimizer = make_optimizer(
             section,

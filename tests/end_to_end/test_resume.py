@@ -66,7 +66,7 @@ PPO: dict[str, Any] = {
         "layout": {"data": 2},
         "dtype": "bfloat16",
         "tokens_per_gpu": 256,
-        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine"},
+        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "state_dtype": "bfloat16"},
         "warmup_steps": 2,
     },
     "algorithm": {

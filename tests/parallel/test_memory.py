@@ -13,6 +13,7 @@ from parallel.layout_ranks import KINDS, learn_with_memory_away, memory_over_cyc
 from parallel.ranks import run_ranks
 
 OPTIMIZER = {"learning_rate": 1e-3, "clip_grad": 1.0}
+NARROW = OPTIMIZER | {"state_dtype": "bfloat16"}
 CASES: dict[str, tuple[str, dict[str, Any] | None, float]] = {
     "float32": ("float32", OPTIMIZER, 0.0),
     "bfloat16": ("bfloat16", OPTIMIZER, 0.0),
@@ -21,6 +22,8 @@ CASES: dict[str, tuple[str, dict[str, Any] | None, float]] = {
     "float32, optimizer streamed": ("float32", OPTIMIZER, 1.0),
     "bfloat16, half of the optimizer streamed": ("bfloat16", OPTIMIZER, 0.5),
     "bfloat16, optimizer streamed": ("bfloat16", OPTIMIZER, 1.0),
+    "moments in bfloat16": ("float32", NARROW, 0.0),
+    "moments in bfloat16, half of the optimizer streamed": ("bfloat16", NARROW, 0.5),
 }
 
 

@@ -17,7 +17,8 @@ EIGHT, ONE = Layout(8, expert=8, expert_tensor=1), Layout()
 EXPERTS = LayerKind("full", "experts")
 # Norms; queries, keys, values and outputs; gate, up, product, input and output of each expert that a token reaches.
 GLM = 4 * 4096 + (2 * 96 + 2 * 8) * 128 + 3 * 1408 + 8 * (3 * 1408 + 2 * 4096)
-GPT_OSS = 4 * 2880 + (2 * 64 + 2 * 8) * 64 + 4 * (3 * 2880 + 2 * 2880)
+# Gate and up also as they were before they were clamped.
+GPT_OSS = 4 * 2880 + (2 * 64 + 2 * 8) * 64 + 4 * (5 * 2880 + 2 * 2880)
 DEEPSEEK_ATTENTION = 4 * 7168 + 2 * (1536 + 512) + 2 * 128 * (192 + 128)
 DEEPSEEK = DEEPSEEK_ATTENTION + 3 * 2048 + 8 * (3 * 2048 + 2 * 7168)
 # Beside these two norms of heads, and gates.

@@ -440,6 +440,16 @@ def test_logits_that_there_is_memory_for_are_told_of() -> None:
     assert "does NOT fit: set actor.kept_logits_gb to 0, lower actor.tokens_per_gpu" in over
 
 
+def test_moments_in_bfloat16_take_half_the_memory() -> None:
+    model, narrow = "qwen2.5-7b", "actor.optimizer.state_dtype=bfloat16"
+    [whole] = memory_of(recipe_of("qwen7b_grpo"), model, 8).roles["actor"]
+    [half] = memory_of(recipe_of("qwen7b_grpo", narrow), model, 8).roles["actor"]
+    assert half.optimizer == pytest.approx(whole.optimizer * 8 / 12)
+    assert half.stream_buffer > 0 == whole.stream_buffer
+    with pytest.raises(RecipeError, match="state_dtype=bfloat16 needs optimizer.distributed"):
+        recipe_of("qwen7b_grpo", narrow, "actor.optimizer.distributed=false")
+
+
 def test_a_streamed_optimizer_is_in_host_memory() -> None:
     model = "qwen2.5-7b"
     [whole] = memory_of(recipe_of("qwen7b_grpo"), model, 8).roles["actor"]

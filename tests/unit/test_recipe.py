@@ -623,7 +623,7 @@ def test_keys_without_sense_are_refused_with_the_reason(small: Path) -> None:
     assert "actor.recompute.checkpoint_layer: choose modules" in refusal(small, "actor.recompute.checkpoint_layer=2")
     assert "actor.torch_compile: vLLM compiles the rollout's" in refusal(small, "actor.torch_compile=true")
     said = refusal(small, "actor.optimizer.exp_avg_dtype=bfloat16")
-    assert "actor.optimizer.exp_avg_dtype: checkpoints, resharding and streaming are for optimizer state in f" in said
+    assert "actor.optimizer.exp_avg_dtype: optimizer.state_dtype is the type of both moments" in said
 
 
 def test_a_role_has_a_type_of_its_own(small: Path) -> None:

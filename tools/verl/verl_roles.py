@@ -330,6 +330,13 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
     put("beta1", betas[0])
     put("beta2", betas[1])
     put("clip_grad", command.first(f"{section}.clip_grad", f"{role}.grad_clip", default=1.0))
+    moments = {key: take(f"{section}.{key}") for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    if set(moments.values()) <= {"bf16", "bfloat16"}:
+        put("state_dtype", "bfloat16")
+    else:
+        for key, value in moments.items():
+            if value not in (None, "fp32", "float32"):
+                command.refuse(f"{section}.{key}", "both moments are of one type, float32 or bfloat16")
     put_streaming(command, tree, role)
 
 
