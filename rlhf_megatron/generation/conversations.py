@@ -65,7 +65,7 @@ class TurnCounts:
 
 
 class _Managed(NamedTuple):
-    """What a context function says of a conversation, with the reply that it ends with and its environment's state."""
+    """Outcome of a context function on a conversation, the reply that this ends with, and its environment's state."""
 
     outcome: Outcome
     reply: EnvironmentReply
@@ -317,7 +317,7 @@ class Conversations:
         return [message for turn, replies in zip(own, told, strict=True) for message in (turn, *replies)]
 
     def _conversation(self, completion: Completion) -> list[Message]:
-        """What the model has read and said in the row's latest branch, and its answers."""
+        """Messages of the row's latest branch: those that it begins with, the model's turns and their answers."""
         prompt = self._groups[completion.row_id // self._responses].prompt
         begin = self._rewritten.get(completion.row_id) or [*prompt.messages, *self._so_far(completion.row_id)]
         return [*begin, *self._spoken(completion)]

@@ -184,10 +184,8 @@ def _learning_state(
             base_on_host=base if lora.offload_base else 0.0,
         )
     # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
-    held, state_bytes = (
-        rank_parameters(architecture, layout, stage),
-        moments_bytes(section) + (4.0 if size < 4 else 0.0),
-    )
+    held = rank_parameters(architecture, layout, stage)
+    state_bytes = moments_bytes(section) + (4.0 if size < 4 else 0.0)
     copies, expert_copies = layout.data * layout.context, gpus // (layout.expert * layout.expert_parts)
     if not learning.distributed:
         copies = expert_copies = 1

@@ -163,7 +163,7 @@ class StreamedState:
         for main in piece if self._dtype != torch.float32 else ():
             for order, (key, value) in enumerate(self._moments(main).items()):
                 number = 2 * (self._steps_taken() * len(self._places) + self._places[id(main)]) + order
-                self._put(main, key, rounded_at_random(value, self._dtype, number))
+                self._put(main, key, rounded_at_random(value, number))
 
     def _fetch(self, piece: Sequence[Tensor]) -> _Visit:
         """Starts to copy a piece to the device."""

@@ -1,4 +1,4 @@
-"""How many groups more a replica can keep running: by its number of sequences, and by its cache at every time to come.
+"""Number of further groups that a replica can keep running, by its sequences and by its cache at every time to come.
 
 Rows that wait for their environment run none, but come back: what they have in the cache is not free, unless it is
 cheaper to compute it again (`generation_clock`).

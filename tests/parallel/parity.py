@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What is measured of which config and layout, as tools/bench/families.py shows it."""
+        """The property of a measurement on a config and layout, as tools/bench/families.py reads it."""
         layouts = [layout_name(self.layout, self.section), *([layout_name(self.then)] if self.then else [])]
         return {"compared": "trained", "layout": " then ".join(layouts), **describe(self.family)}
 

@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What is measured of which config and layouts, as tools/bench/families.py shows it."""
+        """The property of a measurement on a config and layouts, as tools/bench/families.py reads it."""
         layout = f"{layout_name(self.layout)} to {layout_name({'tensor': self.tensor} if self.tensor > 1 else {})}"
         adapted = " LoRA" if self.lora else ""
         own = describe(self.family, **self.fields)
@@ -216,7 +216,7 @@ def test_vllm_follows_the_trainer(name: str, results: Launches, record_property:
 
 
 def check_latent_halves(updates: Sequence[Mapping[str, Any]], has_latents: bool) -> None:
-    """What vLLM derives of latents' up projections is that of the last update, where CUDA graphs know it to be."""
+    """Tensors that vLLM derives of latents' up projections are of the last update, where CUDA graphs know them."""
     for result in updates:
         assert bool(result["latent"]) == has_latents
         assert all(is_right for is_right, _ in result["latent"].values())

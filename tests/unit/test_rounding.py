@@ -9,7 +9,7 @@ from rlhf_megatron.roles.rounding import rounded_at_random
 
 def test_values_become_one_of_their_neighbours_and_keep_their_mean() -> None:
     values = torch.tensor([1.0, -1.0, 1.0 + 2**-9, -(1.0 + 2**-10), 3e-30, 0.0, 1.0 + 2**-7])
-    tries = torch.stack([rounded_at_random(values, torch.bfloat16, seed).double() for seed in range(4000)])
+    tries = torch.stack([rounded_at_random(values, seed).double() for seed in range(4000)])
     below, above = tries.amin(0), tries.amax(0)
     exact = values.to(torch.bfloat16).float() == values
     assert torch.equal(below[exact], values[exact].double()) and torch.equal(above[exact], values[exact].double())
@@ -20,9 +20,9 @@ def test_values_become_one_of_their_neighbours_and_keep_their_mean() -> None:
 
 def test_a_seed_decides_and_what_is_not_finite_stays() -> None:
     values = torch.cat([torch.randn(1000), torch.tensor([torch.inf, -torch.inf, torch.nan])])
-    rounded = rounded_at_random(values, torch.bfloat16, 3)
-    assert torch.equal(rounded[:-1], rounded_at_random(values, torch.bfloat16, 3)[:-1])
-    assert not torch.equal(rounded[:-1], rounded_at_random(values, torch.bfloat16, 4)[:-1])
+    rounded = rounded_at_random(values, 3)
+    assert torch.equal(rounded[:-1], rounded_at_random(values, 3)[:-1])
+    assert not torch.equal(rounded[:-1], rounded_at_random(values, 4)[:-1])
     assert rounded[-3] == torch.inf and rounded[-2] == -torch.inf and rounded[-1].isnan()
 
 
@@ -39,7 +39,7 @@ def test_adamw_learns_as_with_moments_in_float32() -> None:
             state = optimizer.state[parameter]
             optimizer.step()
             for order, name in enumerate(("exp_avg", "exp_avg_sq") if narrow else ()):
-                state[name] = rounded_at_random(state[name], torch.bfloat16, 2 * step + order).float()
+                state[name] = rounded_at_random(state[name], 2 * step + order).float()
         return parameter.detach(), optimizer.state[parameter]["exp_avg_sq"]
 
     (expected, expected_square), (found, square) = learned(False), learned(True)

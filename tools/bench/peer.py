@@ -132,7 +132,7 @@ def parsed() -> argparse.Namespace:
 
 
 def problem_of(options: argparse.Namespace) -> str:
-    """What keeps a side from running at all, with what to do; nothing where all can."""
+    """Reason why a side cannot run at all, with what to do; nothing where all can."""
     trainers = {side.trainer for side in options.sides.values()}
     if "trl" in trainers and importlib.util.find_spec("trl") is None:
         return 'TRL is not installed: pip install -e ".[peer]"'
@@ -160,7 +160,8 @@ def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str,
         folder_with_model(folder)
     recipe = prepare(shape, folder, options.steps, options.ours, options.lengths == "equal")
     settings = {name: settings_of(side, recipe, model, folder) for name, side in options.sides.items()}
-    row = {"model": model, "gpus": 1, "lengths": options.lengths, "settings": described(recipe, settings, folder)}
+    label = model if options.lengths == "equal" else f"{model}, {options.lengths} lengths"  # a row of its own
+    row = {"model": label, "gpus": 1, "settings": described(recipe, settings, folder)}
     rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in options.sides}
     for number in range(options.rounds):
         for name, side in options.sides.items():
@@ -336,7 +337,7 @@ def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     def texts(row: Mapping[str, Any]) -> Iterator[str]:
         for side, ratio in row["ratio"].items():
             target = next((target for trainer, target in TARGETS.items() if side.startswith(trainer)), 0.0)
-            if ratio < target and row["model"] != "toy":
+            if ratio < target and not row["model"].startswith("toy"):
                 yield f"{ratio:.2f} times the tokens per second of {side}, below {target:g}"
 
     return missed_by(rows, model_and_gpus, texts)

@@ -89,7 +89,7 @@ class MetricsLog(threading.Thread):
 
 
 def result(log: MetricsLog) -> dict[str, Any]:
-    """What the log says of each step; the seconds of the first are those since the log was opened."""
+    """Figures of each step in the log; the seconds of the first are those since the log was opened."""
     names = sorted({name for step in log.steps for name in step if name.startswith("timing_s/")})
     return {
         "seconds": [after - before for before, after in itertools.pairwise([log.opened, *log.ends])],

@@ -73,14 +73,15 @@ def main() -> int:
                 write_report(options.output, {"rows": rows})
     for command in options.scripts:
         reports: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+        scripts.append({"script": command, "figures": {}})
         for _ in range(options.rounds):
             for name, tree in trees.items():
                 reason, figures = figures_of(tree, command, options.work.resolve(), options.seconds)
                 failed |= bool(reason)
                 reports[name].append({"failed": reason} if reason else figures)
                 print(json.dumps({"script": command, "version": name, **reports[name][-1]}), flush=True)
-        scripts.append({"script": command, "figures": beside(reports)})
-        write_report(options.output, {"rows": rows, "scripts": scripts})
+                scripts[-1]["figures"] = beside(reports)
+                write_report(options.output, {"rows": rows, "scripts": scripts})
     return int(failed or any(slower(row["step_seconds"]) for row in rows))
 
 
