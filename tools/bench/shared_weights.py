@@ -111,12 +111,12 @@ def run_rank(options: argparse.Namespace) -> None:
     """One rank's part; rank 0 writes the report."""
     prepare_environment()
     join_world()
+    rank = dist.get_rank()  # an engine that is collected ends torch.distributed for the process
     result = measure(
         str(options.model), options.way, options.rows, options.length, options.repeats, options.kv_cache_gb
     )
-    if dist.get_rank() == 0:
+    if rank == 0:
         write_report(options.output / f"{options.way}.json", result)
-    dist.barrier()
 
 
 def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache_gb: float) -> dict[str, Any]:

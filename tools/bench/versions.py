@@ -8,7 +8,7 @@ Each version makes the shape by its own ``step_shapes.yaml`` and trains by its o
 responses are drawn as ``step.py`` says. Of each run the first step does not count. The output has the seconds of every
 step that counts and of its phases, by model and version, and the recipes; of a script, which is a benchmark as Python
 takes it (where it needs ranks, behind ``launch/torchrun.py --standalone --nproc-per-node 1``), every number of its
-report.
+report, or of each in the folder that it writes.
 """
 
 from __future__ import annotations
@@ -107,12 +107,14 @@ def one_run(tree: Path, model: str, steps: int, folder: Path, seconds: float) ->
 
 def figures_of(tree: Path, command: str, work: Path, seconds: float) -> tuple[str, dict[str, float]]:
     """Why a benchmark by the version in ``tree`` failed, and the numbers of its report, by their paths in it."""
-    work.mkdir(parents=True, exist_ok=True)
-    output = work / f"{tree.name}.json"
-    output.unlink(missing_ok=True)  # some keep the rows of an earlier run
+    shutil.rmtree(work / tree.name, ignore_errors=True)  # some keep the rows of an earlier run
+    output = work / tree.name / "report.json"  # some make a folder of it
+    output.parent.mkdir(parents=True)
     line = [*shlex.split(command), "--output", str(output)]
     reason = run("the benchmark", line, seconds, tree, with_package(tree, work))
-    return reason, dict(numbers_of(json.loads(output.read_text(encoding="utf-8")))) if output.exists() else {}
+    files = sorted(output.glob("*.json")) if output.is_dir() else [output] if output.exists() else []
+    read = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    return reason, dict(numbers_of(read if output.is_dir() else read.get("report", {})))
 
 
 def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
