@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from rlhf_megatron.recipe.health import HealthRuleSection
 
 # Each rank watches its own memory; all other metrics are the same on every rank, and rank 0 watches them.
-OWN_METRICS = ("memory/host_gb", "memory/gpu_gb")
+OWN_METRICS = ("memory/host_gb", "memory/gpu_gb", "memory/gpu_retries")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,4 +108,5 @@ DEFAULT_RULES = (
     _rule("network/busy_fraction", "above", 0.3, 5),
     _rule("memory/host_gb", "slope_above", 0.02, 10, window=60),
     _rule("memory/gpu_gb", "slope_above", 0.02, 10, window=60),
+    _rule("memory/gpu_retries", "slope_above", 1.0, 5, window=10),
 )

@@ -109,9 +109,12 @@ def _from_all_ranks(findings: list[Finding]) -> list[Finding]:
 
 def memory_metrics() -> dict[str, float]:
     """Memory of this rank now, in GB of 2^30 bytes: ``memory/host_gb``, the process's resident memory, and on a GPU
-    ``memory/gpu_gb``, all that is taken of the device (other libraries' and other processes' memory included)."""
+    ``memory/gpu_gb``, all that is taken of the device (other libraries' and other processes' memory included); and
+    ``memory/gpu_retries``, how often since the start torch gave back all that it had kept and asked the driver again.
+    """
     metrics = {"memory/host_gb": psutil.Process().memory_info().rss / GB}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         metrics["memory/gpu_gb"] = (total - free) / GB
+        metrics["memory/gpu_retries"] = float(torch.cuda.memory_stats()["num_alloc_retries"])
     return metrics
