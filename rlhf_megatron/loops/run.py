@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_megatron.errors import TransientRewardError
 from rlhf_megatron.hub import HubUnreachable
+from rlhf_megatron.loops.finished import finished_line
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import check_trackers
@@ -43,17 +44,17 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
     ``NOT_SAVED_STATUS``. Raises UserError for input that is not right, and where the result could not be written.
     """
     join_world(waiting_minutes(recipe.retry.hang_seconds))
+    folder = RunFolder(recipe.run_root, recipe.name)
+    recovery = RecoveryLog(folder.path)
+    status = _status_before(recipe, resume, recovery)
+    if status is not None:
+        leave_world()
+        return status
     import torch.distributed as dist
 
     from rlhf_megatron.planning.feasibility import check_architectures
     from rlhf_megatron.planning.model_folders import model_architecture, role_architectures
 
-    folder = RunFolder(recipe.run_root, recipe.name)
-    recovery = RecoveryLog(folder.path)
-    stopped = _stopped(recovery)
-    if stopped is not None:
-        leave_world()
-        return stopped
     if check_first:
         from rlhf_megatron.preflight.preflight import preflight
 
@@ -79,12 +80,21 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
     return status
 
 
-def _stopped(recovery: RecoveryLog) -> int | None:
-    """The exit status where torchrun has started the ranks again after the run has stopped; collective."""
+def _status_before(recipe: Recipe, resume: str, recovery: RecoveryLog) -> int | None:
+    """The exit status where torchrun has started the ranks again after the run has stopped, or the run is finished;
+    collective. Rank 0 decides, for another job may be writing."""
     import torch.distributed as dist
 
-    line = from_rank(recovery.has_stopped() if dist.get_rank() == 0 else None)
-    return _status_of_stop(line.get("saved", True)) if line else None
+    status = None
+    if dist.get_rank() == 0:
+        stopped = recovery.has_stopped()
+        finished = None if stopped else finished_line(recipe, resume, recovery)
+        if stopped:
+            status = _status_of_stop(stopped.get("saved", True))
+        elif finished:
+            print(finished, flush=True)
+            status = 0
+    return from_rank(status)
 
 
 def _status_of_stop(is_saved: bool) -> int:

@@ -1,4 +1,4 @@
-"""A job whose launcher is ft_launcher of nvidia-resiliency-ext: a rank that stands still, and a warning."""
+"""A job whose launcher is ft_launcher of nvidia-resiliency-ext: a rank that stands still, a warning, and its end."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def job(folder: Path, fault: str) -> Iterator[list[Command]]:
-    """Two nodes of a job, each launch/slurm/node.sh as srun starts it, with one rank."""
+def job(folder: Path, count: int, *keys: str, fault: str = "") -> Iterator[list[Command]]:
+    """The ``count`` nodes of a job, each launch/slurm/node.sh as srun starts it, with one rank."""
     port = free_port()
-    variables = [f"RLHF_MEGATRON_FAULT={fault}", f"TMPDIR={folder}", f"SLURM_JOB_ID={port}", "SLURM_JOB_NUM_NODES=2"]
+    variables = [f"RLHF_MEGATRON_FAULT={fault}", f"TMPDIR={folder}", f"SLURM_JOB_ID={port}"]
+    variables.append(f"SLURM_JOB_NUM_NODES={count}")
     node = ["bash", str(ROOT / "launch/slurm/node.sh"), "1", "3", "ft_launcher", str(SILENCE_SECONDS)]
-    node += [f"127.0.0.1:{port}", "", "", sys.executable, str(ROOT / TRAIN), "sft.yaml"]
+    node += [f"127.0.0.1:{port}", "", "", sys.executable, str(ROOT / TRAIN), "sft.yaml", *keys]
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(Command(["env", *variables, f"SLURM_NODEID={number}", *node], folder, warm=False))
-            for number in range(2)
+            for number in range(count)
         ]
 
 
 def test_a_rank_that_stands_still_is_killed_and_a_warning_of_the_job_has_the_run_saved(folder: Path) -> None:
     run = folder / "runs" / "whole"
-    with job(folder, fault="stop@update:15:1") as nodes:
+    with job(folder, 2, fault="stop@update:15:1") as nodes:
         wait_for(nodes[0], lambda: any(line["what"] == "resume" for line in decisions(run)))
         records = logged(run)
         wait_for(nodes[0], lambda: logged(run) > records + 3)
@@ -67,3 +68,11 @@ def test_a_rank_that_stands_still_is_killed_and_a_warning_of_the_job_has_the_run
     assert told == [("start", 0), ("restart", 14), ("resume", 10)] and lines[-1]["what"] == "stop"
     assert sorted(metrics_of(run)) == list(range(1, lines[-1]["step"] + 1))
     assert (run / "requeue").exists()
+
+    steps = lines[-1]["step"] + 1
+    for _ in ("to the end", "again, with nothing left to do"):
+        with job(folder, 1, f"steps={steps}") as [node]:
+            finished = node.finish().check()
+        assert decisions(run)[-1]["what"] == "done" and not (run / "requeue").exists()
+    assert f"all {steps} steps are done, and nothing is left" in finished.out
+    assert sorted(metrics_of(run)) == list(range(1, steps + 1))

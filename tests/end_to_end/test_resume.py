@@ -121,6 +121,20 @@ def test_old_checkpoints_go_and_the_newest_is_named(folder: Path, whole: dict[in
     assert (checkpoints / "latest").read_text() == "step-4\n"
 
 
+def test_a_finished_run_that_is_started_again_ends_without_its_models(
+    folder: Path, train: Callable[..., Finished], whole: dict[int, dict[str, float]]
+) -> None:
+    run, model = folder / "runs" / "whole", folder / "model"
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    model.rename(folder / "away")
+    try:
+        again = train()
+    finally:
+        (folder / "away").rename(model)
+    assert again.out.startswith(f"runs/whole: all {STEPS} steps are done, and nothing is left to write: for more raise")
+    assert again.out.count("\n") == 1 and {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
 def test_a_checkpoint_becomes_the_exported_model(folder: Path, whole: dict[int, dict[str, float]]) -> None:
     convert = ["checkpoint-to-hf", f"--input=runs/whole/checkpoints/step-{STEPS}", "--dtype=float32"]
     python("tools/convert.py", *convert, "--output=converted", folder=folder).check()

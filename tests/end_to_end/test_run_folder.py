@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from transformers import AutoTokenizer
 
 from end_to_end.commands import Command, python, torchrun
 from end_to_end.runs import SUPERVISED, TRAIN, decisions, logged, make_model, make_sums, metrics_of, wait_for
+
+MORE = "for more raise steps; for a new run use another name, or --resume none"
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +122,18 @@ def test_an_export_that_fails_beside_a_checkpoint_is_made_by_the_next_attempt(
     with train(folder, "again", "steps=6", *exports, restarts=1) as command:
         finished = command.finish().check()
     assert "the last step was not exported: " in finished.err and "goes on from step 6" in finished.err
-    assert "no step is left: for more raise steps" in finished.out
+    assert f"no step is left: {MORE}" in finished.out
     told = [(line["what"], line["step"]) for line in decisions(run)]
     assert told == [("start", 0), ("fault", None), ("restart", 6), ("resume", 6), ("done", 6)]
+    with train(folder, "again", "steps=6", *exports) as command:  # it could not export here
+        again = command.finish().check().out
+    assert again == f"runs/again: all 6 steps are done, and nothing is left to write: {MORE}\n"
+    assert len(decisions(run)) == len(told)
+    # What has gone meanwhile is made again.
+    monkeypatch.delenv("RLHF_MEGATRON_FAULT")
+    shutil.rmtree(run / "export")
+    with train(folder, "again", "steps=6", *exports) as command:
+        assert f"no step is left: {MORE}" in command.finish().check().out
     # A checkpoint is converted into the same folder.
     convert = ("checkpoint-to-hf", "--input=runs/again/checkpoints/step-6", "--output=converted", "--dtype=float32")
     python("tools/convert.py", *convert, folder=folder).check()
