@@ -113,7 +113,7 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         ([f"{ACTOR}.clip_ratio_high=0.28"], "algorithm.clip_ratio_low", 0.2),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4"], "algorithm.clip_ratio_low", 3e-4),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "algorithm.clip_ratio_dual", None),
-        # verl's function of this loss aggregates as it is told to, that of the next one by itself.
+        # verl 0.9.1's function of this loss aggregates as it is told to, that of the next one by itself.
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "algorithm.loss_aggregation", "token_mean"),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
          "algorithm.loss_aggregation", "sequence_mean_token_mean"),
@@ -131,8 +131,9 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
          "algorithm.loss_constant", 4096),
         # verl's dataloader gives batches of this size, 4096 // 2048 of them an epoch.
         (["algorithm.filter_groups.enable=True", "data.gen_batch_size=2048", "trainer.total_epochs=3"], "steps", 6),
+        # agent_loop.py takes config.val_kwargs.temperature, and do_sample is read by nothing.
         ([f"{ROLLOUT}.val_kwargs.temperature=0.6", f"{ROLLOUT}.val_kwargs.do_sample=False"],
-         "evaluation.temperature", 0.0),
+         "evaluation.temperature", 0.6),
         ([], "actor.recompute.granularity", "full"),
         (["actor_rollout_ref.actor.strategy=megatron"], "actor.recompute.granularity", "none"),
         ([f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.policy_loss.ppo_kl_coef=1"],
@@ -175,7 +176,9 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
          {"enable_thinking": False}),
         ([f"{ACTOR}.ppo_max_token_len_per_gpu=20000"], "actor.tokens_per_gpu", 20000),
         ([f"{ACTOR}.fsdp_config.param_offload=True"], "actor.offload.gradients", True),
-        ([f"{ACTOR}.megatron.param_offload=True"], "actor.offload.gradients", False),
+        ([f"{ACTOR}.megatron.param_offload=True"], "actor.offload.gradients", True),
+        ([f"{ACTOR}.megatron.param_offload=True", f"{ACTOR}.megatron.grad_offload=False"], "actor.offload.gradients",
+         False),
         ([f"{ACTOR}.ulysses_sequence_parallel_size=4"], "actor.cp_comm_type", "a2a"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=True"], "actor.recompute.granularity", "full"),
         ([f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=full",
@@ -290,6 +293,8 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
         ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "the deviation is that of responses"),
         (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "tokens are chosen in the whole minibatch"),
         (f"{ACTOR}.use_rollout_log_probs=True", "read by verl 0.7 alone"),
+        (f"{ACTOR}.policy_loss.loss_mode=gspo", "verl before 0.9.1 averages gspo by sequences"),
+        (f"{ROLLOUT}.val_kwargs={{do_sample: false, temperature: 0.6}}", "verl since 0.7 reads the temperature alone"),
         ("algorithm.rollout_correction.rollout_is=token", "weights are of KL and entropy too"),
     ],
 )
@@ -368,6 +373,12 @@ def test_columns_of_images_and_agents_are_refused_where_the_files_have_them(
         pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], column: ["b"]}), tmp_path / "train.parquet")
         files = [f"data.train_files={tmp_path / 'train.parquet'}", "data.image_key=images"]
         translated(tmp_path, capsys, *PLAIN, *files, status=status)
+
+
+def test_options_of_python_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-u", "-X", "faulthandler", "-m", "recipe.dapo.main_dapo"]
+    recipe, _, err = translated(tmp_path, capsys, *options, *PLAIN, f"{ROLLOUT}.n=3")
+    assert recipe.batch.responses_per_prompt == 3 and "trainer of its own" not in err
 
 
 def test_trainers_with_rollouts_ahead_have_gpus_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, help="rows of the training files, where they are not on this machine")
     parser.add_argument("--plan", action="store_true", help="write the layout that launch/plan.py finds")
     parser.add_argument("-m", dest="module", default="verl.trainer.main_ppo", help="verl's trainer; default: main_ppo")
+    parser.add_argument("-u", action="store_true", help="Python's, without effect here")
+    parser.add_argument("-X", metavar="OPTION", help="Python's, without effect here")
     parser.add_argument("--config-path", help="Hydra's; other files than verl's own need hydra-core")
     parser.add_argument("--config-name", help="Hydra's")
     options, words = parser.parse_known_args(arguments)

@@ -105,6 +105,9 @@ def _aggregation(command: Command, loss: str | None) -> str | None:
     """Loss aggregation: in two losses of verl's by sequences, whatever loss_agg_mode says."""
     aggregation = command.choose(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS)
     by_sequences = AGGREGATIONS["seq-mean-token-mean"]
+    if loss == "gspo" and aggregation != by_sequences:
+        text = f"verl before 0.9.1 averages gspo by sequences whatever this says: loss_aggregation: {by_sequences}"
+        command.remark(f"{ACTOR}.loss_agg_mode", text)
     if loss not in ("gmpo", "sapo"):
         return aggregation
     has_others = command.take(f"{ACTOR}.use_kl_loss", False) or command.number(f"{ACTOR}.entropy_coeff", 0)

@@ -253,12 +253,13 @@ def put_sharded_layout(command: Command, tree: Tree, role: str) -> None:
 
 
 def put_offload(command: Command, tree: Tree, role: str) -> None:
-    """The parts that leave the GPU between phases. FSDP has no gradients then, so they leave with its weights."""
-    for part, of_megatron, of_fsdp in (
-        ("parameters", "param", "param"), ("gradients", "grad", "param"), ("optimizer", "optimizer", "optimizer")
-    ):  # fmt: skip
-        fsdp = [f"{role}.{engine}.{of_fsdp}_offload" for engine in ENGINES]
-        keys = [f"{role}.megatron.{of_megatron}_offload"] if command.is_of_megatron else fsdp
+    """The parts that leave the GPU between phases. Gradients leave with the weights: FSDP has none then, and Megatron
+    releases them from verl 0.9.1 on, which has no key for them."""
+    for part, name in (("parameters", "param"), ("gradients", "param"), ("optimizer", "optimizer")):
+        keys = [f"{role}.{engine}.{name}_offload" for engine in ENGINES]
+        if command.is_of_megatron:
+            of_gradients = [f"{role}.megatron.grad_offload"] if part == "gradients" else []
+            keys = [*of_gradients, f"{role}.megatron.{name}_offload"]
         tree.put(f"{ROLES[role]}.offload.{part}", command.first(*keys))
 
 

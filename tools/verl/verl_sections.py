@@ -277,8 +277,9 @@ def put_operations(command: Command, tree: Tree) -> None:
     every, save = command.number("trainer.test_freq", -1), command.number("trainer.save_freq", -1)
     put("evaluation.interval", max(0, every) if tree["data"]["validation_files"] else 0)
     temperature = command.number(f"{ROLLOUT}.val_kwargs.temperature", 0)
-    temperature = temperature if take(f"{ROLLOUT}.val_kwargs.do_sample", temperature > 0) else 0
     put("evaluation.temperature", temperature)
+    if not take(f"{ROLLOUT}.val_kwargs.do_sample", True) and temperature:
+        command.remark(f"{ROLLOUT}.val_kwargs.do_sample", "verl since 0.7 reads the temperature alone, which is taken")
     if not temperature and tree["evaluation"]["samples_per_prompt"] > 1:
         command.remark(f"{ROLLOUT}.val_kwargs.n", "at temperature 0 all are the same, and so one is written")
         put("evaluation.samples_per_prompt", 1)
