@@ -8,9 +8,11 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import peer as bench
+import peer_learning
 import peer_reward
 import peer_settings
 import peer_verl
@@ -54,12 +56,13 @@ def test_both_sides_take_the_same_tokens(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(record["rows"])
 
 
+@pytest.mark.parametrize("script", [bench, peer_learning])
 def test_without_trl_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["peer.py"])
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    assert bench.main() == 2
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert script.main() == 2
     assert capsys.readouterr().err == 'TRL is not installed: pip install -e ".[peer]"\n'
 
 
@@ -107,6 +110,46 @@ def test_trl_is_asked_for_the_work_of_the_recipe(tmp_path: Path) -> None:
     changed = peer_settings.trl_settings(recipe, "toy", ["optim=null", "per_device_train_batch_size=6"], on_gpu=False)
     assert changed["arguments"] == asked | {
         "optim": None, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1
+    }  # fmt: skip
+
+
+def test_both_learn_with_the_same_hyper_parameters(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": str(number)}], "number": number} for number in range(12)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    changed = [f"data.train_files=[{tmp_path}/train.parquet]", f"model.path={tmp_path}", "batch.prompts_per_step=8"]
+    changed.append("batch.minibatch_prompts=8")
+    options = argparse.Namespace(recipe=ROOT / "recipes/tiny_grpo.yaml", set=changed, steps=2, work=tmp_path)
+    tasks = [peer_learning.task_of(options, seed) for seed in (1, 2)]
+    orders = [pyarrow.parquet.read_table(task.recipe.data.train_files[0])["number"].to_pylist() for task in tasks]
+    assert [len(set(order)) for order in orders] == [12, 12] and [len(order) for order in orders] == [16, 16]
+    assert orders[0] != orders[1]
+    recipe, asked = tasks[0].recipe, tasks[0].settings("trl")["arguments"]
+    assert recipe.batch.minibatch_prompts == 8 and asked["gradient_accumulation_steps"] * 64 == 64
+    assert (recipe.algorithm.kl_coef, asked["beta"]) == (0.0, 0.0)
+    assert asked["learning_rate"] == recipe.actor.optimizer.learning_rate == 2e-4
+    assert asked["lr_scheduler_type"] == recipe.actor.optimizer.schedule == "constant"
+    assert (asked["adam_beta2"], asked["epsilon_high"]) == (0.99, 0.28)
+    assert asked["generation_kwargs"] == {} and asked["model_init_kwargs"] == {"dtype": "float32"}
+
+
+def test_a_summary_says_what_was_gained_in_a_minute() -> None:
+    runs = [
+        {
+            "side": "ours",
+            "seed": seed,
+            "held_out": {"accuracy": accuracy},
+            "start_seconds": 30.0,
+            "step_seconds": [15.0] * 2,
+        }
+        for seed, accuracy in ((1, 0.75), (2, 1.0))
+    ]
+    rows = peer_learning.rows_beside([*runs, {"side": "trl", "seed": 1, "failed": "no"}], runs[0])
+    assert [(row["side"], row["seed"]) for row in rows] == [("ours", 1), ("ours", 2), ("trl", 1)]
+    assert peer_learning.summary(rows, {"accuracy": 0.5}) == {
+        "ours": {
+            "seeds": 2, "accuracy": 0.875, "accuracy_min": 0.75, "accuracy_max": 1.0,
+            "minutes": 1.0, "minutes_of_steps": 0.5, "points_per_minute": 37.5,
+        }
     }  # fmt: skip
 
 

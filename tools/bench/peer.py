@@ -225,9 +225,9 @@ def settings_of(side: Side, recipe: RLRecipe, model: str, folder: Path) -> dict[
     if side.trainer == "ours":
         own = load_rl(folder / "recipe.yaml", side.overrides)
         return {"recipe": own.model_dump(mode="json"), "old_logprobs": own.old_logprobs}
-    if side.trainer == "trl":
-        return trl_settings(recipe, model, side.overrides, torch.cuda.is_available())
     reward = str(HERE / "peer_reward.py")
+    if side.trainer == "trl":
+        return trl_settings(recipe, model, side.overrides, torch.cuda.is_available()) | {"reward": reward}
     return verl_settings(recipe, model, side.engine, side.overrides, str(folder), reward)
 
 

@@ -52,7 +52,8 @@ def train(recipe: str) -> dict[str, Any]:
             counted.append(tokens)
 
     run = set_up(load_rl(recipe), resume="none", recorder_class=TimedRecorder)
-    run_rl(run)
+    result = run_rl(run)
+    run.exports.write_last(result.saved_step)  # where the recipe asks for it, behind what is timed
     run.close()
     steps = list(itertools.pairwise(ends))
     return {

@@ -2,10 +2,10 @@
 
     python tools/bench/peer_trl.py SETTINGS.json OUTPUT.json
 
-The settings: ``arguments`` for GRPOConfig, the ``model`` folder, the ``prompts`` (a parquet file), the
-``prompt_length`` in tokens, and ``engine``, which are arguments for vLLM that
-GRPOConfig has no name for. The output: the seconds of each step, also those of the CPU, and the tokens
-that TRL counted in it.
+The settings: ``arguments`` for GRPOConfig, the ``model`` folder, the ``prompts`` (a parquet file), the ``reward`` (a
+file with ``compute_score``), and ``engine``, which are arguments for vLLM that GRPOConfig has no name for; where given,
+the ``prompt_length`` in tokens that all prompts must have, and ``export``, a folder for the model in the end. The
+output: of each step the seconds, also those of the CPU, the tokens that TRL counted and, where it logs, the reward.
 
 On GPUs TRL runs as it comes. Without one, ``adapt_to_cpus`` patches vLLM as the project patches its own engine, and
 ``pass_to_engine`` tells it the model's type, the size of its cache and to compile nothing: ours runs with the same.
@@ -18,14 +18,14 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
-from peer_reward import compute_score
 
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
+from rlhf_megatron.user_files import run_file
 
 
 def train(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def train(settings: Mapping[str, Any]) -> dict[str, Any]:
             self.cpu: list[float] = []
             self.tokens: list[float] = []
             self.first_step_ended = 0.0
+            self.rewards: list[float] = []
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self._read(0)
@@ -50,6 +51,10 @@ def train(settings: Mapping[str, Any]) -> dict[str, Any]:
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             self._read(state.num_input_tokens_seen)
             self.first_step_ended = self.first_step_ended or time.time()
+
+        def on_log(self, *_: Any, logs: Mapping[str, float], **__: Any) -> None:
+            if "reward" in logs:
+                self.rewards.append(logs["reward"])
 
         def _read(self, tokens: float) -> None:
             if torch.cuda.is_available():
@@ -60,21 +65,28 @@ def train(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     rows = pyarrow.parquet.read_table(settings["prompts"]).to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-    check_lengths(tokenizer, rows, settings["prompt_length"])
+    if "prompt_length" in settings:
+        check_lengths(tokenizer, rows, settings["prompt_length"])
     clock = Clock()
     trainer = GRPOTrainer(
         model=settings["model"],
         args=GRPOConfig(**settings["arguments"]),
-        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"], "row": row} for row in rows]),
         processing_class=tokenizer,
-        reward_funcs=reward,
+        reward_funcs=reward_of(Path(settings["reward"])),
         callbacks=[clock],
     )
     trainer.train()
+    if "export" in settings:
+        trainer.save_model(settings["export"])
     readings: dict[str, list[float]] = {"seconds": clock.ends, "cpu_seconds": clock.cpu, "tokens": clock.tokens}
     return {
         name: [after - before for before, after in itertools.pairwise(values)] for name, values in readings.items()
-    } | {"threads": torch.get_num_threads(), "first_step_ended": clock.first_step_ended}
+    } | {
+        "threads": torch.get_num_threads(),
+        "first_step_ended": clock.first_step_ended,
+        "rewards": clock.rewards,
+    }
 
 
 def check_lengths(tokenizer: Any, rows: Sequence[Mapping[str, Any]], length: int) -> None:
@@ -85,9 +97,20 @@ def check_lengths(tokenizer: Any, rows: Sequence[Mapping[str, Any]], length: int
             raise ValueError(f"a prompt has {len(ids)} tokens and not {length}")
 
 
-def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_: Any) -> list[float]:
-    """``peer_reward.py`` in the form that TRL calls."""
-    return [compute_score("", messages[-1]["content"], "", {}) for messages in completions]
+def reward_of(file: Path) -> Callable[..., list[float]]:
+    """A file's ``compute_score``, which ours calls as it is, in the form that TRL calls."""
+    module = run_file(file, "reward")
+    assert module is not None, file
+
+    def reward(
+        completions: Sequence[Sequence[Mapping[str, str]]], row: Sequence[dict[str, Any]], **_: Any
+    ) -> list[float]:
+        return [
+            module.compute_score(each["data_source"], messages[-1]["content"], each["reward_model"]["ground_truth"], {})
+            for messages, each in zip(completions, row, strict=True)
+        ]
+
+    return reward
 
 
 def adapt_to_cpus() -> None:
