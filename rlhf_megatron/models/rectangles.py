@@ -7,7 +7,7 @@ their weights with. Nothing here touches a tensor.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from rlhf_megatron.models.description import Architecture
@@ -83,11 +83,19 @@ def _attention_blocks(
 def slot_blocks(
     a: Architecture, shapes: Shapes, slot: Slot, parts: int, part: int, *, repeats: bool
 ) -> Iterator[Block]:
-    """Yield the blocks of one Hugging Face tensor on tensor rank ``part`` of ``parts``; ``repeats`` as in vLLM."""
-    first, stop = slot.rows or (0, shapes[slot.tensor][0])
-    for block in _blocks(a, (stop - first, *shapes[slot.tensor][1:]), slot, parts, part, repeats=repeats):
+    """Return the blocks of one Hugging Face tensor on tensor rank ``part`` of ``parts``; ``repeats`` as in vLLM."""
+    shape = shapes[slot.tensor]
+    if slot.rows is None:
+        return _blocks(a, shape, slot, parts, part, repeats=repeats)
+    first, stop = slot.rows
+    return _moved(_blocks(a, (stop - first, *shape[1:]), slot, parts, part, repeats=repeats), first)
+
+
+def _moved(blocks: Iterable[Block], rows: int) -> Iterator[Block]:
+    """Yield ``blocks`` with regions that begin so many ``rows`` further down their tensors."""
+    for block in blocks:
         (start, stop), *rest = block.region
-        yield block._replace(region=((first + start, first + stop), *rest))
+        yield block._replace(region=((rows + start, rows + stop), *rest))
 
 
 def _blocks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -42,8 +42,15 @@ def wanted_items(
         for block in blocks:
             for region, holders in held(block.tensor):
                 common = intersect(region, block.region)
-                if common is not None:
-                    _add(found, Item(block.tensor, common, holders, {shard: block}), adds)
+                if common is None:
+                    continue
+                number = 0
+                while (item := found.get((block.tensor, common, number))) is not None and shard in item.wanted:
+                    number += 1
+                if item is not None:
+                    item.wanted[shard] = block
+                elif adds:
+                    found[block.tensor, common, number] = Item(block.tensor, common, holders, {shard: block})
     return [item for item in found.values() if first is None or first in item.wanted]
 
 
@@ -52,8 +59,10 @@ def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
     bounds: dict[str, tuple[int, int, int, int]] = {}
     for block in wanted:
         (top, bottom), (left, right) = block.region[0], block.region[-1]
-        at = bounds.get(block.tensor, (top, bottom, left, right))
-        bounds[block.tensor] = min(at[0], top), max(at[1], bottom), min(at[2], left), max(at[3], right)
+        at = bounds.get(block.tensor)
+        if at is not None:
+            top, bottom, left, right = min(at[0], top), max(at[1], bottom), min(at[2], left), max(at[3], right)
+        bounds[block.tensor] = top, bottom, left, right
     found = []
     for block in blocks:
         near = bounds.get(block.tensor)
@@ -64,27 +73,13 @@ def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
     return found
 
 
-def _add(found: dict[tuple[str, Region, int], Item], new: Item, adds: bool) -> None:
-    """Notes who wants ``new`` besides, in the first such item that its shard is not in; makes one where it ``adds``."""
-    ((shard, block),) = new.wanted.items()
-    for number in itertools.count():
-        item = found.get((new.tensor, new.region, number))
-        if item is None:
-            if adds:
-                found[new.tensor, new.region, number] = new
-            return
-        if shard not in item.wanted:
-            item.wanted[shard] = block
-            return
-
-
 def grouped(items: Iterable[Item]) -> Groups:
     """Items by the shards that hold and want them, each group in an order that all ranks find."""
     groups: Groups = defaultdict(list)
     for item in items:
         groups[tuple(item.holders), tuple(sorted(item.wanted))].append(item)
     for group in groups.values():
-        group.sort(key=lambda item: item[:2])
+        group.sort(key=operator.itemgetter(0, 1))
     return groups
 
 

@@ -7,13 +7,15 @@ transfer find the same pieces in the same order without a word to each other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from rlhf_megatron.garbage_collection import without_garbage_collection
 from rlhf_megatron.models.rectangles import elements, intersect
-from rlhf_megatron.models.weight_map import Block, Region, layer_of
+from rlhf_megatron.models.weight_map import Block, Region
 from rlhf_megatron.regather.demand import Item, Shard, Shards, deal, grouped, touching, wanted_items
 from rlhf_megatron.regather.sources import Shares, share_demand
 
@@ -44,22 +46,13 @@ class Copy(NamedTuple):
 class ShardSpec:
     """One end of a regathering: which ranks have which blocks.
 
-    Ranks with the same blocks (data-parallel ones, replicas of a rollout) form a shard. Its blocks are made when they
-    are asked for: there are fewer shards than ranks, and a plan looks at one after the other.
+    Ranks with the same blocks (data-parallel ones, replicas of a rollout) form a shard, of which there are fewer than
+    ranks. Its blocks are made once, when they are first asked for: a plan needs most of them more than once.
     """
 
-    def __init__(
-        self,
-        shard_of: Mapping[int, Shard],
-        blocks_of: Callable[[Shard], Sequence[Block]],
-        blocks_in: Callable[[Shard, set[int]], Sequence[Block]] | None = None,
-    ) -> None:
-        """``shard_of`` names the shard of each rank, ``blocks_of`` gives a shard's blocks, always in one order.
-
-        ``blocks_in`` gives those of some decoder layers and of none, in the same order, where that is less work.
-        """
-        self.shard_of, self.blocks_of = dict(shard_of), blocks_of
-        self.blocks_in = blocks_in or (lambda shard, layers: blocks_of(shard))
+    def __init__(self, shard_of: Mapping[int, Shard], blocks_of: Callable[[Shard], Sequence[Block]]) -> None:
+        """``shard_of`` names the shard of each rank, ``blocks_of`` gives a shard's blocks, always in one order."""
+        self.shard_of, self.blocks_of = dict(shard_of), functools.cache(blocks_of)
         self.ranks: dict[Shard, list[int]] = defaultdict(list)
         for rank in sorted(self.shard_of):
             self.ranks[self.shard_of[rank]].append(rank)
@@ -139,6 +132,7 @@ class RankPlan:
 Index = dict[str, dict[Region, dict[Shard, Block]]]
 
 
+@without_garbage_collection()
 def plan_regather(sources: ShardSpec, destinations: ShardSpec, rank: int, hosts: Sequence[int] | int = 8) -> RankPlan:
     """Plans what ``rank`` sends, receives and copies within itself, so that every destination gets each element once.
 
@@ -250,8 +244,11 @@ def _receives(
 def _check_sources(index: Index, wanted: Sequence[Block], rank: int) -> None:
     """Raises PlanError where an element of ``wanted`` is held by nobody."""
     for block in wanted:
-        parts = (intersect(region, block.region) for region in index.get(block.tensor, {}))
-        covered = sum(elements(part) for part in parts if part is not None)
+        covered = 0
+        for region in index.get(block.tensor, ()):
+            common = intersect(region, block.region)
+            if common is not None:
+                covered += elements(common)
         if covered != elements(block.region):
             raise PlanError(
                 f"{block.tensor}{list(block.region)} for rank {rank}: {covered} of {elements(block.region)} elements "
@@ -264,14 +261,13 @@ def _sends(index: Index, shares: HostShares, own: Sequence[Block], rank: int) ->
     mine: dict[str, list[Block]] = defaultdict(list)
     for block in own:
         mine[block.tensor].append(block)
-    layers = {layer for tensor in mine if (layer := layer_of(tensor)) is not None}
     held_by, wanted_by = shares.sources.shard_of, shares.destinations.shard_of
 
-    def held(tensor: str) -> Iterator[tuple[Region, Mapping[Shard, Block]]]:
-        return ((block.region, index[tensor][block.region]) for block in mine.get(tensor, ()))
+    def held(tensor: str) -> list[tuple[Region, Mapping[Shard, Block]]]:
+        return [(block.region, index[tensor][block.region]) for block in mine.get(tensor, ())]
 
     for mix in shares.mixes:
-        wanted = ((shard, shares.destinations.blocks_in(shard, layers)) for shard in mix)
+        wanted = ((shard, shares.destinations.blocks_of(shard)) for shard in mix)
         for (holders, wanting), group in grouped(wanted_items(wanted, held)).items():
             near, far = shares.of(holders, wanting, mix)
             for legs in (*near.values(), *far.values()):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.lora import Adaptation, adapter_blocks, adapter_layout, adapter_ranks
-from rlhf_megatron.models.weight_map import Block, Implementation, layer_of, megatron_blocks, rollout_blocks
+from rlhf_megatron.models.weight_map import Block, Implementation, megatron_blocks, rollout_blocks
 from rlhf_megatron.regather.demand import Shard
 from rlhf_megatron.regather.plan import ShardSpec
 from rlhf_megatron.topology.layout import Layout
@@ -54,18 +54,8 @@ def rollout_shards(
     """
     shard_of = {rank: position % tensor for position, rank in enumerate(ranks)}
     if learned is not None:
-        return ShardSpec(
-            shard_of,
-            lambda shard: learned[shard],
-            lambda shard, layers: [
-                block for block in learned[shard] if layer_of(block.tensor) in layers or layer_of(block.tensor) is None
-            ],
-        )
-    return ShardSpec(
-        shard_of,
-        lambda shard: rollout_blocks(architecture, tensor, shard, expert_parallel),
-        lambda shard, layers: rollout_blocks(architecture, tensor, shard, expert_parallel, layers),
-    )
+        return ShardSpec(shard_of, learned.__getitem__)
+    return ShardSpec(shard_of, lambda shard: rollout_blocks(architecture, tensor, shard, expert_parallel))
 
 
 def parameter_shapes(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:

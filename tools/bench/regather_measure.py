@@ -26,7 +26,7 @@ from rlhf_megatron.models.weight_map import Block
 from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.execute import Regather
 from rlhf_megatron.regather.peer_memory import map_peers
-from rlhf_megatron.regather.plan import RankPlan, plan_regather
+from rlhf_megatron.regather.plan import RankPlan, ShardSpec, plan_regather
 from rlhf_megatron.regather.shard_specs import parameter_shapes, rollout_shards, trainer_shards
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.world import join_world, leave_world
@@ -145,13 +145,19 @@ def measure_case(
 ) -> dict[str, Any]:
     """Times in seconds, the slowest rank's; bytes of the rank that moves most. ``link``, ``copy``: bytes per second."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    sources = trainer_shards(architecture, case.layout, range(world))
-    wanted = rollout_shards(architecture, case.tensor, range(world), case.expert_parallel)
+
+    def ends() -> tuple[ShardSpec, ShardSpec]:
+        return (
+            trainer_shards(architecture, case.layout, range(world)),
+            rollout_shards(architecture, case.tensor, range(world), case.expert_parallel),
+        )
+
+    plan_seconds = timed(lambda: plan_regather(*ends(), rank, hosts=world), device, REPEATS)
+    row = {"plan_seconds": plan_seconds, "link_gb_per_sec": link / 1e9, "copy_gb_per_sec": copy / 1e9}
+    sources, wanted = ends()
+    plan = plan_regather(sources, wanted, rank, hosts=world)
     held = random_shard(sources.blocks(rank), device)
     targets = empty_shard(wanted.blocks(rank), device)
-    started = time.perf_counter()
-    plan = plan_regather(sources, wanted, rank, hosts=world)
-    row = {"plan_seconds": time.perf_counter() - started, "link_gb_per_sec": link / 1e9, "copy_gb_per_sec": copy / 1e9}
     row |= measure_regather(plan, held, targets, device)
     received, sent = plan.bytes_received(DTYPE.itemsize), plan.bytes_sent(DTYPE.itemsize)
     kept = plan.bytes_kept(DTYPE.itemsize)

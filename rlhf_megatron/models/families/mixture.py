@@ -39,6 +39,7 @@ class ExpertNames:
 
 
 USUAL_NAMES = ExpertNames()
+_LINEAR_LAYERS = ("linear_fc1", "linear_fc2")
 # Transformer Engine keeps the experts of a rank together.
 _MEGATRON_NAMES: dict[Implementation, str] = {
     "local": "mlp.experts.local_experts.{expert}.{linear}.{kind}",
@@ -156,15 +157,15 @@ def megatron_experts(
         if kinds[index].feed_forward != "experts":
             continue
         for number in range(held):
-            (gate_up, gate_up_bias), (down, down_bias) = (
-                [prefix + name.format(expert=number, linear=linear, kind=kind) for kind in ("weight", "bias")]
-                for linear in ("linear_fc1", "linear_fc2")
+            gate_up, down = (
+                prefix + name.format(expert=number, linear=linear, kind="weight") for linear in _LINEAR_LAYERS
             )
             expert = coordinates.expert * held + number
             parts, part = layout.expert_parts, coordinates.tensor
             yield from _expert_blocks(a, names, index, expert, parts, part, (gate_up, 0), (down, 0))
             if a.experts.biased:
-                yield from _bias_blocks(a, names, index, expert, gate_up_bias, down_bias)
+                biases = (prefix + name.format(expert=number, linear=linear, kind="bias") for linear in _LINEAR_LAYERS)
+                yield from _bias_blocks(a, names, index, expert, *biases)
 
 
 def rollout_experts(
