@@ -10,13 +10,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlhf_megatron.errors import ModelError
+from rlhf_megatron.garbage_collection import without_garbage_collection
 from rlhf_megatron.models.architecture import Architecture, read_config, wrapped_language
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.learned_map import check_all_is_read, check_all_is_written, rank_blocks
 from rlhf_megatron.models.map_files import FOLDER, map_file, write_map
 from rlhf_megatron.models.stacked import stored_tensors
 from rlhf_megatron.models.weight_map import Block, has_rollout_table, stacked_tensors, stays_float32, tensor_shapes
-from rlhf_megatron.topology.exchange import gather_objects, refused_by_all
+from rlhf_megatron.topology.exchange import from_rank, refused_by_all
 
 
 def learned_rollout_blocks(
@@ -48,8 +49,7 @@ def learned_rollout_blocks(
     with refused_by_all():
         if dist.get_rank() in first:
             own = _blocks_of(architecture, first.index(dist.get_rank()), folder, tensor, expert_parallel, dtype)
-    gathered = gather_objects(own)
-    learned = [gathered[rank] for rank in first]
+    learned = [from_rank(own, rank) for rank in first]
     check_all_is_read(learned, shapes, str(folder))
     if dist.get_rank() == first[0]:
         _remember(learned, folder, tensor, expert_parallel, Path(run_root))
@@ -68,6 +68,7 @@ def learn_without_ranks(
     _remember(learned, folder, tensor, expert_parallel, Path(run_root))
 
 
+@without_garbage_collection()
 def _blocks_of(
     architecture: Architecture, rank: int, folder: str | Path, tensor: int, expert_parallel: bool, dtype: str
 ) -> list[Block]:

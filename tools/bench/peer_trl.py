@@ -116,9 +116,10 @@ def reward_of(file: Path) -> Callable[..., list[float]]:
 def adapt_to_cpus() -> None:
     """Sets up vLLM without a GPU, on both sides alike: the environment, and weights that can be written in place."""
     prepare_environment()
-    from rlhf_megatron.compat.vllm import cpu
+    from rlhf_megatron.compat.vllm import cpu, model_inspection
 
     cpu.install()
+    model_inspection.inspect_models_in_this_process()
 
 
 def pass_to_engine(arguments: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ def install() -> None:
     """Patch vLLM for this process; call it before an engine is made. Idempotent."""
     # It says that Triton has no CPU backend, before its own log level is in force.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
-    inspect_models_in_this_process()
     keep_weights_unpacked()
     keep_experts_unpacked()
     correct_choices_without_groups()
@@ -29,19 +28,6 @@ def install() -> None:
     turn_heads_apart()
     keep_latent_weights_unpacked()
     import_qwen3_5_without_torchvision()
-
-
-@patch(
-    *PACKAGES,
-    **KNOWN,
-    why="vLLM inspects a model's class in a process of its own, so that CUDA stays untouched, and caches what it saw; "
-    "where it has no cache that process imports all of vLLM: ten seconds on every rank",
-)
-def inspect_models_in_this_process() -> None:
-    """Inspect models in this process."""
-    import vllm.model_executor.models.registry as registry
-
-    registry._run_in_subprocess = lambda look: look()
 
 
 @patch(

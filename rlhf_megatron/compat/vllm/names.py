@@ -175,8 +175,9 @@ NAMES = (
     PrivateName(_LOADER + ".base_loader", "BaseModelLoader.load_model", "our loader"),
     PrivateName(_LOADER + ".base_loader", "BaseModelLoader.load_weights", "our loader"),
     PrivateName(_LOADER + ".base_loader", "BaseModelLoader.download_model", "our loader"),
-    # Machines without a GPU (compat.vllm.cpu).
+    # The model's class, looked at without a further process (compat.vllm.model_inspection).
     PrivateName("vllm.model_executor.models.registry", "_run_in_subprocess(fn)", "models inspected in this process"),
+    # Machines without a GPU (compat.vllm.cpu).
     PrivateName(
         _LAYERS + "utils", "dispatch_cpu_unquantized_gemm(layer, remove_weight)", "weights on CPUs stay unpacked"
     ),

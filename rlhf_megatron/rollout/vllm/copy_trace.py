@@ -12,14 +12,14 @@ models/learned_map.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 _SAME_VALUES = {
@@ -96,6 +96,20 @@ def _offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of an operation's arguments or results, which are in lists at most."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+@functools.cache
+def _changes_inputs(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
 class CopyRecorder(TorchDispatchMode):
     """Watches a loader; read its attributes when it is done.
 
@@ -126,40 +140,41 @@ class CopyRecorder(TorchDispatchMode):
         if func is aten.copy_.default and (_storage(args[0]) in self._parameters or self._comes_from_a_probe(args[1])):
             self._record_copy(args[0], args[1])
             return args[0]
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        written = args[0] if func._schema.is_mutable and args and isinstance(args[0], Tensor) else None
+        written = args[0] if _changes_inputs(func) and args and isinstance(args[0], Tensor) else None
         if written is not None and _storage(written) in self._parameters:
-            self._record_write(func, args, written, any(map(self._comes_from_a_probe, inputs[1:])))
+            others = _tensors((*args[1:], *kwargs.values()))
+            self._record_write(func, args, written, any(map(self._comes_from_a_probe, others)))
             return written
         result = func(*args, **kwargs)
-        if written is not None and self._comes_from_a_probe(written):
+        if written is None:
+            self._trace(func, args, kwargs, result)
+        elif self._comes_from_a_probe(written):
             self._untraceable[_storage(written)] = (str(func), written)
-        if written is None and not func.__name__.startswith(_OF_A_SHAPE_ONLY):
-            self._trace(func, args, inputs, [each for each in tree_leaves(result) if isinstance(each, Tensor)])
         return result
 
     def _comes_from_a_probe(self, tensor: Tensor) -> bool:
         storage = _storage(tensor)
         return storage in self._probes or storage in self._intermediates or storage in self._untraceable
 
-    def _trace(self, func: Any, args: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
+    def _trace(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """Note of which probes the storages are made that an operation has returned."""
+        made = [each for each in _tensors((result,)) if not self._comes_from_a_probe(each)]  # others are views
+        if not made or func.__name__.startswith(_OF_A_SHAPE_ONLY):
+            return
+        inputs = list(_tensors((*args, *kwargs.values())))
         if not any(map(self._comes_from_a_probe, inputs)):
             if any(_storage(each) in self._parameters for each in inputs):
-                for result in results:
-                    if _storage(result) not in self._parameters:
-                        self._untraceable[_storage(result)] = (f"{func} of what was loaded", result)
+                for each in made:
+                    if _storage(each) not in self._parameters:
+                        self._untraceable[_storage(each)] = (f"{func} of what was loaded", each)
             return
-        for result in results:
-            if self._comes_from_a_probe(result):  # a view
-                continue
+        for each in made:
             try:
-                pieces = list(self._pieces_of_new(func, args, result))
+                pieces = list(self._pieces_of_new(func, args, each))
             except UntraceableError as error:
-                self._untraceable[_storage(result)] = (str(error), result)
+                self._untraceable[_storage(each)] = (str(error), each)
             else:
-                of = _Intermediate(tuple(result.shape), result.stride(), pieces, result)
-                self._intermediates[_storage(result)] = of
+                self._intermediates[_storage(each)] = _Intermediate(tuple(each.shape), each.stride(), pieces, each)
 
     def _pieces_of_new(self, func: Any, args: Any, result: Tensor) -> Iterator[_Piece]:
         """Yield the pieces of a storage that `func` has made."""

@@ -25,6 +25,7 @@ from rlhf_megatron.compat.vllm import (
     internals,
     latent_weights,
     logprobs,
+    model_inspection,
     model_runner,
     shared_weights,
     speculation,
@@ -267,6 +268,7 @@ def _starting(on_gpu: bool) -> Iterator[None]:
         else:
             model_runner.take_newer_runner()
             compile_cache.cache_by_device()
+        model_inspection.inspect_models_in_this_process()
         yield
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
-from rlhf_megatron.compat.vllm import load_tracing
+from rlhf_megatron.compat.vllm import load_tracing, model_inspection
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
@@ -73,6 +73,7 @@ def trace_rank(
         from rlhf_megatron.compat.vllm import cpu
 
         cpu.install()
+    model_inspection.inspect_models_in_this_process()
     from vllm.engine.arg_utils import EngineArgs
 
     backend = {"moe_backend": "triton"} if torch.cuda.is_available() else {}  # as the engine has it
