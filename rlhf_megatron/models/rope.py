@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from rlhf_megatron.yarn import attention_factor
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
@@ -104,7 +106,8 @@ class Rope:
         """The factor of turned queries and keys."""
         match self.scaling:
             case YarnScaling():
-                return _attention_factor_of_yarn(self.scaling)
+                yarn = self.scaling
+                return attention_factor(yarn.factor, yarn.attention_factor, yarn.mscale, yarn.mscale_all_dim)
             case LongScaling():
                 original = self.scaling.original_max_position_embeddings
                 longer = self.scaling.max_position_embeddings / original
@@ -128,15 +131,3 @@ class Rope:
             return self
         is_long = None if longest is None else longest > self.scaling.original_max_position_embeddings
         return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, is_long=is_long))
-
-
-def _attention_factor_of_yarn(scaling: YarnScaling) -> float:
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-
-    def of_mscale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
-    if scaling.mscale and scaling.mscale_all_dim:
-        return of_mscale(scaling.mscale) / of_mscale(scaling.mscale_all_dim)
-    return of_mscale(1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout.vllm.refusals import one_line
 from rlhf_megatron.untrusted import read_json, shown
+from rlhf_megatron.yarn import attention_factor, magnitude
 
 _MOST_LAYERS = 10_000
 
@@ -63,26 +63,22 @@ class PlainConfig:
             language = CONFIG_MAPPING[self.fields["model_type"]].from_dict(copy.deepcopy(dict(self.fields)))
         if not hasattr(language, "kv_lora_rank"):  # vLLM reads the mscales of latent attention
             for table in filter(_is_scaled, _tables(getattr(language, "rope_parameters", None))):
-                table.update(attention_factors(table))
+                table.update(_attention_factors(table))
         if hasattr(language, "quantization_config"):  # whose presence alone tells some of vLLM's loaders
             del language.quantization_config
         return language
 
 
-def attention_factors(yarn: Mapping[str, Any]) -> dict[str, float]:
+def _attention_factors(yarn: Mapping[str, Any]) -> dict[str, float]:
     """Return the factor of turned queries and keys of a YaRN table as transformers has it, by both of vLLM's names.
 
     Its newer versions read ``attention_factor`` and the mscales. 0.25.1 reads neither: it multiplies what it makes of
     the scaling, 0.1 ln(factor) + 1, by ``attn_factor``, which newer ones do not read.
     """
-
-    def of_mscale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(yarn["factor"]) + 1.0 if yarn["factor"] > 1 else 1.0
-
-    factor, mscale, of_all = (yarn.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if factor is None:
-        factor = of_mscale(mscale) / of_mscale(of_all) if mscale and of_all else of_mscale(1.0)
-    return {"attention_factor": factor, "attn_factor": factor / of_mscale(1.0)}
+    factor = attention_factor(
+        yarn["factor"], *(yarn.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    )
+    return {"attention_factor": factor, "attn_factor": factor / magnitude(yarn["factor"])}
 
 
 def _tables(rope: object) -> list[dict[str, Any]]:
