@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from end_to_end.commands import ROOT, Command
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.recipe import Recipe, load_recipe
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
@@ -71,12 +72,27 @@ def test_without_trl_one_line_says_what_to_install(
     [
         (
             ["--sides", "ours", "verl", "--models", "toy"],
-            "toy has no settings for verl's fsdp2: leave it out",
+            "toy has no settings for verl's fsdp2: give --models of 0.5B, 0.5B-80GB, 7B, 7B-80GB, or leave verl out",
         ),
         (["--sides", "verl_megatron", "--models", "0.5B"], "0.5B has no settings for verl's megatron"),
         (
             ["--sides", "ours", "verl", "--models", "7B", "--verl-python", "false"],
-            "false has no verl: give the Python of",
+            "--verl-python false: cannot import verl (status 1); give the Python of",
+        ),
+        (
+            ["--sides", "ours", "verl", "--models", "7B", "--verl-python", "/nowhere/python"],
+            "--verl-python /nowhere/python: cannot be started (No such file or directory); give the Python of",
+        ),
+        (
+            ["--sides", "ours", "verl", "--models", "7B", "--verl-python", f"{sys.executable} -S -P"],
+            "cannot import verl (ModuleNotFoundError: No module named 'verl'); give",
+        ),
+        (["--sweep", "large", "ours", "actor.fp8"], "ours actor.fp8: give what is other in large, each as KEY=VALUE"),
+        (["--sweep", "large", "ours"], "--sweep large ours: give what is other in large"),
+        pytest.param(
+            ["--sides", "ours", "--models", "7B"],
+            "--models 7B needs a GPU, and torch finds none; on a CPU: --models toy --sides ours trl",
+            marks=pytest.mark.skipif(has_gpu(), reason="there is a GPU"),
         ),
         (["--sides", "ours", "trl", "--lengths", "drawn"], "TRL has one length for all responses"),
         (["--sweep", "verl", "verl"], "--sweep verl verl: give a name of its own, then one of ours, trl"),
@@ -94,6 +110,22 @@ def test_what_cannot_run_is_said_before_anything_runs(
         status = ended.code
     assert status == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("ours", ("actor.fp9=blockwise",), "--sweep large: .*unknown key actor.fp9"),
+        ("trl", ("optim=adamw_torch",), "--sweep large: optim=adamw_torch: must be KEY=JSON, such as optim="),
+    ],
+)
+def test_values_of_a_sweep_are_read_before_weights_are_written(
+    name: str, values: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    side = dataclasses.replace(bench.SIDES[name], overrides=values)
+    recipe = recipe_of(tmp_path, *SMALL)
+    with pytest.raises(UserError, match=said):
+        bench.settings_of("large", side, recipe, "toy", tmp_path)
 
 
 def test_trl_is_asked_for_the_work_of_the_recipe(tmp_path: Path) -> None:
@@ -169,11 +201,7 @@ def test_a_micro_batch_has_as_many_rows_as_fit_and_divide_the_step() -> None:
     assert peer_settings.rows_at_once(5, 96, 10) == 1
 
 
-def test_every_shape_of_one_gpu_is_a_recipe_with_equal_responses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "write_prompts", lambda *_: None)
-    monkeypatch.setattr(bench, "write_weights", lambda *_: None)
+def test_every_shape_of_one_gpu_is_a_recipe_with_equal_responses(tmp_path: Path) -> None:
     shapes = bench.shapes_of_one_gpu()
     assert {shape["model"] for shape in shapes} == {"toy", *peer_settings.ENGINE_MEMORY}
     for shape in shapes:

@@ -53,6 +53,11 @@ def run(
     return f"{name} ended with status {status}" + "".join(f": {error}" for error in errors[-1:]) if status else ""
 
 
+def last_error(lines: Sequence[str]) -> str:
+    """The last of the lines that name an error, without torch's mark of the rank; empty where none does."""
+    return next((match[1] for line in reversed(lines) if (match := _ERROR.match(line))), "")
+
+
 def _pass_on(stream: IO[str], errors: list[str]) -> None:
     """Copies ``stream`` to stderr as it comes, and the lines that name an error to ``errors``."""
     for line in stream:

@@ -33,6 +33,7 @@ import os
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,14 +42,17 @@ from typing import Any
 
 import torch
 import yaml
-from launching import run, run_on_ranks
+from launching import last_error, run, run_on_ranks
 from peer_settings import ENGINE_MEMORY, VERL_SHAPES, tokens_per_step, trl_settings, verl_settings, without_folders
 from reports import exit_status, missed_by, model_and_gpus, rows_with, spread, write_report
 from step import folder_with_model, write_prompts
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.monitor.environment_report import package_versions
 from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rlhf_megatron.runtime.command import command
+from rlhf_megatron.untrusted import reason_of
 
 HERE = Path(__file__).resolve().parent
 TARGETS = {"trl": 2.0, "verl": 1.5}  # times the tokens per second of each
@@ -82,6 +86,7 @@ SIDES = {
 }
 
 
+@command
 def main() -> int:
     """Measures one shape after the other; returns 1 where one failed or missed its target, 2 for what cannot be run."""
     options = parsed()
@@ -104,9 +109,17 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     shapes = [shape["model"] for shape in shapes_of_one_gpu()]
     default = ["0.5B", "7B"] if torch.cuda.is_available() else ["toy"]
-    parser.add_argument("--models", nargs="+", choices=shapes, default=default)
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["ours", "trl", "trl_without_correction"])
-    parser.add_argument("--sweep", nargs="+", action="append", default=[], metavar="NAME SIDE KEY=VALUE")
+    sides = ["ours", "trl", "trl_without_correction"]
+    of_models = f"{', '.join(shapes)}; default: {' '.join(default)}, and all but toy need a GPU"
+    of_sides = f"{', '.join(SIDES)}; default: {' '.join(sides)}"
+    of_sweep = (
+        "a side more: SIDE with other values, of the recipe, of GRPOConfig (KEY=JSON) or of verl; may be repeated"
+    )
+    parser.add_argument("--models", nargs="+", choices=shapes, default=default, metavar="MODEL", help=of_models)
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=sides, metavar="SIDE", help=of_sides)
+    parser.add_argument(
+        "--sweep", nargs="+", action="append", default=[], metavar=("NAME", "SIDE KEY=VALUE"), help=of_sweep
+    )
     parser.add_argument("--lengths", choices=["equal", "drawn"], default="equal", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=6, help="of each process; default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count; default: %(default)s")
@@ -114,7 +127,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS_FOR_ONE_PROCESS, help="of each; default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="go on in --work: what has been measured there stays")
     parser.add_argument("--ours", nargs="+", default=[], metavar="KEY=VALUE", help="replace values of the shape")
-    parser.add_argument("--verl-python", default=sys.executable, metavar="COMMAND", help="that finds verl")
+    parser.add_argument("--verl-python", default=sys.executable, metavar="COMMAND", help="a Python that has verl")
     parser.add_argument("--output", type=Path, default=Path("docs/results/peer.json"), help="default: %(default)s")
     parser.add_argument("--work", type=Path, default=Path("runs/bench_peer"), help="for runs; default: %(default)s")
     options = parser.parse_args()
@@ -126,6 +139,8 @@ def parsed() -> argparse.Namespace:
     for name, *rest in options.sweep:
         if not rest or rest[0] not in SIDES or name in SIDES:
             parser.error(f"--sweep {' '.join([name, *rest])}: give a name of its own, then one of {', '.join(SIDES)}")
+        if len(rest) < 2 or any("=" not in word for word in rest[1:]):
+            parser.error(f"--sweep {' '.join([name, *rest])}: give what is other in {name}, each as KEY=VALUE")
         side = SIDES[rest[0]]
         options.sides[name] = dataclasses.replace(side, overrides=(*side.overrides, *rest[1:]))
     return options
@@ -141,10 +156,25 @@ def problem_of(options: argparse.Namespace) -> str:
     engines = {side.engine for side in options.sides.values() if side.trainer == "verl"}
     for model in options.models:
         if lacking := [engine for engine in sorted(engines) if model not in VERL_SHAPES[engine]]:
-            return f"{model} has no settings for verl's {lacking[0]}: leave it out, or add them to VERL_SHAPES"
-    if engines and run("verl's Python", ["-c", "import verl"], python=shlex.split(options.verl_python)):
-        return f"{options.verl_python} has no verl: give the Python of an environment with verl as --verl-python"
+            has = ", ".join(VERL_SHAPES[lacking[0]])
+            return (
+                f"{model} has no settings for verl's {lacking[0]}: give --models of {has}, or leave verl out of --sides"
+            )
+    if engines and (problem := problem_of_verl(shlex.split(options.verl_python))):
+        return f"--verl-python {options.verl_python}: {problem}; give the Python of an environment with verl"
+    if not torch.cuda.is_available() and (large := [model for model in options.models if model != "toy"]):
+        return f"--models {large[0]} needs a GPU, and torch finds none; on a CPU: --models toy --sides ours trl"
     return ""
+
+
+def problem_of_verl(python: Sequence[str]) -> str:
+    """Reason why a command is no Python that imports verl; nothing where it does."""
+    try:
+        imported = subprocess.run([*python, "-c", "import verl"], capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        return f"cannot be started ({reason_of(error)})"
+    reason = last_error(imported.stderr.splitlines()) or f"status {imported.returncode}"
+    return f"cannot import verl ({reason})" if imported.returncode else ""
 
 
 def shapes_of_one_gpu() -> list[dict[str, Any]]:
@@ -159,7 +189,10 @@ def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str,
     if not (options.resume and (folder / "model").exists()):
         folder_with_model(folder)
     recipe = prepare(shape, folder, options.steps, options.ours, options.lengths == "equal")
-    settings = {name: settings_of(side, recipe, model, folder) for name, side in options.sides.items()}
+    settings = {name: settings_of(name, side, recipe, model, folder) for name, side in options.sides.items()}
+    if "config" in shape:
+        write_weights(HERE.parent.parent / shape["config"], folder / "model")
+    write_prompts(recipe, folder / "model", folder / "prompts.parquet")
     label = model if options.lengths == "equal" else f"{model}, {options.lengths} lengths"  # a row of its own
     row = {"model": label, "gpus": 1, "settings": described(recipe, settings, folder)}
     rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in options.sides}
@@ -178,12 +211,10 @@ def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str,
 def prepare(
     shape: Mapping[str, Any], folder: Path, steps: int, overrides: Sequence[str], equal: bool = True
 ) -> RLRecipe:
-    """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe.
+    """Writes the recipe of a shape into a ``folder``; returns it.
 
     ``equal``: all responses are as long as the shape's mean; else their lengths are drawn as the shape says.
     """
-    if "config" in shape:
-        write_weights(HERE.parent.parent / shape["config"], folder / "model")
     (folder / "shape.yaml").write_text(
         yaml.safe_dump({"defaults": [str(HERE / "step_recipe.yaml")], **shape["recipe"]}), encoding="utf-8"
     )
@@ -202,7 +233,6 @@ def prepare(
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"defaults": ["shape.yaml"], **same}), encoding="utf-8")
     recipe = load_rl(folder / "recipe.yaml", overrides)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")), encoding="utf-8")
-    write_prompts(recipe, folder / "model", folder / "prompts.parquet")
     return recipe
 
 
@@ -220,15 +250,21 @@ def write_weights(config: Path, folder: Path) -> None:
     torch.cuda.empty_cache()  # the processes that are measured need the room
 
 
-def settings_of(side: Side, recipe: RLRecipe, model: str, folder: Path) -> dict[str, Any]:
-    """With what a side does the work of the recipe: its own recipe, TRL's settings or verl's."""
-    if side.trainer == "ours":
-        own = load_rl(folder / "recipe.yaml", side.overrides)
-        return {"recipe": own.model_dump(mode="json"), "old_logprobs": own.old_logprobs}
+def settings_of(name: str, side: Side, recipe: RLRecipe, model: str, folder: Path) -> dict[str, Any]:
+    """With what a side does the work of the recipe: its own recipe, TRL's settings or verl's.
+
+    Raises UserError for other values that the side cannot have.
+    """
     reward = str(HERE / "peer_reward.py")
-    if side.trainer == "trl":
-        return trl_settings(recipe, model, side.overrides, torch.cuda.is_available()) | {"reward": reward}
-    return verl_settings(recipe, model, side.engine, side.overrides, str(folder), reward)
+    try:
+        if side.trainer == "ours":
+            own = load_rl(folder / "recipe.yaml", side.overrides)
+            return {"recipe": own.model_dump(mode="json"), "old_logprobs": own.old_logprobs}
+        if side.trainer == "trl":
+            return trl_settings(recipe, model, side.overrides, torch.cuda.is_available()) | {"reward": reward}
+        return verl_settings(recipe, model, side.engine, side.overrides, str(folder), reward)
+    except UserError as error:
+        raise UserError(f"--sweep {name}: {error}") from error
 
 
 def run_side(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_megatron.errors import UserError
 from rlhf_megatron.recipe import RLRecipe
 
 # Of TRL, by shape: its share of the GPU for weights and cache together, about what ours gives its engine, and whether
@@ -64,7 +65,10 @@ def trl_settings(recipe: RLRecipe, model: str, overrides: Sequence[str], on_gpu:
         arguments["vllm_gpu_memory_utilization"], arguments["vllm_enable_sleep_mode"] = ENGINE_MEMORY[model]
     for override in overrides:
         key, _, value = override.partition("=")
-        arguments[key] = json.loads(value)
+        try:
+            arguments[key] = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{override}: must be KEY=JSON, such as optim='\"adamw_torch\"'") from error
     arguments.setdefault("gradient_accumulation_steps", rows // arguments["per_device_train_batch_size"])
     return {
         "model": "model", "prompts": "prompts.parquet", "prompt_length": prompt,
