@@ -96,6 +96,8 @@ def test_without_trl_one_line_says_what_to_install(
         ),
         (["--sides", "ours", "trl", "--lengths", "drawn"], "TRL has one length for all responses"),
         (["--sweep", "verl", "verl"], "--sweep verl verl: give a name of its own, then one of ours, trl"),
+        (["--rounds", "0"], "--rounds 0: must be more than 0"),
+        (["--seconds", "nan"], "--seconds nan: must be more than 0"),
         (["--warm-up", "6"], "--warm-up 6 of --steps 6: give at least 1, and fewer than the steps"),
     ],
 )

@@ -135,6 +135,9 @@ def parsed() -> argparse.Namespace:
         parser.error(
             f"--warm-up {options.warm_up} of --steps {options.steps}: give at least 1, and fewer than the steps"
         )
+    for name, value in (("--rounds", options.rounds), ("--seconds", options.seconds)):
+        if not value > 0:
+            parser.error(f"{name} {value:g}: must be more than 0")
     options.sides = {name: SIDES[name] for name in options.sides}
     for name, *rest in options.sweep:
         if not rest or rest[0] not in SIDES or name in SIDES:
