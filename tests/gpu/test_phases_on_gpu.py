@@ -47,7 +47,7 @@ def test_what_is_in_use_counts() -> None:
 
 
 def retries() -> list[float]:
-    """How often torch has emptied its cache: at first, with room, and with none for the next block beside the last."""
+    """Counts of emptied caches: at first, with room, and with none for the next block beside the last."""
     torch.zeros(1, device="cuda")
     room = torch.cuda.mem_get_info()[0] // 10
     counts = [memory_metrics()["memory/gpu_retries"]]

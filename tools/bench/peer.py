@@ -43,7 +43,15 @@ from typing import Any
 import torch
 import yaml
 from launching import last_error, run, run_on_ranks
-from peer_settings import ENGINE_MEMORY, VERL_SHAPES, tokens_per_step, trl_settings, verl_settings, without_folders
+from peer_settings import (
+    ENGINE_MEMORY,
+    VERL_SHAPES,
+    tokens_per_step,
+    trl_is_missing,
+    trl_settings,
+    verl_settings,
+    without_folders,
+)
 from reports import exit_status, missed_by, model_and_gpus, rows_with, spread, write_report
 from step import folder_with_model, write_prompts
 
@@ -152,8 +160,8 @@ def parsed() -> argparse.Namespace:
 def problem_of(options: argparse.Namespace) -> str:
     """Reason why a side cannot run at all, with what to do; nothing where all can."""
     trainers = {side.trainer for side in options.sides.values()}
-    if "trl" in trainers and importlib.util.find_spec("trl") is None:
-        return 'TRL is not installed: pip install -e ".[peer]"'
+    if "trl" in trainers and (missing := trl_is_missing()):
+        return missing
     if "trl" in trainers and options.lengths == "drawn":
         return "TRL has one length for all responses: leave out --lengths drawn, or TRL's sides"
     engines = {side.engine for side in options.sides.values() if side.trainer == "verl"}

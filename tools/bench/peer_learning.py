@@ -1,4 +1,4 @@
-"""What ours and TRL learn of one task with the same hyper-parameters: curves by seed, held-out accuracy, minutes.
+"""Learning of one task by ours and TRL with the same hyper-parameters: curves by seed, held-out accuracy, minutes.
 
     python tools/bench/peer_learning.py [--recipe recipes/smollm_grpo.yaml] [--seeds 1 2 3] [--steps 60]
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -33,10 +32,12 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from launching import run, run_on_ranks
-from peer_settings import trl_settings, without_folders
+from peer_settings import trl_is_missing, trl_settings, without_folders
 from reports import exit_status, missed_by, rows_of, write_report
 
 from rlhf_megatron.evaluation.estimates import bootstrap_interval
+from rlhf_megatron.monitor.metrics import read_records
+from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from rlhf_megatron.user_files import run_file
@@ -65,6 +66,11 @@ class Task:
     seed: int
     folder: Path
 
+    @property
+    def run_folder(self) -> RunFolder:
+        """That of our run."""
+        return RunFolder(self.recipe.run_root, self.recipe.name)
+
     def settings(self, side: str) -> dict[str, Any]:
         """With what a side does it."""
         if side == "ours":
@@ -89,8 +95,7 @@ class Task:
 
     def exported(self, side: str) -> Path:
         """The folder that a side leaves its model in."""
-        ours = Path(self.recipe.run_root) / self.recipe.name / "export" / f"step-{self.recipe.steps}"
-        return ours if side == "ours" else self.folder / "trl-model"
+        return self.run_folder.export(self.recipe.steps) if side == "ours" else self.folder / "trl-model"
 
 
 def main() -> int:
@@ -106,19 +111,19 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/bench_learning"), help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("docs/results/peer_learning.json"))
     options = parser.parse_args()
-    if "trl" in options.sides and importlib.util.find_spec("trl") is None:
-        print('TRL is not installed: pip install -e ".[peer]"', file=sys.stderr)
+    if "trl" in options.sides and (missing := trl_is_missing()):
+        print(missing, file=sys.stderr)
         return 2
     environment = dict(os.environ)  # TRL gets none of what our engine sets
     prepare_environment()
     tasks = [task_of(options, seed) for seed in options.seeds]  # what is wrong with the recipe is said at once
+    before = held_out(Path(tasks[0].recipe.model.path), tasks[0].recipe, tasks[0].seed)
     rows = []
     for task in tasks:
         for side in options.sides:
             rows.append(one_run(task, side, options.seconds, environment))
             print(json.dumps({key: rows[-1].get(key) for key in ("side", "seed", "held_out", "failed")}), flush=True)
             everything = rows_beside(rows_of(options.output), rows[-1])
-            before = held_out(Path(task.recipe.model.path), task.recipe, task.seed)
             write_report(options.output, {"before": before, "rows": everything, "sides": summary(everything, before)})
             draw(everything, options.output.with_suffix(".png"))
     return exit_status(missed_by(rows, lambda row: f"{row['side']}, seed {row['seed']}", lambda _: []))
@@ -179,8 +184,7 @@ def one_run(task: Task, side: str, seconds: float, environment: Mapping[str, str
 
 def rewards_of(task: Task) -> list[float]:
     """The mean reward of each step of our run."""
-    metrics = Path(task.recipe.run_root) / task.recipe.name / "metrics.jsonl"
-    records = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    records = read_records(task.run_folder.metrics)
     return [record["reward/mean"] for record in records if "reward/mean" in record]
 
 
@@ -196,7 +200,8 @@ def held_out(model: Path, recipe: RLRecipe, seed: int) -> dict[str, float]:
     module = run_file(Path(str(recipe.reward.function)), "reward")
     assert module is not None
     temperature = recipe.evaluation.temperature
-    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    greedily: dict[str, Any] = {"do_sample": False}
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else greedily
     torch.manual_seed(seed)
     scores: list[float] = []
     for first in range(0, len(rows), ROWS_AT_ONCE):
@@ -209,9 +214,7 @@ def held_out(model: Path, recipe: RLRecipe, seed: int) -> dict[str, float]:
             return_dict=True,
         ).to(device)
         with torch.no_grad():
-            answers = network.generate(
-                **asked, max_new_tokens=recipe.rollout.max_response_length, **(drawn or {"do_sample": False})
-            )
+            answers = network.generate(**asked, max_new_tokens=recipe.rollout.max_response_length, **drawn)
         texts = tokenizer.batch_decode(answers[:, asked["input_ids"].size(1) :], skip_special_tokens=True)
         scores += [
             module.compute_score(row["data_source"], text, row["reward_model"]["ground_truth"], {})
@@ -227,11 +230,16 @@ def rows_beside(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> li
     return sorted([*others, row], key=lambda each: (each["side"], each["seed"]))
 
 
+def finished(rows: Sequence[Mapping[str, Any]], side: str) -> list[Mapping[str, Any]]:
+    """The rows of a side's runs that did not fail."""
+    return [row for row in rows if row["side"] == side and "failed" not in row]
+
+
 def summary(rows: Sequence[Mapping[str, Any]], before: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Of each side over its seeds: held-out accuracy, minutes on the GPU, and the points gained in one of them."""
     sides = {}
     for side in SIDES:
-        runs = [row for row in rows if row["side"] == side and "failed" not in row]
+        runs = finished(rows, side)
         if not runs:
             continue
         accuracies = [row["held_out"]["accuracy"] for row in runs]
@@ -260,7 +268,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     figure, (by_step, by_time) = pyplot.subplots(1, 2, figsize=(10, 3.4), sharey=True)
     for side, colour in zip(SIDES, ("#2563eb", "#f59e0b"), strict=True):
-        runs = [row for row in rows if row["side"] == side and "failed" not in row]
+        runs = finished(rows, side)
         if not runs:
             continue
         length = min(len(row["rewards"]) for row in runs)

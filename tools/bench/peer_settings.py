@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,11 @@ from rlhf_megatron.recipe import RLRecipe
 ENGINE_MEMORY = {"0.5B": (0.35, False), "7B": (0.42, True), "0.5B-80GB": (0.45, False), "7B-80GB": (0.4, True)}
 # Of a micro-batch of TRL's: our choice, not its limit, since it computes logprobs in chunks; ours may be larger.
 TRL_TOKENS_AT_ONCE = 16384
+
+
+def trl_is_missing() -> str:
+    """Reason why TRL cannot run here, with what to do; nothing where it can."""
+    return "" if importlib.util.find_spec("trl") else 'TRL is not installed: pip install -e ".[peer]"'
 
 
 def trl_settings(recipe: RLRecipe, model: str, overrides: Sequence[str], on_gpu: bool) -> dict[str, Any]:

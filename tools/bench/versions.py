@@ -112,9 +112,14 @@ def figures_of(tree: Path, command: str, work: Path, seconds: float) -> tuple[st
     output.parent.mkdir(parents=True)
     line = [*shlex.split(command), "--output", str(output)]
     reason = run("the benchmark", line, seconds, tree, with_package(tree, work))
-    files = sorted(output.glob("*.json")) if output.is_dir() else [output] if output.exists() else []
-    read = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
-    return reason, dict(numbers_of(read if output.is_dir() else read.get("report", {})))
+    return reason, dict(numbers_of(report_at(output)))
+
+
+def report_at(path: Path) -> Any:
+    """The JSON value in a file, or those of a folder's files by their names; empty where there is none."""
+    if path.is_dir():
+        return {file.stem: report_at(file) for file in sorted(path.glob("*.json"))}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
