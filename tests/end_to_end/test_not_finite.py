@@ -151,7 +151,8 @@ def test_a_checkpoint_that_is_not_finite_becomes_no_model(folder: Path, checkpoi
 
 
 def test_a_run_passes_over_a_checkpoint_that_is_not_finite(folder: Path, checkpoint: Path) -> None:
-    with torchrun(2, TRAIN, "sft.yaml", "name=spoiled", "checkpoint.keep_last_k=2", folder=folder) as command:
+    longer = ("steps=3", "checkpoint.keep_last_k=2")  # with its own steps the run would be finished
+    with torchrun(2, TRAIN, "sft.yaml", "name=spoiled", *longer, folder=folder) as command:
         out = command.finish().check().out
     assert "warning: runs/spoiled/checkpoints/step-2: actor is not finite: " in out
     assert f"{NORM} (1 nan of 64) on ranks 0-1" in out
