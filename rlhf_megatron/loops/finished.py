@@ -12,7 +12,11 @@ from rlhf_megatron.recipe.differences import differing_values
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.runtime.recovery import RecoveryLog, since_last_beginning
 
-HOW_TO_GO_ON = "for more raise steps; for a new run use another name, or --resume none"
+
+def how_to_go_on(recipe: Recipe) -> str:
+    """Says what to change in a run without anything left to do; its length is in steps or in epochs."""
+    length = "steps" if recipe.epochs is None else "epochs"
+    return f"for more raise {length}; for a new run use another name, or --resume none"
 
 
 def finished_line(recipe: Recipe, resume: str, recovery: RecoveryLog) -> str | None:
@@ -34,8 +38,7 @@ def finished_line(recipe: Recipe, resume: str, recovery: RecoveryLog) -> str | N
         return None
     if recipe.checkpoint.export_at_end and not folder.export(step).is_dir():
         return None
-    more = HOW_TO_GO_ON if recipe.epochs is None else HOW_TO_GO_ON.replace("steps", "epochs", 1)
-    return f"{folder.path}: all {step} steps are done, and nothing is left to write: {more}"
+    return f"{folder.path}: all {step} steps are done, and nothing is left to write: {how_to_go_on(recipe)}"
 
 
 def _has_changed(recipe: Recipe, folder: RunFolder, own_budgets: set[str]) -> bool:

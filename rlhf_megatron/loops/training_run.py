@@ -24,7 +24,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.durable import remove
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.tool_turns import with_tools
-from rlhf_megatron.loops.finished import HOW_TO_GO_ON
+from rlhf_megatron.loops.finished import how_to_go_on
 from rlhf_megatron.loops.role_building import RoleBuilder
 from rlhf_megatron.loops.step_recorder import StepRecorder
 from rlhf_megatron.loops.teams import make_teams
@@ -105,7 +105,7 @@ class TrainingRun(Generic[RecipeT]):
                 restored = checkpoints.restore_one_of(self.checkpoints, self.checkpoint, self.recorder.recipe_changes)
             context.say(f"going on from {restored}, after step {step_of(restored)}")
             if not self.steps_after(checkpoints.saved):
-                context.say(f"no step is left: {HOW_TO_GO_ON}")
+                context.say(f"no step is left: {how_to_go_on(self.recipe)}")
         elif context.rank == 0:
             forget_best(folder)
         return checkpoints

@@ -40,6 +40,7 @@ from rlhf_megatron.monitor.metrics import read_records
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.recipe import RLRecipe, load_rl
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
+from rlhf_megatron.runtime.command import command
 from rlhf_megatron.user_files import run_file
 
 HERE = Path(__file__).resolve().parent
@@ -98,6 +99,7 @@ class Task:
         return self.run_folder.export(self.recipe.steps) if side == "ours" else self.folder / "trl-model"
 
 
+@command
 def main() -> int:
     """Trains one after the other; returns 1 where one failed, 2 where one cannot run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
