@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.families import FAMILIES
-from rlhf_megatron.recipe.roles import RecomputedModule, RecomputeSection
+from rlhf_megatron.recipe.memory_savings import RecomputedModule, RecomputeSection
 
 
 def recompute_settings(section: RecomputeSection) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rlhf_megatron.planning.step_time import ExpectedTime, expected_time, has_fi
 from rlhf_megatron.planning.token_budgets import planned_budgets
 from rlhf_megatron.recipe import LayoutSection, RecipeError, RLRecipe, check_world
 from rlhf_megatron.recipe.budgets import open_budgets, with_budgets
-from rlhf_megatron.recipe.roles import RecomputeSection
+from rlhf_megatron.recipe.memory_savings import RecomputeSection
 from rlhf_megatron.topology.role_layout import make_layout
 
 _AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory

@@ -15,6 +15,7 @@ from rlhf_megatron.recipe.load import (
     resolved_yaml,
 )
 from rlhf_megatron.recipe.operations import MonitorSection
+from rlhf_megatron.recipe.optimizer import OptimizerSection
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.reward import (
     RewardCodeSection,
@@ -29,7 +30,6 @@ from rlhf_megatron.recipe.roles import (
     CriticSection,
     LayoutSection,
     LoraSection,
-    OptimizerSection,
     RewardModelSection,
     RoleSection,
 )

@@ -1,4 +1,4 @@
-"""The sections of the roles: `actor`, `reference`, `critic`, `reward_model`, each with its layout and memory."""
+"""The sections of the roles: `actor`, `reference`, `critic`, `reward_model`, each with its layout and adapters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhf_megatron.recipe.memory_savings import OffloadSection, RecomputeSection
+from rlhf_megatron.recipe.optimizer import OptimizerSection
 from rlhf_megatron.recipe.placement import Ranks
-from rlhf_megatron.recipe.section import LARGEST_FLOAT, LARGEST_MEMORY_GB, Section
+from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, Section
 from rlhf_megatron.untrusted import shown
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -54,146 +56,6 @@ class LayoutSection(Section):
     def model_gpus(self) -> int:
         """GPUs that hold one copy of the model."""
         return self.tensor * self.pipeline * self.context
-
-
-RecomputedModule = Literal["core_attn", "mlp", "moe", "shared_experts"]
-KEPT_MODULES = ("layernorm", "mla_up_proj", "moe_act", "gdn_norm_out")  # Megatron's other modules
-
-
-class RecomputeSection(Section):
-    """Activations recomputed in the backward pass."""
-
-    granularity: Literal["none", "selective", "full"] = "none"
-    """selective: modules; full: whole layers."""
-    modules: list[RecomputedModule] = Field(default=["core_attn"])
-    """With selective, of every layer, as Megatron's recompute_modules (docs/layouts.md)."""
-    layers: int | None = Field(default=None, gt=0)
-    """full: layers per stage or virtual chunk; default: all."""
-
-    @field_validator("modules", mode="before")
-    @classmethod
-    def _outputs_are_kept(cls, value: Any) -> Any:
-        """Refuses modules whose outputs Megatron discards and restores."""
-        discarded = next((name for name in KEPT_MODULES if isinstance(value, list) and name in value), None)
-        if discarded:
-            raise ValueError(
-                f"{discarded}: Megatron restores its output by C++ that each machine compiles as a run starts; not in "
-                "this version, leave it out"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _layers_need_full(self) -> RecomputeSection:
-        if self.layers is not None and self.granularity != "full":
-            raise ValueError(f"layers={self.layers} needs granularity full; it is {self.granularity}")
-        return self
-
-    @model_validator(mode="after")
-    def _modules_need_selective(self) -> RecomputeSection:
-        if self.changed("modules") and self.granularity != "selective":
-            raise ValueError(f"modules={self.modules} needs granularity selective; it is {self.granularity}")
-        if not self.modules:
-            raise ValueError("modules names none; name some, or leave it out for core_attn")
-        if {"moe", "shared_experts"} <= set(self.modules):
-            raise ValueError("modules: moe is the whole layer of experts, shared ones too; leave out shared_experts")
-        return self
-
-    @property
-    def selected(self) -> tuple[RecomputedModule, ...]:
-        """The modules that are recomputed by themselves."""
-        return tuple(self.modules) if self.granularity == "selective" else ()
-
-
-class OffloadSection(Section):
-    """State in host memory while the role does not compute."""
-
-    parameters: bool = False
-    """Weights."""
-    gradients: bool = False
-    """Gradient buffers."""
-    optimizer: bool = False
-    """Master weights and moments."""
-    streamed_optimizer: float = Field(default=0.0, ge=0, le=1)
-    """Share of these kept on the host, streamed through the GPU at updates."""
-
-
-class OptimizerSection(Section):
-    """AdamW and its schedule, in optimizer steps."""
-
-    learning_rate: float = Field(gt=0)
-    """Peak."""
-    min_learning_rate: float = Field(default=0.0, ge=0)
-    """At the end of decay."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after warmup."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Linear."""
-    decay_steps: int | None = Field(default=None, gt=0)
-    """End of decay; default: the last."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled; not of norms and biases."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Adam's epsilon."""
-    clip_grad: float = Field(default=1.0, ge=0)
-    """Largest global norm; 0: off."""
-    skip_grad_norm: float | None = Field(default=None, gt=0)
-    """Skip steps with a larger norm."""
-    distributed: bool = True
-    """Shard optimizer state over data-parallel ranks."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of Adam's moments between steps; bfloat16 rounds stochastically."""
-    overlap_grad_reduce: bool = False
-    """Sum gradients during the backward pass."""
-    overlap_param_gather: bool = False
-    """Gather weights in the next passes."""
-
-    @model_validator(mode="after")
-    def _first_step_fits(self) -> OptimizerSection:
-        if self.learning_rate > LARGEST_FLOAT * (1 - self.beta1):
-            raise ValueError(
-                f"learning_rate={self.learning_rate:g}: Adam's first step, learning_rate / (1 - beta1), is beyond "
-                "float32; lower it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_sharded_state_is_narrow(self) -> OptimizerSection:
-        if self.state_dtype != "float32" and not self.distributed:
-            raise ValueError(f"state_dtype={self.state_dtype} needs optimizer.distributed: leave out distributed=false")
-        return self
-
-    @model_validator(mode="after")
-    def _only_sharded_weights_are_gathered(self) -> OptimizerSection:
-        if self.overlap_param_gather and not self.distributed:
-            raise ValueError("overlap_param_gather=True needs optimizer.distributed: leave out distributed=false")
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError("overlap_param_gather=True needs overlap_grad_reduce, whose buckets it gathers; set it")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_remain(self) -> OptimizerSection:
-        if self.learning_rate * self.weight_decay >= 1:
-            raise ValueError(
-                f"weight_decay={self.weight_decay:g} x learning_rate={self.learning_rate:g} takes all of each weight "
-                "away in a step; lower one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_falls(self) -> OptimizerSection:
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}")
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(f"decay_steps={self.decay_steps} must be above warmup_steps={self.warmup_steps}")
-        falling = self.changed("min_learning_rate", "decay_steps") if self.schedule == "constant" else []
-        if falling:
-            key = falling[0]
-            raise ValueError(f"{key}={getattr(self, key)} is for schedules that fall; it is constant, leave it out")
-        return self
 
 
 class RoleSection(Section):

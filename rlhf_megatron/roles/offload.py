@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.recipe.roles import OffloadSection
+from rlhf_megatron.recipe.memory_savings import OffloadSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.streaming import streamed_states
 from rlhf_megatron.roles.trainer import Trainer

@@ -13,7 +13,7 @@ from parallel.ranks import run_ranks
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.planning.activation_memory import layer_activations, recomputed_activations
 from rlhf_megatron.recipe import ActorSection, OptimizerSection
-from rlhf_megatron.recipe.roles import RecomputeSection
+from rlhf_megatron.recipe.memory_savings import RecomputeSection
 from rlhf_megatron.topology.layout import Layout
 
 TOKENS = 256

@@ -15,7 +15,7 @@ from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.planning.report import plan_errors
 from rlhf_megatron.planning.step_time import expected_time
 from rlhf_megatron.recipe import ActorSection, OptimizerSection, RecipeError, load_recipe, load_rl
-from rlhf_megatron.recipe.roles import RecomputedModule, RecomputeSection
+from rlhf_megatron.recipe.memory_savings import RecomputedModule, RecomputeSection
 from rlhf_megatron.topology.layout import Layout
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

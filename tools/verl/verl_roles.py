@@ -12,7 +12,7 @@ from typing import Any
 from verl_command import ACTOR, DTYPES, MODEL, REFERENCE, ROLLOUT, Command, Tree
 
 from rlhf_megatron.errors import RecipeError
-from rlhf_megatron.recipe.roles import KEPT_MODULES
+from rlhf_megatron.recipe.memory_savings import KEPT_MODULES
 from rlhf_megatron.untrusted import shown
 
 # Roles in verl's configuration, and the section of ours.
