@@ -36,14 +36,7 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
-from rlhf_megatron.data.demonstrations import demonstration_rows
-from rlhf_megatron.data.foreign_files import card_of, data_files, read_jsonl, read_records, split_files
-from rlhf_megatron.data.given_answers import DEFAULT_RESPONSE_COLUMN
-from rlhf_megatron.data.pairs import pair_rows
-from rlhf_megatron.data.parquet import UNREADABLE, RowLocation, python_rows
-from rlhf_megatron.data.prompts import prompt_key
-from rlhf_megatron.data.rows import (
-    ParquetRows,
+from rlhf_megatron.data.column_values import (
     column_value,
     parse_extra_info,
     parse_ground_truth,
@@ -51,6 +44,13 @@ from rlhf_megatron.data.rows import (
     parse_turns,
     with_system_prompt,
 )
+from rlhf_megatron.data.demonstrations import demonstration_rows
+from rlhf_megatron.data.foreign_files import card_of, data_files, read_jsonl, read_records, split_files
+from rlhf_megatron.data.given_answers import DEFAULT_RESPONSE_COLUMN
+from rlhf_megatron.data.pairs import pair_rows
+from rlhf_megatron.data.parquet import UNREADABLE, RowLocation, python_rows
+from rlhf_megatron.data.prompts import prompt_key
+from rlhf_megatron.data.rows import ParquetRows
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.hub import DEFAULT_REVISION, Repository, commit_of, files_of, folder_of, is_hub_name, local_folder

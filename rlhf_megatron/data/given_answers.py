@@ -13,8 +13,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from rlhf_megatron.data.chat_template import characters_of
-from rlhf_megatron.data.parquet import RowLocation
-from rlhf_megatron.data.rows import (
+from rlhf_megatron.data.column_values import (
     Message,
     column_value,
     parse_messages,
@@ -22,6 +21,7 @@ from rlhf_megatron.data.rows import (
     parse_turns,
     with_system_prompt,
 )
+from rlhf_megatron.data.parquet import RowLocation
 from rlhf_megatron.recipe import DataSection
 
 DEFAULT_RESPONSE_COLUMN = "reward_model.ground_truth"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf_megatron.data.rows import Message
+from rlhf_megatron.data.column_values import Message
 from rlhf_megatron.data.tokenizer import TURN_PROBE, Tokenizer, text_of_rendered
 from rlhf_megatron.errors import DataError
 

@@ -1,4 +1,4 @@
-"""Rows of a user's own data set (data.dataset: path.py:Class), with the columns of parquet files (rows.py).
+"""Rows of a user's own data set (data.dataset: path.py:Class), with the columns of parquet files (column_values.py).
 
 The class is called with the list of files, and gives `len(data)` and `data[i]`: a dictionary of plain Python values,
 the same for the same i in every process. It runs on every rank.
@@ -17,8 +17,9 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from rlhf_megatron.data.column_values import column_value
 from rlhf_megatron.data.parquet import MEDIA_COLUMNS, Columns, RowLocation
-from rlhf_megatron.data.rows import Block, ParquetRows, column_value
+from rlhf_megatron.data.rows import Block, ParquetRows
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 from rlhf_megatron.untrusted import shown

@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.data.rows import ParquetRows, parse_ground_truth, parse_response
+from rlhf_megatron.data.column_values import parse_ground_truth, parse_response
+from rlhf_megatron.data.rows import ParquetRows
 from rlhf_megatron.errors import DataError
 
 

@@ -1,6 +1,6 @@
 """One parquet file, written by others: opened with checks of its footer, and decoded within bounds of memory.
 
-Here: what a file may claim and hold. Not here: many files as one (rows.py) and the meaning of columns (rows.py).
+Here: what a file may claim and hold. Not here: many files as one (rows.py), the meaning of columns (column_values.py).
 
 A footer says how many bytes a row group has, but two things make that a lie: a dictionary, of which each row may repeat
 a large text for two bytes, and a forged number. So rows are decoded a few at a time, and counted.

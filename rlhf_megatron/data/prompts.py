@@ -1,7 +1,8 @@
 """Prompts of parquet files: rows checked, put through the chat template, tokenized and measured as they are read.
 
-Here: `Prompt`, and `PromptDataset`, which makes rows into prompts. Not here: parquet files and columns (rows.py),
-tokenizers (tokenizer.py), the order of training (order.py), reading ahead (stream.py), what a run opens (opening.py).
+Here: `Prompt`, and `PromptDataset`, which makes rows into prompts. Not here: parquet files (rows.py),
+columns (column_values.py), tokenizers (tokenizer.py), the order of training (order.py), reading ahead (stream.py),
+what a run opens (opening.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlhf_megatron.data.chat_template import MOST_CHARACTERS, characters_of, in_parts
+from rlhf_megatron.data.column_values import (
+    Message,
+    parse_data_source,
+    parse_extra_info,
+    parse_ground_truth,
+    parse_margin,
+    parse_messages,
+)
 from rlhf_megatron.data.given_answers import (
     COMPLETION_COLUMN,
     PAIR_COLUMNS,
@@ -28,15 +37,7 @@ from rlhf_megatron.data.given_answers import (
 )
 from rlhf_megatron.data.learned_turns import learned_segments
 from rlhf_megatron.data.own_rows import Rows, open_rows
-from rlhf_megatron.data.rows import (
-    Message,
-    RowLocation,
-    parse_data_source,
-    parse_extra_info,
-    parse_ground_truth,
-    parse_margin,
-    parse_messages,
-)
+from rlhf_megatron.data.parquet import RowLocation
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
@@ -137,7 +138,7 @@ class PromptDataset:
         """Open the files.
 
         Args:
-            files: parquet files with verl's columns (see rows.py).
+            files: parquet files with verl's columns (see column_values.py).
             tokenizer: from `load_tokenizer`.
             section: the recipe's data section.
             responses: what to tokenize beside the prompt: "one" is the response column, for supervised training;

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_megatron.agents.program import AgentProgram
-from rlhf_megatron.data.own_rows import open_rows
-from rlhf_megatron.data.prompts import RESPONSES, LeftOut, Prompt, PromptDataset, open_columns
-from rlhf_megatron.data.rows import (
-    RowLocation,
+from rlhf_megatron.data.column_values import (
     parse_data_source,
     parse_extra_info,
     parse_ground_truth,
     parse_messages,
     with_system_prompt,
 )
+from rlhf_megatron.data.own_rows import open_rows
+from rlhf_megatron.data.parquet import RowLocation
+from rlhf_megatron.data.prompts import RESPONSES, LeftOut, Prompt, PromptDataset, open_columns
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, recipe_tokenizer
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.agent_turns import AgentTurns

@@ -20,16 +20,16 @@ import numpy
 from rich.table import Table
 
 from rlhf_megatron.data.chat_template import in_parts
-from rlhf_megatron.data.prompts import CHARACTERS_PER_TOKEN, PART_CHARACTERS, longest_text, prompt_key
-from rlhf_megatron.data.rows import (
-    ParquetRows,
-    RowLocation,
+from rlhf_megatron.data.column_values import (
     parse_data_source,
     parse_extra_info,
     parse_ground_truth,
     parse_messages,
     with_system_prompt,
 )
+from rlhf_megatron.data.parquet import RowLocation
+from rlhf_megatron.data.prompts import CHARACTERS_PER_TOKEN, PART_CHARACTERS, longest_text, prompt_key
+from rlhf_megatron.data.rows import ParquetRows
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import RewardSection
