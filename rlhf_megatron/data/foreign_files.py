@@ -1,7 +1,7 @@
 """Rows of files that others wrote in any of the usual formats: jsonl, csv, parquet, arrow, and folders of these.
 
 Here: which files of a data set belong to a split, and reading them. Not here: what training reads (rows.py), and
-what becomes of the rows (tools/prepare_data.py).
+what becomes of the rows (imported_rows.py).
 """
 
 from __future__ import annotations

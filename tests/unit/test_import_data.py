@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_megatron.data.foreign_files import data_files, split_files
+from rlhf_megatron.data.prepared_rows import write_rows
 from rlhf_megatron.errors import DataError
 
 Row = dict[str, Any]
@@ -53,7 +54,7 @@ def imported(source: Path, *options: str) -> list[Row]:
     output = source.parent / "imported.parquet"
     arguments = ["import", "--input", str(source), "--output", str(output), *options]
     made = prepare_data.build_parser().parse_args(arguments)
-    prepare_data.write_rows(made.make_rows(made), output)
+    write_rows(made.make_rows(made), output)
     rows: list[Row] = pyarrow.parquet.read_table(output).to_pylist()
     return rows
 

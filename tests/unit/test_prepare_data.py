@@ -18,6 +18,7 @@ from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection, RewardSection
+from rlhf_megatron.rewards import task_rows
 from rlhf_megatron.rewards.score import ScoreItem, Scorer
 from tiny_tokenizer import write_bpe_tokenizer
 
@@ -270,7 +271,7 @@ def test_what_would_be_written_over_or_is_not_finite(
 
 
 def test_a_row_that_would_take_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_data, "SECONDS_PER_ROW", 1)
-    with pytest.raises(DataError, match="one row takes over 1 s"), prepare_data.limited("one row"):
+    monkeypatch.setattr(task_rows, "SECONDS_PER_ROW", 1)
+    with pytest.raises(DataError, match="one row takes over 1 s"), task_rows.limited("one row"):
         while True:
             pass
