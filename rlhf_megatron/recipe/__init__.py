@@ -24,7 +24,7 @@ from rlhf_megatron.recipe.reward import (
     RewardServiceSection,
     RewardSource,
 )
-from rlhf_megatron.recipe.rl_recipe import RLRecipe, RolloutRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.roles import (
     ActorSection,
     CriticSection,
@@ -34,6 +34,7 @@ from rlhf_megatron.recipe.roles import (
     RoleSection,
 )
 from rlhf_megatron.recipe.rollout import AgentSection, MultiTurnSection, RolloutSection
+from rlhf_megatron.recipe.rollout_recipe import RolloutRecipe
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
 from rlhf_megatron.recipe.world_checks import check_world, judge_ranks, role_ranks, rollout_ranks
 

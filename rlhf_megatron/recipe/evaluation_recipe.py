@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rlhf_megatron.recipe.rl_recipe import RolloutRecipe
+from rlhf_megatron.recipe.rollout_recipe import RolloutRecipe
 
 
 class EvaluationRecipe(RolloutRecipe):

@@ -20,7 +20,8 @@ from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.evaluation_recipe import EvaluationRecipe
 from rlhf_megatron.recipe.plain_yaml import parse_yaml, yaml_problem
 from rlhf_megatron.recipe.recipe import READING_ORDER, Recipe
-from rlhf_megatron.recipe.rl_recipe import RLRecipe, RolloutRecipe
+from rlhf_megatron.recipe.rl_recipe import RLRecipe
+from rlhf_megatron.recipe.rollout_recipe import RolloutRecipe
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
 from rlhf_megatron.redaction import HIDDEN
 from rlhf_megatron.shipped import recipe_file
