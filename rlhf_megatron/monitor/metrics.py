@@ -181,7 +181,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl in the order of writing: "step" and numbers, None where one was not finite.
 
     A damaged last line, as a killed run leaves it, is skipped; one elsewhere raises MonitorError with file and line
-    number. (A run that goes on has such lines moved out of the way before, see trackers.py.)
+    number. (A run that goes on has such lines moved out of the way before, see file_trackers.py.)
     """
     check_regular(path, MonitorError, MOST_BYTES)
     records, damaged = [], 0

@@ -3,19 +3,16 @@
 The third-party packages are imported when a tracker is opened, never with this module. What a tracker is given to log
 is decided by metrics.py; nothing secret may be handed to one, so recipe values pass through redaction.redact first.
 A run that resumes goes on as the same run in each of them: services name it, and trackers.json remembers the names.
+Not here: writing the jsonl and csv files (file_trackers.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import errno
 import importlib
 import importlib.metadata
 import importlib.util
-import io
 import json
-import math
 import os
 import re
 import sys
@@ -24,16 +21,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from rlhf_megatron.durable import move_aside, whole_file, write_text
+from rlhf_megatron.durable import write_text
 from rlhf_megatron.errors import MonitorError
 from rlhf_megatron.monitor.access import METRICS_VARIABLE, given_tokens, guarded, is_loopback
-from rlhf_megatron.monitor.records import MOST_BYTES, record_of, set_damaged_aside, set_huge_aside
+from rlhf_megatron.monitor.file_trackers import CsvTracker, JsonlTracker
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.untrusted import read_json, reason_of
 
-_LONGEST_RECORD = 1 << 20  # bytes
-_MOST_BYTES_OF_A_TABLE = 1 << 30  # all of it is in memory where it gets another column
 # What W&B and MLflow call a run.
 _RUN = re.compile(r"[\w.-]{1,128}")
 
@@ -64,88 +59,6 @@ class ModelTracker(Protocol):
 
     def log_model(self, step: int, folder: Path) -> None:
         """Keep the model of a folder in Hugging Face's format, as it is after a step."""
-
-
-class JsonlTracker:
-    """metrics.jsonl: {"step": n, "name": number, ...} per line. JSON has no NaN: what is not finite is null."""
-
-    is_local: ClassVar[bool] = True
-
-    def __init__(self, path: Path) -> None:
-        """Goes on behind what is there; damaged lines are moved out of the way, which is told."""
-        set_huge_aside(path, MOST_BYTES)
-        if path.exists():
-            set_damaged_aside(path, lambda line: record_of(line) is not None)
-        self._file = path.open("ab", buffering=0)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line and hand it to the operating system, so that a killed process loses nothing.
-
-        Raises OSError where there is no room, and then has written nothing.
-        """
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        _append(self._file, json.dumps({"step": step, **finite}) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class CsvTracker:
-    """metrics.csv: one row per call, one column per metric; a metric seen for the first time widens the table."""
-
-    is_local: ClassVar[bool] = True
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        set_huge_aside(path, _MOST_BYTES_OF_A_TABLE)
-        _drop_torn_line(path)
-        if path.exists() and not _is_table(path):
-            print(f"warning: {path}: is damaged; it is {move_aside(path).name} now and begun anew", file=sys.stderr)
-        self._columns = ["step"]
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                self._columns = next(csv.reader(file), self._columns)
-        self._file = path.open("ab", buffering=0)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one row; cells of metrics that this step does not have stay empty. Raises as JsonlTracker does."""
-        new_columns = [name for name in metrics if name not in self._columns]
-        if new_columns or not self._path.stat().st_size:
-            self._widen(new_columns)
-        row = {"step": step, **metrics}
-        line = io.StringIO(newline="")
-        csv.writer(line).writerow([row.get(name, "") for name in self._columns])
-        _append(self._file, line.getvalue())
-
-    def _widen(self, new_columns: list[str]) -> None:
-        """Rewrite the file with the new columns. Rare: most metrics are there at the first step."""
-        with self._path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))[1:]
-        columns = [*self._columns, *new_columns]
-        with whole_file(self._path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(row + [""] * (len(columns) - len(row)) for row in rows)
-            file.flush()
-        self._file.close()
-        self._columns = columns
-        self._file = self._path.open("ab", buffering=0)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _append(file: io.FileIO, text: str) -> None:
-    """Writes a whole record to the end of an unbuffered file, or nothing of it; raises OSError then."""
-    content, before = text.encode(), os.fstat(file.fileno()).st_size
-    try:
-        if file.write(content) != len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        file.truncate(before)
-        raise
 
 
 class TensorboardTracker:
@@ -380,31 +293,6 @@ def _import(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise _not_usable([package], f"cannot be imported ({reason_of(error)})") from error
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line without its end, as a killed run leaves it: the next record would otherwise continue it."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        begin = max(0, file.seek(0, os.SEEK_END) - _LONGEST_RECORD)
-        file.seek(begin)
-        content = file.read(_LONGEST_RECORD)
-    complete = content.rfind(b"\n") + 1
-    if complete < len(content):
-        os.truncate(path, begin + complete)
-
-
-def _is_table(path: Path) -> bool:
-    """Returns whether a file is a table of steps as this tracker writes it, to its end."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.reader(file)
-            header = next(rows, ["step"])
-            width = len(header)
-            return header[:1] == ["step"] and all(0 < len(row) <= width and "\0" not in row[0] for row in rows)
-    except (UnicodeDecodeError, csv.Error):
-        return False
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
