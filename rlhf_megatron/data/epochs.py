@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
-from rlhf_megatron.data.prompts import RESPONSES, open_columns
+from rlhf_megatron.data.prompt_columns import RESPONSES, open_columns
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe import Recipe
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from rlhf_megatron.data.drawn_prompts import Readers
 from rlhf_megatron.data.order import WindowOrder
-from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset, Responses, prompt_key
+from rlhf_megatron.data.prompt_columns import Responses
+from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset, prompt_key
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError

@@ -1,20 +1,19 @@
 """Prompts of parquet files: rows checked, put through the chat template, tokenized and measured as they are read.
 
-Here: `Prompt`, and `PromptDataset`, which makes rows into prompts. Not here: parquet files (rows.py),
-columns (column_values.py), tokenizers (tokenizer.py), the order of training (order.py), reading ahead (stream.py),
-what a run opens (opening.py).
+Here: `Prompt`, and `PromptDataset`, which makes rows into prompts. Not here: parquet files (rows.py), columns
+(prompt_columns.py, column_values.py), tokenizers (tokenizer.py), the order of training (order.py), reading ahead
+(stream.py), what a run opens (opening.py).
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rlhf_megatron.data.chat_template import MOST_CHARACTERS, characters_of, in_parts
 from rlhf_megatron.data.column_values import (
@@ -25,35 +24,22 @@ from rlhf_megatron.data.column_values import (
     parse_margin,
     parse_messages,
 )
-from rlhf_megatron.data.given_answers import (
-    COMPLETION_COLUMN,
-    PAIR_COLUMNS,
-    TOOLS_COLUMN,
-    Exchange,
-    demonstration,
-    demonstration_columns,
-    pair_columns,
-    preference,
-)
+from rlhf_megatron.data.given_answers import PAIR_COLUMNS, Exchange, demonstration, preference
 from rlhf_megatron.data.learned_turns import learned_segments
-from rlhf_megatron.data.own_rows import Rows, open_rows
 from rlhf_megatron.data.parquet import RowLocation
+from rlhf_megatron.data.prompt_columns import MARGIN_COLUMN, Responses, open_columns
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 
-__all__ = ["DataError", "LeftOut", "Prompt", "PromptDataset", "Responses", "prompt_key"]
+__all__ = ["DataError", "LeftOut", "Prompt", "PromptDataset", "prompt_key"]
 
-MARGIN_COLUMN = "margin"
 READ_ROWS = 256
 # A text with more characters for each token that it may have is too long, and is not tokenized. The longest tokens of
 # published vocabularies are runs of 128 blanks.
 CHARACTERS_PER_TOKEN = 512
 # Texts that are tokenized together.
 PART_CHARACTERS = 4 * 2**20
-Responses = Literal["none", "one", "pair"]
-# What each loop learns from.
-RESPONSES: Mapping[str, Responses] = {"rl": "none", "sft": "one", "reward_modeling": "pair"}
 
 
 @dataclass(frozen=True)
@@ -365,28 +351,6 @@ class PromptDataset:
         """Return whether data.validation_fraction gives the row to this dataset."""
         fraction = self._section.validation_fraction
         return not fraction or (prompt_key(messages) < fraction * 2.0**64) == self._held_out
-
-
-def open_columns(files: Sequence[str | Path], section: DataSection, responses: Responses) -> Rows:
-    """Return the rows of files with the columns that a `PromptDataset` reads.
-
-    Raises:
-        DataError: a file cannot be read or lacks a column, or has images that the recipe does not drop.
-    """
-    described = ["data_source", "reward_model", "extra_info"]
-    texts = [COMPLETION_COLUMN] if responses == "one" else []
-    optional = described if responses == "none" else [*texts, TOOLS_COLUMN, *described, MARGIN_COLUMN]
-    rows = open_rows(files, section, functools.partial(_required, section, responses), optional)
-    if section.images == "refuse":
-        rows.refuse_media()
-    return rows
-
-
-def _required(section: DataSection, responses: Responses, names: Sequence[str]) -> list[str]:
-    """Return the top-level columns that a file with columns of these names must have."""
-    if responses == "one":
-        return demonstration_columns(section, names)
-    return pair_columns(names) if responses == "pair" else ["prompt", "data_source", "reward_model"]
 
 
 def _plain_texts(row: _Row, responses: Responses) -> _Texts:

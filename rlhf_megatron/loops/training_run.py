@@ -19,7 +19,7 @@ from rlhf_megatron.checkpoint.storage import forget_best, step_of
 from rlhf_megatron.data.drawn_prompts import Readers
 from rlhf_megatron.data.epochs import in_steps
 from rlhf_megatron.data.opening import Data, open_data
-from rlhf_megatron.data.prompts import RESPONSES
+from rlhf_megatron.data.prompt_columns import RESPONSES
 from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
 from rlhf_megatron.durable import remove
 from rlhf_megatron.errors import UserError
