@@ -322,11 +322,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         os.setsid()
         if os.fork() == 0:
             os.closerange(0, 3)
-            open(ground_truth, "w").write(str(os.getpid()))
+            own = f"{ground_truth}.{os.getpid()}"  # a second attempt's process may be killed while it writes
+            with open(own, "w") as file:
+                file.write(str(os.getpid()))
+            os.replace(own, ground_truth)
             time.sleep(600)
         os._exit(0)
     subprocess.Popen(["sleep", "600"], start_new_session=True)
-    while not os.path.exists(ground_truth) or not open(ground_truth).read():
+    while not os.path.exists(ground_truth):
         time.sleep(0.01)
     if solution_str == "dies":
         os._exit(1)
