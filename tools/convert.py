@@ -215,7 +215,7 @@ def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
     source = GgufFile(source_path)
     from transformers import GenerationConfig, LlamaConfig
 
-    from rlhf_megatron.data.tokenizer import load_tokenizer
+    from rlhf_megatron.data.tokenizer_loading import load_tokenizer
     from rlhf_megatron.durable import whole_folder
     from rlhf_megatron.models.architecture import parse_architecture
     from rlhf_megatron.models.hf_export import write_safetensors

@@ -40,7 +40,7 @@ from rlhf_megatron.data.parquet import UNREADABLE, python_rows
 from rlhf_megatron.data.prepared_rows import CONSOLE, ROWS_PER_GROUP, RowRequest, replaced, write_rows
 from rlhf_megatron.data.prompts import prompt_key
 from rlhf_megatron.data.rows import ParquetRows
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.hub import local_folder
 from rlhf_megatron.recipe import RewardSection

@@ -29,7 +29,8 @@ from rich.table import Table
 from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.data.opening import open_validation
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import recipe_tokenizer
 from rlhf_megatron.evaluation.estimates import Answered, Estimate, evaluation_metrics
 from rlhf_megatron.evaluation.judging import check_judge, judge_of, judged, make_judge
 from rlhf_megatron.generation.conversations import conversations_of

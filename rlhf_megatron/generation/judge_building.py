@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.generation.judge import Judge, build_judge_engine
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.models.architecture import ModelError

@@ -20,7 +20,8 @@ from rlhf_megatron.data.drawn_prompts import Readers
 from rlhf_megatron.data.epochs import in_steps
 from rlhf_megatron.data.opening import Data, open_data
 from rlhf_megatron.data.prompt_columns import RESPONSES
-from rlhf_megatron.data.tokenizer import Tokenizer, recipe_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import recipe_tokenizer
 from rlhf_megatron.durable import remove
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.tool_turns import with_tools

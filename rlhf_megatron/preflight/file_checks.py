@@ -23,7 +23,8 @@ from rlhf_megatron.data.own_rows import open_rows
 from rlhf_megatron.data.parquet import RowLocation
 from rlhf_megatron.data.prompt_columns import RESPONSES, open_columns
 from rlhf_megatron.data.prompts import LeftOut, Prompt, PromptDataset
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, recipe_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer, recipe_tokenizer
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.judge_questions import encode_questions

@@ -13,7 +13,7 @@ import yaml
 
 from end_to_end.commands import torchrun
 from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, make_sums, metrics_of, steps_of
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from data_rows import opened, row, table
 from rlhf_megatron.data.prompts import LeftOut, Prompt
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from tiny_tokenizer import write_bpe_tokenizer
 

@@ -21,7 +21,7 @@ from rlhf_megatron.data.packing import assign_rows  # noqa: E402
 from rlhf_megatron.data.prompts import Prompt  # noqa: E402
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows  # noqa: E402
 from rlhf_megatron.data.row_numbers import SpreadRows, numbers_of  # noqa: E402
-from rlhf_megatron.data.tokenizer import load_tokenizer  # noqa: E402
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer  # noqa: E402
 from rlhf_megatron.loops.reward_modeling import bradley_terry  # noqa: E402
 from rlhf_megatron.models.architecture import Head, read_architecture  # noqa: E402
 from rlhf_megatron.models.heads import ScalarHead  # noqa: E402

@@ -18,7 +18,7 @@ from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.agents.protocol import Question, Refusal
 from rlhf_megatron.agents.trajectory import AgentTrajectory, Event, Limits
 from rlhf_megatron.data.rollout_batch import RolloutBatch
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import conversations_of

@@ -12,7 +12,8 @@ from rlhf_megatron.agents import chat_completions
 from rlhf_megatron.agents.answer_tree import AnswerTree, Message, Plan, digests
 from rlhf_megatron.agents.answers import AnswerReader
 from rlhf_megatron.agents.protocol import Answer
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError, RolloutError
 from rlhf_megatron.recipe import AgentSection
 from tiny_tokenizer import write_bpe_tokenizer

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from data_rows import opened, row, table, written
 from rlhf_megatron.data import chat_template
 from rlhf_megatron.data.chat_template import ChatTemplate, UnusableTemplate, read_template
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from tiny_tokenizer import write_bpe_tokenizer
 

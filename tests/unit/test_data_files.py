@@ -17,7 +17,8 @@ from data_rows import opened, row, table, written
 from rlhf_megatron.data import parquet
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.prompts import LeftOut, Prompt, PromptDataset
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
 from tiny_tokenizer import write_bpe_tokenizer

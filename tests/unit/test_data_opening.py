@@ -12,7 +12,8 @@ import pytest
 from rlhf_megatron.data.epochs import planned_in_steps
 from rlhf_megatron.data.opening import open_data, open_validation
 from rlhf_megatron.data.prompts import Prompt, prompt_key
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection, load_recipe
 from tiny_tokenizer import write_bpe_tokenizer

@@ -24,7 +24,8 @@ from rlhf_megatron.data.order import CurriculumOrder, Shares, WindowOrder
 from rlhf_megatron.data.prompts import Prompt, PromptDataset
 from rlhf_megatron.data.rows import Block
 from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import CheckpointError, DataError
 from rlhf_megatron.recipe import DataSection
 from tiny_tokenizer import write_bpe_tokenizer

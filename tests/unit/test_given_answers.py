@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf_megatron.data.prompts import LeftOut, Prompt, PromptDataset
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.loops.sft import batch_of
 from rlhf_megatron.recipe import DataSection, make_recipe

@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.generation.agent_turns import AgentCounts
 from rlhf_megatron.generation.conversations import conversations_of
 from rlhf_megatron.generation.generated_groups import GroupScoring

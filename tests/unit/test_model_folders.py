@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hugging_face import make_model
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles

@@ -15,7 +15,7 @@ import pytest
 from called import called
 from rlhf_megatron.data import foreign_files
 from rlhf_megatron.data.prompts import Prompt, PromptDataset
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection, RewardSection
 from rlhf_megatron.rewards import task_rows

@@ -14,7 +14,8 @@ import pytest
 from rlhf_megatron.data import rows
 from rlhf_megatron.data.decoded_blocks import MOST_EXPANSION
 from rlhf_megatron.data.prompts import DataError, LeftOut, Prompt, PromptDataset
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.recipe import DataSection, make_recipe
 from tiny_tokenizer import write_bpe_tokenizer
 

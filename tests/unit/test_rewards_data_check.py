@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from called import called
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.rewards.data_check import Findings, check_files
 from tiny_tokenizer import write_bpe_tokenizer

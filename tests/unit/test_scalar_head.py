@@ -18,7 +18,7 @@ from rlhf_megatron.data.packing import assign_rows, make_micro_batch, plan_micro
 from rlhf_megatron.data.prompts import DataError, PromptDataset
 from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.loops.reward_modeling import batch_of_pairs, bradley_terry
 from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles

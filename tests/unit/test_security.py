@@ -13,7 +13,7 @@ import yaml
 
 from hugging_face import make_model
 from rlhf_megatron.checkpoint.storage import publish, read_manifest, write_tensors
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import CheckpointError, DataError
 from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles

@@ -1,4 +1,4 @@
-"""rlhf_megatron.data.tokenizer, with real tokenizers that are trained here."""
+"""rlhf_megatron.data.tokenizer_loading, with real tokenizers that are trained here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from tiny_tokenizer import write_bpe_tokenizer, write_sentencepiece_model
 
@@ -157,6 +158,7 @@ def test_importing_the_module_loads_neither_torch_nor_transformers() -> None:
     import subprocess
     import sys
 
-    code = "import sys, rlhf_megatron.data.tokenizer; print([m for m in ('torch','transformers') if m in sys.modules])"
+    module = "rlhf_megatron.data.tokenizer_loading"
+    code = f"import sys, {module}; print([m for m in ('torch','transformers') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

@@ -16,7 +16,8 @@ import pytest
 
 from rlhf_megatron.compat.vllm.answer_parsers import UnusableParser, tool_parser
 from rlhf_megatron.data.prompts import Prompt
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.data.tool_template import call_end_token, encode_results
 from rlhf_megatron.errors import DataError, RolloutError
 from rlhf_megatron.generation.conversations import Conversations

@@ -13,7 +13,7 @@ from end_to_end.commands import python
 from rlhf_megatron.algorithms.aggregation import token_weights
 from rlhf_megatron.data.demonstrations import chain_total, tool_response
 from rlhf_megatron.data.rollout_batch import batch_from_rows
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.generation.partners import TurnFunction
 from rlhf_megatron.generation.prompt_groups import answer_text, turns_of_model

@@ -45,7 +45,7 @@ from rlhf_megatron.data.prompts import READ_ROWS, Prompt, PromptDataset
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.row_numbers import RowNumbers, SpreadRows, from_table
 from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.generation.generated_groups import GroupPacker
 from rlhf_megatron.generation.prompt_groups import Group, requests_for
 from rlhf_megatron.generation.replica import Replica

@@ -30,7 +30,8 @@ import pyarrow.parquet
 from rlhf_megatron.data.opening import open_data
 from rlhf_megatron.data.order import WindowOrder
 from rlhf_megatron.data.prompts import PromptDataset
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.recipe import DataSection
 
 QUESTION = "State the final answer to the following arithmetic problem: "

@@ -200,7 +200,7 @@ class Measuring:
     """One engine and the environments' processes, on this rank."""
 
     def __init__(self, shape: Shape, recipe: RLRecipe) -> None:
-        from rlhf_megatron.data.tokenizer import load_tokenizer
+        from rlhf_megatron.data.tokenizer_loading import load_tokenizer
         from rlhf_megatron.generation.partners import Partner, make_partner
         from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 

@@ -34,7 +34,7 @@ import yaml
 from launching import run_on_ranks
 from reports import exit_status, missed_by, model_and_gpus, rows_of, rows_with, spread, write_report
 
-from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
 from rlhf_megatron.planning.memory import estimate
 from rlhf_megatron.planning.model_folders import planned_architectures
