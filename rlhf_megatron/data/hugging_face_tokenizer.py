@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.data.chat_template import ChatTemplate
-from rlhf_megatron.data.tokenizer import Message, Tokenizer, chosen_template, no_template
+from rlhf_megatron.data.tokenizer import Tokenizer, chosen_template
 from rlhf_megatron.data.tokenizer_files import check_tokenizer_files
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.untrusted import reason_of, shown
@@ -90,14 +90,6 @@ class HuggingFaceTokenizer(Tokenizer):
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
-
-    def render_each(
-        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
-    ) -> list[str | DataError]:
-        """See `Tokenizer.render_each`."""
-        if self._template is None:
-            raise DataError(no_template(self.path))
-        return self._template.render_each(conversations, add_generation_prompt)
 
     def _load_template(self, replacement: str | None) -> ChatTemplate | None:
         """Return the template of data.chat_template, or else the tokenizer's own, with the names it can read."""

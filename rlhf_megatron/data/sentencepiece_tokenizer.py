@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.data.tokenizer import Message, Tokenizer, chosen_template, no_template
+from rlhf_megatron.data.tokenizer import Tokenizer, chosen_template
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.untrusted import MOST_BYTES, check_regular, reason_of
 
@@ -75,14 +75,6 @@ class SentencePieceTokenizer(Tokenizer):
             else:
                 plain.append(token_id)
         return "".join([*parts, self._inner.decode(plain)])
-
-    def render_each(
-        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
-    ) -> list[str | DataError]:
-        """See `Tokenizer.render_each`."""
-        if self._template is None:
-            raise DataError(no_template(self.path))
-        return self._template.render_each(conversations, add_generation_prompt)
 
     def is_special(self, token_id: int) -> bool:
         """See `Tokenizer.is_special`."""

@@ -50,7 +50,6 @@ class Tokenizer(ABC):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of the ids, without control tokens unless skip_special_tokens is False."""
 
-    @abstractmethod
     def render_each(
         self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
     ) -> list[str | DataError]:
@@ -59,6 +58,10 @@ class Tokenizer(ABC):
         Raises:
             DataError: there is no chat template.
         """
+        if self._template is None:
+            what = f"the tokenizer at {self.path} has no chat template"
+            raise DataError(f"{what}; set data.chat_template to a Jinja file")
+        return self._template.render_each(conversations, add_generation_prompt)
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return the chat template's text for messages of {role, content}.
@@ -176,8 +179,3 @@ def chosen_template(replacement: str | None, own: Any, path: str, names: Mapping
     if replacement is not None:
         return ChatTemplate(replacement, "data.chat_template", names)
     return ChatTemplate(own, f"tokenizer: the chat template of {shown(path)}", names) if own else None
-
-
-def no_template(path: str) -> str:
-    """Return why a conversation cannot be rendered."""
-    return f"the tokenizer at {path} has no chat template; set data.chat_template to a Jinja file"
