@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole
+from rlhf_megatron.checkpoint.saved_role import EXPERTS, ROWS_OF_ATTENTION, SavedRole
 from rlhf_megatron.checkpoint.storage import TensorFile
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.description import stored_form
@@ -66,6 +66,7 @@ def role_state(role: Role) -> dict[str, Any]:
         "adapters": dataclasses.asdict(shard.adapters.adaptation) if shard.adapters else None,
         "base": shard.adapters.base if shard.adapters else None,
         "rows_of_attention": ROWS_OF_ATTENTION,
+        "experts": EXPERTS,
         "steps_taken": trainer.steps_taken,
         "loss_scale": trainer.loss_scale.state() if trainer.loss_scale else None,
         "optimizer_steps": max((int(owned.counters.get("step", 0)) for owned in owned_ranges(role)), default=0),

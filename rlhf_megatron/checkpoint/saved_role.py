@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from rlhf_megatron.checkpoint.experts_apart import experts_apart
 from rlhf_megatron.checkpoint.manifest import first_problem
 from rlhf_megatron.checkpoint.storage import TensorFile
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
@@ -29,6 +30,7 @@ from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.untrusted import reason_of, shown
 
 ROWS_OF_ATTENTION = "stacked"  # written down, since nothing else tells a fused matrix in another order
+EXPERTS = "stacked"  # many in a parameter, and not one as in earlier versions
 _READER = -1  # whoever reads is none of the ranks that wrote
 
 
@@ -73,6 +75,7 @@ class RoleState(_Strict):
     adapters: _Adapters | None = None
     base: Any = None
     rows_of_attention: str | None = None
+    experts: Literal["stacked"] | None = None
     steps_taken: int = Field(ge=0, le=2**53)
     loss_scale: tuple[_Scale, Annotated[int, Field(ge=0)]] | None = Field(None, strict=False)
     optimizer_steps: int = Field(ge=0, le=2**53)
@@ -174,7 +177,7 @@ class SavedRole:
             self._layout = Layout(**checked.layout)  # type: ignore[arg-type]  # None where a field may be that
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's layout of {name} is none ({reason_of(error)})") from error
-        self._implementation = checked.implementation
+        self._implementation, self._has_stacks = checked.implementation, checked.experts == EXPERTS
         if len(files) != self._layout.size:
             raise CheckpointError(f"the checkpoint has files of {len(files)} ranks; its {name} had {self._layout.size}")
         self._peers: dict[_ShardKey, list[int]] = defaultdict(list)
@@ -198,7 +201,10 @@ class SavedRole:
     def _blocks(self, position: int) -> list[Block]:
         if self._adaptation:
             return adapter_blocks(self._architecture, self._adaptation, self._layout, position)
-        return megatron_blocks(self._architecture, self._layout, position, self._implementation)
+        blocks = megatron_blocks(self._architecture, self._layout, position, self._implementation)
+        if self._has_stacks:
+            return blocks
+        return experts_apart(self._architecture, self._layout, blocks, self._implementation)
 
     def whole_blocks(self) -> list[Block]:
         """The blocks that ``tensors`` gives."""

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rlhf_megatron.models.biased_experts import Down, in_pairs
+from rlhf_megatron.models.experts import in_pairs
 
 Span = tuple[int, int]
 
@@ -67,7 +67,7 @@ def attach(layer: torch.nn.Module, low_ranks: Sequence[LowRank], factors: Sequen
         output, *rest = result
         tokens = None if len(low_ranks) == 1 else [int(count) for count in arguments[1]]
         learning: Tensor = _FactorGradients.apply(output, arguments[0], norm, low_ranks, tokens, *factors)  # type: ignore[no-untyped-call]
-        return learning.clone() if isinstance(layer, Down) else learning, *rest
+        return learning, *rest
 
     layer.register_forward_hook(after)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.biased_experts import GateUp, GroupedGateUp
+from rlhf_megatron.models.experts import ExpertLinear, ExpertPairs
 from rlhf_megatron.models.latent_attention import WholeLinear
 from rlhf_megatron.models.lora import (
     Adaptation,
@@ -31,7 +31,7 @@ from rlhf_megatron.models.lora import (
 )
 from rlhf_megatron.models.low_rank import Adapted, LowRank, Span, attach
 from rlhf_megatron.models.new_adapters import NewAdapters
-from rlhf_megatron.models.weight_map import Block, is_expert
+from rlhf_megatron.models.weight_map import Block, expert_of, is_expert
 from rlhf_megatron.models.weight_source import WeightSource, load_blocks, window
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
@@ -108,35 +108,35 @@ class Adapters:
         tensor_group: dist.ProcessGroup | None,
     ) -> None:
         """Hangs ``factors``, (A, B) by the weight's tensor, on the linear layers that have a block of one."""
-        by_parameter: dict[str, list[Block]] = defaultdict(list)
+        by_matrix: dict[tuple[str, int | None], list[Block]] = defaultdict(list)  # by parameter, and expert in it
         for block in blocks:
             # Also where no adapted rows of a layer are here: others of the tensor-parallel group wait for this rank.
             if block.tensor.endswith(".weight") and factors.keys() & set(fused_with(block.tensor)):
-                by_parameter[block.parameter].append(block)
+                by_matrix[block.parameter, expert_of(block.tensor)].append(block)
         config: Any = models[0].config
         if config.recompute_granularity and hasattr(models[0], "embedding"):
             models[0].get_submodule("embedding").register_forward_hook(_ask_for_gradient)
         sequence_group = tensor_group if config.sequence_parallel else None
         by_layer: dict[torch.nn.Module, tuple[list[LowRank], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for parameter, of_parameter in by_parameter.items():
+        for (parameter, _), of_matrix in by_matrix.items():
             number, path = self._chunk_of(parameter)
-            # A grouped layer has weight0, weight1 and so on, which are there in this order.
-            layer = models[number].get_submodule(path.rpartition(".")[0])
-            layer_has = [tensor for tensor in fused_with(of_parameter[0].tensor) if tensor in factors]
-            columns, is_whole = of_parameter[0].region[1], isinstance(layer, WholeLinear)
+            layer = models[number].get_submodule(path.rpartition(".")[0])  # whose experts are there in their order
+            layer_has = [tensor for tensor in fused_with(of_matrix[0].tensor) if tensor in factors]
+            columns, is_whole = of_matrix[0].region[1], isinstance(layer, WholeLinear)
             has_whole_sequence = is_whole or is_expert(parameter)
+            rows = layer.rows if isinstance(layer, ExpertLinear) else None
             low_rank = LowRank(
-                [_adapted(columns, [block for block in of_parameter if block.tensor == each]) for each in layer_has],
+                [_adapted(columns, [block for block in of_matrix if block.tensor == each], rows) for each in layer_has],
                 self.adaptation.scale,
                 cut_by_columns=columns != (0, factors[layer_has[0]][0].shape[1]),
                 sequence_group=None if has_whole_sequence else sequence_group,
                 norm_epsilon=self._architecture.norm_epsilon if hasattr(layer, "layer_norm_weight") else None,
                 norm_offset=1.0 if self._architecture.zero_centred_norms else 0.0,
-                gates_first=isinstance(layer, (GateUp, GroupedGateUp)),
+                gates_first=isinstance(layer, ExpertPairs),
             )
             by_layer[layer][0].append(low_rank)
             by_layer[layer][1].extend(factor for tensor in layer_has for factor in factors[tensor])
-            adapted = [block for block in of_parameter if block.tensor in factors]
+            adapted = [block for block in of_matrix if block.tensor in factors]
             is_first = not (is_whole and tensor_group is not None and tensor_group.rank())
             self._adapted_blocks += [_AdaptedBlock(block, *factors[block.tensor], is_first) for block in adapted]
         for layer, (low_ranks, of_layer) in by_layer.items():
@@ -243,8 +243,11 @@ def _ask_for_gradient(_: torch.nn.Module, __: Any, output: Tensor) -> None:
         output.requires_grad_()
 
 
-def _adapted(columns: Span, blocks: Sequence[Block]) -> Adapted:
-    """A layer's part of one weight; a layer's own columns are those of all its weights."""
+def _adapted(columns: Span, blocks: Sequence[Block], rows: int | None) -> Adapted:
+    """A layer's part of one weight; a layer's own columns are those of all its weights.
+
+    ``rows``: of each matrix, where the parameter has those of several experts behind each other.
+    """
     assert all(block.offset[1] == 0 and block.region[1] == columns for block in blocks)
-    spans = ((block.offset[0], block.region[0]) for block in blocks)
+    spans = ((block.offset[0] % rows if rows else block.offset[0], block.region[0]) for block in blocks)
     return Adapted(columns, [((at, at + stop - start), (start, stop)) for at, (start, stop) in spans])

@@ -29,6 +29,7 @@ from rlhf_megatron.data.row_numbers import SpreadRows, numbers_of  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
 from rlhf_megatron.models.choice_shape import choice_shape  # noqa: E402
+from rlhf_megatron.models.families import mixture  # noqa: E402
 from rlhf_megatron.models.hf_export import Companions  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.models.lora import Adaptation  # noqa: E402
@@ -168,6 +169,7 @@ def run_cases(cases: dict[str, dict[str, Any]], go_on: bool = False) -> dict[str
     With ``go_on``, a case that fails on all ranks alike has the traceback as its result.
     """
     streaming.PIECE_BYTES = 2**16
+    mixture.STACK_ELEMENTS = 2**14  # so that a layer's experts are several parameters
     functions = {"learn": learn, "learn_past_a_nan": learn_past_a_nan, "learn_from_groups": learn_from_groups}
     results: dict[str, dict[str, Any]] = {}
     for name, case in cases.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.models.biased_experts import gates_first
+from rlhf_megatron.models.experts import gates_first
 from rlhf_megatron.models.lora import fused_with
 from rlhf_megatron.models.low_rank import Adapted, LowRank, attach, factor_gradients
 

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from hugging_face import make_model
-from rlhf_megatron.checkpoint.saved_role import ROWS_OF_ATTENTION, SavedRole, files_of_role
+from rlhf_megatron.checkpoint.saved_role import EXPERTS, ROWS_OF_ATTENTION, SavedRole, files_of_role
 from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.architecture import LayerKind, read_architecture
 from rlhf_megatron.models.description import Experts, SharedExpert, stored_form
 from rlhf_megatron.models.lora import Adaptation, adapter_layout
+from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.models.rope import Llama3Scaling, LongScaling, Rope, YarnScaling
 from rlhf_megatron.models.weight_map import megatron_blocks
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
+
+NAME = "decoder.final_layernorm.weight"
 
 
 @dataclasses.dataclass
@@ -47,22 +50,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(model: Path) -> Saved:
-    """A sound one, each parameter in two ranges."""
+    """A sound one."""
+    return make_saved(model)
+
+
+def make_saved(model: Path, implementation: Implementation = "local") -> Saved:
+    """A sound checkpoint of ``model``, each parameter in two ranges."""
     architecture, layout = read_architecture(model), Layout(data=2)
     state = {
         "layout": dataclasses.asdict(layout), "ranks": [0, 1], "architecture": stored_form(architecture),
-        "implementation": "local", "adapters": None, "base": None, "rows_of_attention": ROWS_OF_ATTENTION,
-        "steps_taken": 3, "loss_scale": None, "optimizer_steps": 3,
+        "implementation": implementation, "adapters": None, "base": None, "rows_of_attention": ROWS_OF_ATTENTION,
+        "experts": EXPERTS, "steps_taken": 3, "loss_scale": None, "optimizer_steps": 3,
     }  # fmt: skip
-    pieces: list[dict[str, Any]] = [{}, {}]
-    tensors: list[dict[str, Tensor]] = [{}, {}]
-    for name, shape in parameter_shapes(megatron_blocks(architecture, layout, 0, "local")).items():
-        values = torch.arange(math.prod(shape), dtype=torch.float32)
-        half = len(values) // 3
-        for rank, (start, stop) in enumerate([(0, half), (half, len(values))]):
-            pieces[rank][name] = {"start": start, "stop": stop, "shape": list(shape)}
-            tensors[rank][f"actor/weights/{name}"] = values[start:stop].clone()
-    return Saved(json.loads(json.dumps(state)), [{"pieces": {"actor": each}} for each in pieces], tensors)
+    made = Saved(json.loads(json.dumps(state)), [{"pieces": {"actor": {}}} for _ in range(2)], [{}, {}])
+    for name, shape in parameter_shapes(megatron_blocks(architecture, layout, 0, implementation)).items():
+        put(made, name, torch.arange(math.prod(shape), dtype=torch.float32).view(shape))
+    return made
+
+
+def put(saved: Saved, name: str, value: Tensor) -> None:
+    """A parameter in a range of each rank."""
+    third = value.numel() // 3
+    for rank, (start, stop) in enumerate([(0, third), (third, value.numel())]):
+        saved.about[rank]["pieces"]["actor"][name] = {"start": start, "stop": stop, "shape": list(value.shape)}
+        saved.tensors[rank][f"actor/weights/{name}"] = value.reshape(-1)[start:stop].clone()
 
 
 def read(saved: Saved, model: Path, folder: Path) -> dict[str, Tensor]:
@@ -81,6 +92,35 @@ def test_all_of_a_role_is_read(saved: Saved, model: Path, tmp_path: Path) -> Non
     assert torch.equal(norm, torch.arange(len(norm), dtype=torch.float32))
     del saved.state["ranks"]  # as an earlier version wrote it
     assert read(saved, model, tmp_path / "step-4").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        ("local", "mlp.experts.local_experts.{expert}.linear_fc{layer}.{kind}"),
+        ("transformer_engine", "mlp.experts.linear_fc{layer}.{kind}{expert}"),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_an_earlier_version_wrote_apart_are_read(
+    family: str, implementation: Implementation, name: str, tmp_path: Path
+) -> None:
+    """Its parameters were one for each expert, in the order that there still is."""
+    model = make_model(tmp_path / "model", family)
+    now, earlier = read(make_saved(model), model, tmp_path / "now"), make_saved(model, implementation)
+    del earlier.state["experts"]
+    architecture = read_architecture(model)
+    assert architecture.experts is not None
+    for parameter in [each for each in earlier.about[0]["pieces"]["actor"] if ".experts." in each]:
+        pieces = [tensors.pop(f"actor/weights/{parameter}") for tensors in earlier.tensors]
+        shape, _ = (about["pieces"]["actor"].pop(parameter)["shape"] for about in earlier.about)
+        layer, kind = parameter.partition("linear_fc")[2].split(".")
+        parts = torch.cat(pieces).view(shape).chunk(architecture.experts.count)
+        for expert, own in enumerate(parts):
+            apart = name.format(expert=expert, layer=layer, kind=kind.removesuffix("0"))
+            put(earlier, parameter.partition("mlp.")[0] + apart, own)
+    then = read(earlier, model, tmp_path / "earlier")
+    assert now.keys() == then.keys() and all(torch.equal(now[tensor], then[tensor]) for tensor in now)
 
 
 class Noting(TensorFile):
@@ -190,9 +230,6 @@ def test_adapters_on_other_layers_are_another_checkpoint(saved: Saved, model: Pa
         "the checkpoint has adapters of rank 4 and scale 1 on q_proj, v_proj of actor, and the recipe asks for "
         f"adapters of rank 4 and scale 1 on {', '.join(usual)} (actor.lora); change it back"
     )
-
-
-NAME = "decoder.final_layernorm.weight"
 
 
 def piece(saved: Saved, rank: int = 0) -> dict[str, Any]:

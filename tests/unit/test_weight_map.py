@@ -11,6 +11,7 @@ import torch
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import Experts, Head, ModelError, parse_architecture
+from rlhf_megatron.models.families import mixture
 from rlhf_megatron.models.weight_map import SCORE, Implementation, megatron_blocks, rollout_blocks, tensor_shapes
 from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.topology.layout import Layout
@@ -73,15 +74,11 @@ def test_megatron_cuts_through_a_group_where_there_are_more_ranks_than_keys() ->
         assert torch.equal(parameters["decoder.layers.0.self_attention.linear_qkv.weight"], part)
 
 
-EXPERTS = {
-    "local": "decoder.layers.0.mlp.experts.local_experts.1.linear_{}.weight",
-    "transformer_engine": "decoder.layers.0.mlp.experts.linear_{}.weight1",
-}
-
-
-@pytest.mark.parametrize("implementation", EXPERTS)
-def test_megatron_has_each_expert_for_itself(implementation: Implementation) -> None:
-    """The second expert of the rank that holds experts 2 and 3, or its half of it."""
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("stacks", [1, 2])
+def test_megatron_stacks_experts(implementation: Implementation, stacks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second expert of the rank that holds experts 2 and 3, or its half of it; one parameter has both, or one."""
+    monkeypatch.setattr(mixture, "STACK_ELEMENTS", 2**20 if stacks == 1 else 1)
     a = architecture(experts=4)
     tensors = checkpoint(a)
     gate, up, down = (tensors[f"model.layers.0.mlp.experts.3.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -91,9 +88,12 @@ def test_megatron_has_each_expert_for_itself(implementation: Implementation) -> 
         (Layout(tensor=2, data=2, expert=2), 3, slice(4, 8)),
     ):
         parameters = filled(megatron_blocks(a, layout, position, implementation), tensors)
-        name = EXPERTS[implementation]
-        assert torch.equal(parameters[name.format("fc1")], torch.cat([gate[rows], up[rows]]))
-        assert torch.equal(parameters[name.format("fc2")], down[:, rows])
+        first, second = (f"decoder.layers.0.mlp.experts.linear_{name}.weight{stacks - 1}" for name in ("fc1", "fc2"))
+        wanted = torch.cat([gate[rows], up[rows]]), down[:, rows]
+        for name, matrix in zip((first, second), wanted, strict=True):
+            assert torch.equal(parameters[name][-len(matrix) :], matrix)
+            assert len(parameters[name]) == len(matrix) * (3 - stacks)
+            assert f"{name[:-1]}{stacks}" not in parameters
         router = parameters["decoder.layers.0.mlp.router.weight"]
         assert torch.equal(router, tensors["model.layers.0.mlp.gate.weight"])
         norm = parameters["decoder.layers.0.pre_mlp_layernorm.weight"]

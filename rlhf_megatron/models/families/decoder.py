@@ -155,6 +155,7 @@ class Decoder:
             get_gpt_layer_local_spec,
             get_gpt_layer_with_transformer_engine_spec,
         )
+        from megatron.core.transformer.moe.experts import TEGroupedMLP
 
         from rlhf_megatron.models.attention import packed_attention
         from rlhf_megatron.models.delta_net import use_delta_net
@@ -168,7 +169,6 @@ class Decoder:
             spec = get_gpt_layer_with_transformer_engine_spec(
                 multi_latent_attention=architecture.latent is not None,
                 num_experts=count,
-                moe_grouped_gemm=count is not None,
                 qk_layernorm=architecture.query_key_norm,
                 use_te_activation_func=self._has_fused_activation(architecture),
             )
@@ -185,10 +185,11 @@ class Decoder:
             spec.submodules.self_attention.submodules.core_attention = attention
         self._finish_sublayers(architecture, spec, implementation)
         _add_biases(architecture, kind, spec)
-        if count is not None and architecture.experts and architecture.experts.routing:
-            spec.submodules.mlp.keywords["submodules"].router = functools.partial(
-                ScoreRouter, experts=architecture.experts
-            )
+        if count is not None and architecture.experts:
+            mixture_of_layer = spec.submodules.mlp.keywords["submodules"]
+            mixture_of_layer.experts = functools.partial(TEGroupedMLP, submodules=self._expert_layers())
+            if architecture.experts.routing:
+                mixture_of_layer.router = functools.partial(ScoreRouter, experts=architecture.experts)
         if kind.attention == "delta":
             assert architecture.delta_net is not None
             use_delta_net(architecture.delta_net, spec, implementation)
@@ -219,6 +220,14 @@ class Decoder:
         spec.module = DecoderLayer
         norm = TENorm if implementation == "transformer_engine" else WrappedTorchNorm
         spec.params |= {"output_norm": norm if normed else None, "residual_scale": scale or 1.0}
+
+    def _expert_layers(self) -> Any:
+        """Return the linear layers of the experts, for Megatron's ``TEGroupedMLP``, which asks for no more of them."""
+        from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
+
+        from rlhf_megatron.models.experts import ExpertColumns, ExpertRows
+
+        return GroupedMLPSubmodules(linear_fc1=ExpertRows, linear_fc2=ExpertColumns)
 
     def _has_fused_activation(self, architecture: Architecture) -> bool:
         """Return whether Transformer Engine has the activation; its SwiGLU has no grouped form."""
@@ -282,7 +291,7 @@ class Decoder:
             if kinds[index].attention == "delta":
                 layer = f"model.layers.{index}."
                 blocks.extend(delta_nets.delta_blocks(a, layer, prefix, layout.tensor, coordinates.tensor))
-        return [*blocks, *mixture.megatron_experts(a, self.expert_names, layout, position, implementation)]
+        return [*blocks, *mixture.megatron_experts(a, self.expert_names, layout, position)]
 
     # ---- rollout
 

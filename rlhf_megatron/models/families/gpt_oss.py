@@ -75,18 +75,19 @@ class GptOss(Decoder):
         self, architecture: Architecture, kind: LayerKind, implementation: Implementation, rotary: Rotary
     ) -> Any:
         """See Family."""
-        from rlhf_megatron.models import biased_experts
         from rlhf_megatron.models.router import BiasedRouter
 
         spec = super().layer_spec(architecture, kind, implementation, rotary)
-        mixture = spec.submodules.mlp.keywords["submodules"]
-        mixture.router = BiasedRouter
-        layers = mixture.experts.keywords["submodules"]
-        if implementation == "transformer_engine":
-            layers.linear_fc1, layers.linear_fc2 = biased_experts.GroupedGateUp, biased_experts.GroupedDown
-        else:
-            layers.linear_fc1, layers.linear_fc2 = biased_experts.GateUp, biased_experts.Down
+        spec.submodules.mlp.keywords["submodules"].router = BiasedRouter
         return spec
+
+    def _expert_layers(self) -> Any:
+        """Return the usual ones, whose gates and ups come in pairs."""
+        from rlhf_megatron.models.experts import ExpertPairs
+
+        layers = super()._expert_layers()
+        layers.linear_fc1 = ExpertPairs
+        return layers
 
     def transformer_settings(
         self, architecture: Architecture, layout: Layout, *, float32: bool, fused: bool

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.config_fields import flag, size
 from rlhf_megatron.models.description import Architecture, Experts
-from rlhf_megatron.models.rectangles import Block, Implementation, Slot, held_layers, split
+from rlhf_megatron.models.rectangles import Block, Slot, held_layers, split
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.untrusted import shown
 
@@ -39,12 +39,18 @@ class ExpertNames:
 
 
 USUAL_NAMES = ExpertNames()
-_LINEAR_LAYERS = ("linear_fc1", "linear_fc2")
-# Transformer Engine keeps the experts of a rank together.
-_MEGATRON_NAMES: dict[Implementation, str] = {
-    "local": "mlp.experts.local_experts.{expert}.{linear}.{kind}",
-    "transformer_engine": "mlp.experts.{linear}.{kind}{expert}",
-}
+STACK_ELEMENTS = 2**26  # of a parameter at most, unless one matrix has more: optimizers stream whole parameters
+
+
+def stack_sizes(experts: int, rows: int, columns: int) -> list[int]:
+    """Return how many of a rank's ``experts``, each a matrix [rows, columns], each parameter of a linear layer holds.
+
+    They follow each other, about equally many in each: products and gradients of hundreds of parameters would keep the
+    host busier than the GPU, and one parameter of them all would be too large to be in memory in several copies.
+    """
+    together = max(1, STACK_ELEMENTS // (rows * columns))
+    stacks = -(-experts // together)
+    return [experts * (stack + 1) // stacks - experts * stack // stacks for stack in range(stacks)]
 
 
 def read_experts(path: Path, config: Mapping[str, Any]) -> Experts:
@@ -136,36 +142,42 @@ def _expert_blocks(
 
 
 def _bias_blocks(
-    a: Architecture, names: ExpertNames, layer: int, expert: int, gate_up: str, down: str
+    a: Architecture, names: ExpertNames, layer: int, expert: int, gate_up: tuple[str, int], down: tuple[str, int]
 ) -> Iterator[Block]:
-    """Yield the biases of an expert that is whole and has gate and up in one matrix."""
+    """Yield the biases of an expert that is whole and has gate and up in one matrix; parameter, row of each."""
     prefix = f"model.layers.{layer}.{names.module}.experts.{expert}."
     assert a.experts is not None
-    yield Block(f"{prefix}{names.gate_up}.bias", ((0, 2 * a.experts.feed_forward),), gate_up, (0,))
-    yield Block(f"{prefix}{names.down}.bias", ((0, a.hidden),), down, (0,))
+    yield Block(f"{prefix}{names.gate_up}.bias", ((0, 2 * a.experts.feed_forward),), gate_up[0], (gate_up[1],))
+    yield Block(f"{prefix}{names.down}.bias", ((0, a.hidden),), down[0], (down[1],))
 
 
-def megatron_experts(
-    a: Architecture, names: ExpertNames, layout: Layout, position: int, implementation: Implementation
-) -> Iterator[Block]:
-    """Yield the experts of the rank at ``position``; each is a parameter of its own."""
+def megatron_experts(a: Architecture, names: ExpertNames, layout: Layout, position: int) -> Iterator[Block]:
+    """Yield the experts of the rank at ``position``, as ``ExpertLinear`` holds them."""
     if a.experts is None:
         return
     coordinates, held = layout.expert_coordinates(position), a.experts.count // layout.expert
-    name, kinds = _MEGATRON_NAMES[implementation], a.layer_kinds
+    parts, part = layout.expert_parts, coordinates.tensor
+    width = a.experts.feed_forward // parts
+    gate_ups, downs = list(_places(held, 2 * width, a.hidden)), list(_places(held, a.hidden, width))
     for prefix, index in held_layers(a, layout, coordinates.pipeline):
-        if kinds[index].feed_forward != "experts":
+        if a.layer_kinds[index].feed_forward != "experts":
             continue
-        for number in range(held):
-            gate_up, down = (
-                prefix + name.format(expert=number, linear=linear, kind="weight") for linear in _LINEAR_LAYERS
-            )
+        first, second = (f"{prefix}mlp.experts.{linear}." for linear in ("linear_fc1", "linear_fc2"))
+        for number, ((gate_up, row), (down, down_row)) in enumerate(zip(gate_ups, downs, strict=True)):
             expert = coordinates.expert * held + number
-            parts, part = layout.expert_parts, coordinates.tensor
-            yield from _expert_blocks(a, names, index, expert, parts, part, (gate_up, 0), (down, 0))
+            yield from _expert_blocks(
+                a, names, index, expert, parts, part, (first + gate_up, row), (second + down, down_row)
+            )
             if a.experts.biased:
-                biases = (prefix + name.format(expert=number, linear=linear, kind="bias") for linear in _LINEAR_LAYERS)
-                yield from _bias_blocks(a, names, index, expert, *biases)
+                rows = (number * 2 * width, number * a.hidden)
+                yield from _bias_blocks(a, names, index, expert, (first + "bias", rows[0]), (second + "bias", rows[1]))
+
+
+def _places(experts: int, rows: int, columns: int) -> Iterator[tuple[str, int]]:
+    """Yield the parameter of each expert's matrix in its linear layer, and the row where it begins."""
+    for stack, count in enumerate(stack_sizes(experts, rows, columns)):
+        for number in range(count):
+            yield f"weight{stack}", number * rows
 
 
 def rollout_experts(

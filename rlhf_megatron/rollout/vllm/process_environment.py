@@ -68,9 +68,6 @@ def prepare_environment(deterministic: bool = False) -> None:
             "VLLM_LOGGING_LEVEL": "ERROR",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-    elif not deterministic:
-        # Transformer Engine's products of all experts in one kernel, on Hopper; other GPUs go on as without it.
-        settings["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "1"
     if deterministic:
         settings |= {
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
