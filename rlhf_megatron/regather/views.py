@@ -18,6 +18,7 @@ ELSEWHERE = "come from other ranks"
 SEVERAL = "are put together from several of the actor's"
 ORDER = "are cut in another way"
 TYPE = "have another type"
+SHAPE = "have another shape"  # vLLM's stack of experts has a dimension for them
 
 
 def shareable(plan: RankPlan) -> dict[str, str]:
@@ -40,7 +41,9 @@ def describe_sharing(plan: RankPlan, sources: Mapping[str, Tensor], destinations
         if own is not None and own.data_ptr() == tensor.data_ptr():
             shared += tensor.nbytes
             continue
-        reason = reason or (TYPE if own is not None and own.dtype != tensor.dtype else ORDER)
+        if not reason and own is not None:
+            reason = TYPE if own.dtype != tensor.dtype else SHAPE if own.shape != tensor.shape else ORDER
+        reason = reason or ORDER
         copied[reason] += 1
         copied_bytes[reason] += tensor.nbytes
     count = len(destinations) - copied.total()

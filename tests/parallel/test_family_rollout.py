@@ -77,10 +77,10 @@ GPT_OSS = {"swiglu_limit": 7.0, "intermediate_size": 128}
 DELTA: dict[str, Any] = {
     "fields": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "dtype": "bfloat16",
-    # Where a router's near tie falls the other way a logprob is off by up to 1: by more than this in at most a sixth of
+    # Where a router's near tie falls the other way a logprob is off by up to 1: by more than this in at most a third of
     # the tokens, and in six tenths and more where an engine has missed an update.
     "within": 0.05,
-    "beyond": 0.25,
+    "beyond": 0.4,
     "rollout": {"enable_prefix_caching": False},
 }
 CASES = {
@@ -208,7 +208,7 @@ def test_vllm_follows_the_trainer(name: str, results: Launches, record_property:
             assert result["differing"] == []  # bit for bit what vLLM's own loader makes of the exported files
             if number + 1 < UPDATES:  # an engine with the weights before the last update would be seen
                 stale = share_beyond(case.within, result["rollout_logprobs"], result["later_logprobs"])
-                assert stale > 0.4
+                assert stale > 0.5
         sampled.append(by_rank[0][number]["rollout_logprobs"])
     assert sampled[0] != sampled[1] != sampled[2]  # the weights did change
     for updates in by_rank:

@@ -36,7 +36,7 @@ class Case(NamedTuple):
 CASES = {
     # Experts come first: vLLM makes their process groups with the first engine or not at all.
     "TP2 = TP2, experts": Case(
-        "qwen3_moe", False, {"tensor": 2}, {"tensor": 2}, ("experts",), "put together from several"
+        "qwen3_moe", False, {"tensor": 2}, {"tensor": 2}, ("experts",), "have another shape"
     ),
     "TP1, bfloat16": Case("qwen2", False, {}, {"tensor": 1}, more={"dtype": "bfloat16"}),
     "rollout of another type": Case(
