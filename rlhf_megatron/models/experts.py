@@ -18,6 +18,7 @@ from rlhf_megatron.kernels.grouped_gradient import add_grouped_gradient
 from rlhf_megatron.models.families.mixture import stack_sizes
 
 _ALIGNED_BYTES = 16  # of which grouped_mm asks every row to be a multiple
+_HOPPER = 9  # major compute capability
 
 
 class _Stack(NamedTuple):
@@ -185,7 +186,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _product(values: Tensor, matrices: Tensor, stack: _Stack) -> Tensor:
     """[t, n], of ``values`` [t, m] and ``matrices`` [experts, m, n]."""
-    if len(values) and _is_aligned(values.dtype, *matrices.shape[1:]):
+    if _can_be_grouped(values, *matrices.shape[1:]):
         return grouped_mm(values, matrices, offs=stack.ends)
     parts = zip(values.split(list(stack.tokens)), matrices, strict=True)
     return torch.cat([own @ matrix for own, matrix in parts])
@@ -198,11 +199,16 @@ def _weight_gradient(weight: Any, gradient: Tensor, inputs: Tensor, stack: _Stac
         add_grouped_gradient(total, gradient, inputs, stack.tokens, stack.ends)
         weight.grad_added_to_main_grad = True
         return torch.empty_like(weight)  # for Megatron's hook, which counts it and drops it
-    if len(inputs) and _is_aligned(inputs.dtype, gradient.shape[1], inputs.shape[1]):
+    if _can_be_grouped(inputs, gradient.shape[1], inputs.shape[1]):
         return grouped_mm(gradient.T, inputs, offs=stack.ends).view(weight.shape)
     parts = zip(gradient.split(list(stack.tokens)), inputs.split(list(stack.tokens)), strict=True)
     return torch.cat([own.T @ values for own, values in parts])
 
 
-def _is_aligned(dtype: torch.dtype, *widths: int) -> bool:
-    return all(width * dtype.itemsize % _ALIGNED_BYTES == 0 for width in widths)
+def _can_be_grouped(values: Tensor, *widths: int) -> bool:
+    """Return whether torch multiplies all experts together, and has no loop of its own that waits for a GPU."""
+    if values.is_cuda:
+        major, _ = torch.cuda.get_device_capability(values.device)
+        if major < _HOPPER or values.dtype != torch.bfloat16:
+            return False
+    return len(values) > 0 and all(width * values.itemsize % _ALIGNED_BYTES == 0 for width in widths)
