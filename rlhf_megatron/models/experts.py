@@ -49,7 +49,7 @@ class ExpertLinear(torch.nn.Module):
         rows: int,
         *,
         config: Any,
-        init_method: Callable[[Tensor], None],
+        init_method: Callable[[Tensor], Any],
         bias: bool,
         skip_bias_add: bool,
         is_expert: bool,
