@@ -45,7 +45,7 @@ def differences(layer: ExpertLinear, tokens: list[int], fused: bool) -> dict[str
 
     ``fused``: a weight's gradient is to be added to what is in its ``main_grad``.
     """
-    weights: list[Any] = [parameter for name, parameter in layer.named_parameters() if name != "bias"]
+    weights: list[Any] = layer.weights()
     device, dtype = weights[0].device, weights[0].dtype
     inputs = torch.randn(sum(tokens), weights[0].shape[1], device=device, dtype=dtype, requires_grad=True)
     upstream = torch.randn(sum(tokens), layer.rows, device=device, dtype=dtype)

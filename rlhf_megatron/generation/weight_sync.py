@@ -61,7 +61,7 @@ class WeightSync:
         plan = plan_regather(actor.weights.shard_spec(), wanted, context.rank, hosts_of_ranks())
         why_copied = recipe.why_weights_are_copied
         parameters = {} if why_copied else actor.weights.parameters()
-        shared = {name: parameters[source] for name, source in shareable(plan).items()} if parameters else {}
+        shared = shareable(plan, parameters) if parameters else {}
         self.engine = build_engine(context, replica, shared)
         if learned is not None:
             blocks = learned[replica.ranks.index(context.rank) % layout.tensor] if self.engine else None

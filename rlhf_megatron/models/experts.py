@@ -7,6 +7,7 @@ other (``mixture.stack_sizes``), and products are torch's ``grouped_mm``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -64,33 +65,42 @@ class ExpertLinear(torch.nn.Module):
         self.experts, self.rows, self.adds_bias = experts, rows, not skip_bias_add
         self.fuse_wgrad_accumulation = False
         self._counts = stack_sizes(experts, rows, columns)
-        device = torch.device("cpu" if config.use_cpu_initialization else "cuda")
         shapes: dict[str, tuple[int, ...]] = {
             f"weight{stack}": (count * rows, columns) for stack, count in enumerate(self._counts)
         }
-        if bias:
-            shapes["bias"] = (experts * rows,)
-        else:
-            self.register_parameter("bias", None)
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        device = torch.device("cpu" if config.use_cpu_initialization else "cuda")
+        behind_each_other = torch.empty(sum(sizes), dtype=config.params_dtype, device=device).split(sizes)
+        parameters = {
+            name: torch.nn.Parameter(own.view(shapes[name]))
+            for name, own in zip(shapes, behind_each_other, strict=True)
+        }
+        # The last one first: in this order Megatron's buffers too have one behind the other.
+        for name_of_parameter in reversed(parameters):
+            self.register_parameter(name_of_parameter, parameters[name_of_parameter])
+        biases = torch.empty(experts * rows, dtype=config.params_dtype, device=device)
+        self.register_parameter("bias", torch.nn.Parameter(biases) if bias else None)
         # Megatron's marks: of gradients that are summed over the ranks with the same experts, and of what is cut.
         own_groups = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         )
-        for name_of_parameter, shape in shapes.items():
-            parameter: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        marked: Iterator[tuple[str, Any]] = self.named_parameters()
+        for name_of_parameter, parameter in marked:
             parameter.allreduce = not own_groups
             parameter.tensor_model_parallel = name_of_parameter != "bias" or not self.cut_by_columns
             if parameter.tensor_model_parallel:
                 parameter.partition_dim, parameter.partition_stride = int(self.cut_by_columns), 1
-            self.register_parameter(name_of_parameter, parameter)
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Returns the matrices of the experts, in their order; in memory one behind the other, as vLLM has them."""
+        return [getattr(self, f"weight{stack}") for stack in range(len(self._counts))]
 
     def forward(self, inputs: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Returns ([t, rows], the biases that the caller is to add, by expert); ``inputs`` [t, columns] by expert."""
-        weights = [getattr(self, f"weight{stack}") for stack in range(len(self._counts))]
         stacks = list(_stacks(self._counts, tokens, inputs.device))
         outputs: Tensor = _GroupedProducts.apply(  # type: ignore[no-untyped-call]
-            inputs, stacks, self.fuse_wgrad_accumulation, *weights
+            inputs, stacks, self.fuse_wgrad_accumulation, *self.weights()
         )
         if self.bias is None:
             return outputs, None

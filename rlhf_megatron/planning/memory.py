@@ -15,6 +15,7 @@ from rlhf_megatron.planning.parameters import (
     adapter_parameters,
     model_parameters,
     rollout_parameters,
+    shareable_experts,
     shareable_parameters,
 )
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, moments_bytes, role_memory
@@ -173,12 +174,17 @@ def _choice_bytes(recipe: RLRecipe, architecture: Architecture) -> int:
 def _shared_parameters(recipe: RLRecipe, architecture: Architecture, world_size: int) -> int:
     """Parameters of the rollout in the actor's memory, on the GPU with the fewest, which limits all.
 
-    Where both cut tensors alike these are the ``shareable_parameters``; else they are norms, which do not count.
+    Where both cut tensors alike these are the ``shareable_parameters``, and experts where both spread them alike; norms
+    do not count by themselves.
     """
-    ranks = role_ranks(recipe, "actor", world_size)
+    ranks, rollout = role_ranks(recipe, "actor", world_size), recipe.rollout.layout
     layout = make_layout(recipe.actor.layout, len(ranks))
-    if recipe.why_weights_are_copied or layout.tensor != recipe.rollout.layout.tensor:
+    if recipe.why_weights_are_copied or ranks != rollout_ranks(recipe, world_size):
         return 0
-    if ranks != rollout_ranks(recipe, world_size):
-        return 0
-    return min(shareable_parameters(architecture, layout, stage) for stage in range(layout.pipeline))
+    optimizer = recipe.actor.optimizer
+    in_buckets = optimizer.overlap_grad_reduce or optimizer.overlap_param_gather
+    return min(
+        (shareable_parameters(architecture, layout, stage) if layout.tensor == rollout.tensor else 0)
+        + shareable_experts(architecture, layout, stage, rollout.tensor, rollout.expert_parallel, in_buckets)
+        for stage in range(layout.pipeline)
+    )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.families.mixture import stack_sizes
 from rlhf_megatron.models.weight_map import (
     Block,
     Region,
@@ -92,11 +93,33 @@ def rollout_parameters(architecture: Architecture, tensor: int, expert_parallel:
 def shareable_parameters(architecture: Architecture, layout: Layout, stage: int) -> int:
     """Return how many of a stage's ``rank_parameters`` vLLM lays out as Megatron does, over as many tensor ranks.
 
-    Not among them are experts, which vLLM stacks, and fused matrices of attention where vLLM repeats heads.
+    Not counted are experts, and fused matrices of attention where vLLM repeats heads.
     """
     kinds = _stage_kinds(architecture, layout, stage)
     layers = sum(_shareable_in_layer(architecture, layout.tensor, layer) * count for layer, count in kinds.items())
     return layers + _embedding_parameters(architecture, layout.tensor, stage == 0, stage == layout.pipeline - 1)
+
+
+def shareable_experts(
+    architecture: Architecture, layout: Layout, stage: int, tensor: int, whole: bool, in_buckets: bool
+) -> int:
+    """Return how many parameters of a stage's experts a replica of ``tensor`` ranks has just as Megatron does.
+
+    ``whole``: the replica's ranks have some of the experts each, and not a part of all. ``in_buckets``: Megatron has
+    parameters in several buffers, where those of one layer may lie apart.
+    """
+    experts = architecture.experts
+    if experts is None or not has_rollout_table(architecture):
+        return 0
+    if (layout.expert, layout.expert_parts) != ((tensor, 1) if whole else (1, tensor)):
+        return 0
+    ours = [layout.expert_coordinates(position) for position in range(layout.size)]
+    if any((at.expert if whole else at.tensor) != position % tensor for position, at in enumerate(ours)):
+        return 0
+    held, width = experts.count // layout.expert, experts.feed_forward // layout.expert_parts
+    if in_buckets and len(stack_sizes(held, 2 * width, architecture.hidden)) > 1:  # of the larger of both layers
+        return 0
+    return rank_parameters(architecture, layout, stage).experts
 
 
 def adapter_parameters(architecture: Architecture, lora: LoraSection) -> int:

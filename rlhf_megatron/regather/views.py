@@ -1,16 +1,19 @@
 """Views: parameters of the rollout that can be the trainer's own memory, and why the others cannot.
 
 Both follow from the plan of a regathering: where all that a parameter of the rollout gets comes from the same place of
-one parameter of this rank, the two are the same matrix, and a view of it needs no copy.
+one parameter of this rank, or of several that lie one behind the other, the two are the same matrix, and a view of it
+needs no copy.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from rlhf_megatron.models.weight_map import expert_of
 from rlhf_megatron.regather.plan import Copy, RankPlan
 
 _GB = 2**30
@@ -18,16 +21,16 @@ ELSEWHERE = "come from other ranks"
 SEVERAL = "are put together from several of the actor's"
 ORDER = "are cut in another way"
 TYPE = "have another type"
-SHAPE = "have another shape"  # vLLM's stack of experts has a dimension for them
 
 
-def shareable(plan: RankPlan) -> dict[str, str]:
-    """The trainer's parameter for each of the rollout's that could be a view of it; shapes and types not yet compared.
+def shareable(plan: RankPlan, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of ``sources``, the trainer's parameters, for those of the rollout's that could be just that.
 
-    Where both are of one shape, what no copy fills pads a vocabulary on both sides.
+    Whether shapes and types are the rollout's is not compared. Where both are of one shape, what no copy fills pads a
+    vocabulary on both sides.
     """
-    sources = {name: _origin(copies) for name, copies in _by_destination(plan).items()}
-    return {name: source for name, (source, reason) in sources.items() if not reason}
+    views = {name: _view(copies, sources)[0] for name, copies in _by_destination(plan).items()}
+    return {name: view for name, view in views.items() if view is not None}
 
 
 def describe_sharing(plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> str:
@@ -36,14 +39,12 @@ def describe_sharing(plan: RankPlan, sources: Mapping[str, Tensor], destinations
     copied: Counter[str] = Counter()
     copied_bytes: Counter[str] = Counter()
     for name, copies in _by_destination(plan).items():
-        source, reason = _origin(copies)
-        own, tensor = sources.get(source), destinations[name]
+        tensor = destinations[name]
+        own, reason = _view(copies, sources)
         if own is not None and own.data_ptr() == tensor.data_ptr():
             shared += tensor.nbytes
             continue
-        if not reason and own is not None:
-            reason = TYPE if own.dtype != tensor.dtype else SHAPE if own.shape != tensor.shape else ORDER
-        reason = reason or ORDER
+        reason = reason or (TYPE if own is not None and own.dtype != tensor.dtype else ORDER)
         copied[reason] += 1
         copied_bytes[reason] += tensor.nbytes
     count = len(destinations) - copied.total()
@@ -63,13 +64,35 @@ def _by_destination(plan: RankPlan) -> dict[str, list[Copy]]:
     return by_parameter
 
 
-def _origin(copies: list[Copy]) -> tuple[str, str]:
-    """(a parameter of this rank that a rollout's parameter is filled from, why it cannot be a view of it, if so)."""
-    source = copies[0].source_parameter
+def _view(copies: list[Copy], sources: Mapping[str, Tensor]) -> tuple[Tensor | None, str]:
+    """(what a parameter of the rollout gets, if it lies in this rank's memory as it is to be; why it does not)."""
     if any(copy.source != copy.destination for copy in copies):
-        return source, ELSEWHERE
-    if any(copy.source_parameter != source for copy in copies):
-        return source, SEVERAL
-    if any(copy.source_offset != copy.destination_offset for copy in copies):
-        return source, ORDER
-    return source, ""
+        return None, ELSEWHERE
+    shifts = {
+        (copy.source_parameter, *map(operator.sub, copy.destination_offset, copy.source_offset)) for copy in copies
+    }
+    ordered = sorted(shifts, key=operator.itemgetter(1))
+    parts = [sources.get(name) for name, *_ in ordered]
+    reason = ORDER if len({name for name, *_ in ordered}) == 1 else SEVERAL
+    if len(set(parts)) < len(parts) or any(part is None for part in parts) or any(any(rest) for _, _, *rest in ordered):
+        return None, reason
+    view = _joined([part for part in parts if part is not None], [row for _, row, *_ in ordered])
+    if view is None:
+        return None, reason
+    experts = {expert_of(copy.tensor) for copy in copies}
+    # vLLM's stacks of experts have a dimension for them.
+    return (view if None in experts else view.view(len(experts), -1, *view.shape[1:])), ""
+
+
+def _joined(parts: Sequence[Tensor], begins: Sequence[int]) -> Tensor | None:
+    """The tensor whose rows from each of ``begins`` on are ``parts``, if these lie in memory one behind the other."""
+    first, rows = parts[0], 0
+    if len(parts) == 1:
+        return first if begins[0] == 0 else None
+    for part, begin in zip(parts, begins, strict=True):
+        is_behind = part.storage_offset() == first.storage_offset() + rows * first.stride(0)
+        in_one = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if begin != rows or not (is_behind and in_one and part.is_contiguous()):
+            return None
+        rows += len(part)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

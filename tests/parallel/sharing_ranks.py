@@ -18,6 +18,7 @@ from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
 from rlhf_megatron.data.rollout_batch import batch_from_rows  # noqa: E402
 from rlhf_megatron.loops.sft import negative_log_likelihood  # noqa: E402
 from rlhf_megatron.models.architecture import read_architecture  # noqa: E402
+from rlhf_megatron.models.families import mixture  # noqa: E402
 from rlhf_megatron.models.hf_files import CheckpointFiles  # noqa: E402
 from rlhf_megatron.recipe import OptimizerSection, RoleSection, RolloutSection  # noqa: E402
 from rlhf_megatron.regather.execute import Regather  # noqa: E402
@@ -34,6 +35,7 @@ _ENGINES: list[VllmEngine] = []  # one that is collected takes torch.distributed
 
 def compare_all(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """``compare`` for each case; vLLM allows one size of replicas in a process."""
+    mixture.STACK_ELEMENTS = 2**13  # so that a layer's experts are several parameters
     return {name: compare(**case) for name, case in cases.items()}
 
 
@@ -62,7 +64,7 @@ def compare(
     section = RolloutSection(max_response_length=16, layout=rollout_layout, **(rollout or {}))
     wanted = rollout_shards(architecture, section.layout.tensor, range(world), section.layout.expert_parallel)
     plan = plan_regather(role.shard_spec(), wanted, rank)
-    offered = {name: role.parameters()[source] for name, source in shareable(plan).items()}
+    offered = shareable(plan, role.parameters())
     ways = [offered, None] if beside_copies else [offered]
     engines = [VllmEngine(model, section, dtype, 32, seed=1, shared=shared) for shared in ways]
     _ENGINES.extend(engines)

@@ -35,8 +35,10 @@ class Case(NamedTuple):
 
 CASES = {
     # Experts come first: vLLM makes their process groups with the first engine or not at all.
-    "TP2 = TP2, experts": Case(
-        "qwen3_moe", False, {"tensor": 2}, {"tensor": 2}, ("experts",), "have another shape"
+    "TP2 = TP2, experts": Case("qwen3_moe", False, {"tensor": 2}, {"tensor": 2}),
+    "DP2 EP2 = TP2 EP2": Case(
+        "qwen3_moe", False, {"data": 2, "expert": 2}, {"tensor": 2, "expert_parallel": True},
+        ("proj", "embed", "lm_head"), "cut in another way",
     ),
     "TP1, bfloat16": Case("qwen2", False, {}, {"tensor": 1}, more={"dtype": "bfloat16"}),
     "rollout of another type": Case(

@@ -138,7 +138,7 @@ def ours(shape: Shape, weights: Tensor, counts: Sequence[int]) -> Way:
         pg_collection=SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1)),
     )
     layer.fuse_wgrad_accumulation = True
-    parameters: list[Any] = list(layer.parameters())
+    parameters: list[Any] = layer.weights()
     for parameter, own in zip(parameters, weights.split([len(each) for each in parameters]), strict=True):
         parameter.data.copy_(own)
     _add_sums(parameters)

@@ -139,7 +139,7 @@ def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache
         elif "embedding" in name or "output_layer" in name:
             parameter.mul_(10.0)
     plan = plan_regather(role.shard_spec(), rollout_shards(role.architecture, tensor, range(tensor)), dist.get_rank())
-    views = {name: role.parameters()[source] for name, source in shareable(plan).items()}
+    views = shareable(plan, role.parameters())
     section = RolloutSection.model_validate(
         {"max_response_length": length, "max_num_seqs": rows, "kv_cache_gb": kv_cache_gb, "layout": {"tensor": tensor}}
     )
