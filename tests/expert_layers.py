@@ -18,8 +18,10 @@ class _Alone:
         return 1
 
 
-def make_layer(rows: int, columns: int, dtype: torch.dtype, device: str, bias: bool) -> ExpertLinear:
-    """One of drawn weights that adds its biases itself."""
+def make_layer(
+    rows: int, columns: int, dtype: torch.dtype, device: str, bias: bool, apart: bool = False
+) -> ExpertLinear:
+    """One of drawn weights that adds its biases itself; weights, and sums of their gradients, may lie ``apart``."""
     sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_model_parallel_size")
     config = SimpleNamespace(use_cpu_initialization=device == "cpu", params_dtype=dtype, **dict.fromkeys(sizes, 1))
     layer = ExpertRows(
@@ -37,6 +39,11 @@ def make_layer(rows: int, columns: int, dtype: torch.dtype, device: str, bias: b
     generator = torch.Generator(device).manual_seed(1)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
+    weights: list[Any] = layer.weights()
+    sums = torch.empty(sum(map(len, weights)), columns, device=device).split(list(map(len, weights)))
+    for weight, total in zip(weights, sums, strict=True):
+        weight.main_grad = total.clone() if apart else total
+        weight.data = weight.clone() if apart else weight.data
     return layer
 
 
@@ -52,7 +59,8 @@ def differences(layer: ExpertLinear, tokens: list[int], fused: bool) -> dict[str
     layer.fuse_wgrad_accumulation = fused
     layer.zero_grad()
     for weight in weights:
-        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape, device=device), False
+        weight.main_grad.fill_(1.0)
+        weight.grad_added_to_main_grad = False
     outputs, left_to_caller = layer(inputs, tokens)
     outputs.backward(upstream)
     assert left_to_caller is None and all(weight.grad_added_to_main_grad == fused for weight in weights)

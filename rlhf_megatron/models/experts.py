@@ -8,7 +8,7 @@ other (``mixture.stack_sizes``), and products are torch's ``grouped_mm``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,12 @@ _ALIGNED_BYTES = 16  # of which grouped_mm asks every row to be a multiple
 _HOPPER = 9  # major compute capability
 
 
-class _Stack(NamedTuple):
-    """Experts whose matrices are one parameter, and their tokens."""
+class _Tokens(NamedTuple):
+    """The tokens of some experts that follow each other."""
 
-    tokens: Sequence[int]
-    rows: slice  # of the tokens of all experts
-    ends: Tensor  # [experts] int32: where each one's tokens end among those of the stack
+    counts: Sequence[int]  # of each expert
+    rows: slice  # among the tokens of all experts
+    ends: Tensor  # [experts] int32: where each one's tokens end in ``rows``
 
 
 class ExpertLinear(torch.nn.Module):
@@ -98,9 +98,8 @@ class ExpertLinear(torch.nn.Module):
 
     def forward(self, inputs: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Returns ([t, rows], the biases that the caller is to add, by expert); ``inputs`` [t, columns] by expert."""
-        stacks = list(_stacks(self._counts, tokens, inputs.device))
         outputs: Tensor = _GroupedProducts.apply(  # type: ignore[no-untyped-call]
-            inputs, stacks, self.fuse_wgrad_accumulation, *self.weights()
+            inputs, _tokens(tokens, inputs.device), self._counts, self.fuse_wgrad_accumulation, *self.weights()
         )
         if self.bias is None:
             return outputs, None
@@ -142,77 +141,105 @@ def in_pairs(values: Tensor) -> Tensor:
     return values.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def _stacks(counts: Sequence[int], tokens: Sequence[int], device: torch.device) -> Iterator[_Stack]:
-    """Yield the stacks of ``counts`` experts, of which each has as many ``tokens``."""
-    per_stack, first = [], 0
-    for count in counts:
-        per_stack.append(tokens[first : first + count])
-        first += count
-    ends = torch.cat([torch.tensor(own, dtype=torch.int64).cumsum(0) for own in per_stack])
-    on_device = ends.to(torch.int32).to(device, non_blocking=True).split(list(counts))
-    begin = 0
-    for own, own_ends in zip(per_stack, on_device, strict=True):
-        yield _Stack(own, slice(begin, begin + sum(own)), own_ends)
-        begin += sum(own)
+def behind_each_other(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the matrix whose rows are those of ``parts``, if these lie in memory one behind the other."""
+    first, rows = parts[0].detach(), 0
+    for part in parts:
+        is_behind = part.storage_offset() == first.storage_offset() + rows * first.stride(0)
+        in_one = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (is_behind and in_one and part.is_contiguous()):
+            return None
+        rows += len(part)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _tokens(counts: Sequence[int], device: torch.device) -> _Tokens:
+    """Return all tokens, of which each expert has so many."""
+    ends = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
+    return _Tokens(counts, slice(0, sum(counts)), ends.to(device, non_blocking=True))
+
+
+def _parts(tokens: _Tokens, stacks: Sequence[int]) -> Iterator[_Tokens]:
+    """Yield the tokens of each of the ``stacks``, of so many experts each."""
+    first = begin = 0
+    for experts in stacks:
+        counts = tokens.counts[first : first + experts]
+        end = begin + sum(counts)
+        yield _Tokens(counts, slice(begin, end), tokens.ends[first : first + experts] - begin)
+        first, begin = first + experts, end
 
 
 class _GroupedProducts(torch.autograd.Function):
-    """[t, columns] -> [t, rows], stack by stack."""
+    """[t, columns] -> [t, rows]: of all experts at once where their matrices lie behind each other."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, stacks: Sequence[_Stack], fused: bool, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, tokens: _Tokens, stacks: Sequence[int], fused: bool, *weights: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(inputs)
-        ctx.stacks, ctx.fused, ctx.weights = stacks, fused, weights  # which have their main_grad
+        ctx.tokens, ctx.stacks, ctx.fused, ctx.weights = tokens, stacks, fused, weights  # which have their main_grad
         return _joined(
             [
-                _product(inputs[stack.rows], _matrices(weight, stack).transpose(-2, -1), stack)
-                for stack, weight in zip(stacks, weights, strict=True)
+                _product(inputs[part.rows], _by_expert(matrices, part).transpose(-2, -1), part)
+                for matrices, part in _together(weights, tokens, stacks)
             ]
         )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         [inputs] = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        of_inputs: list[Tensor] = []
-        of_weights: list[Tensor | None] = []
-        for number, (stack, weight) in enumerate(zip(ctx.stacks, ctx.weights, strict=True)):
-            own = gradient[stack.rows]
-            if ctx.needs_input_grad[0]:
-                of_inputs.append(_product(own, _matrices(weight, stack), stack))
-            asked = ctx.needs_input_grad[3 + number]
-            of_weights.append(_weight_gradient(weight, own, inputs[stack.rows], stack, ctx.fused) if asked else None)
-        return _joined(of_inputs) if of_inputs else None, None, None, *of_weights
+        gradient, weights, of_inputs = gradient.contiguous(), ctx.weights, None
+        if ctx.needs_input_grad[0]:
+            of_inputs = _joined(
+                [
+                    _product(gradient[part.rows], _by_expert(matrices, part), part)
+                    for matrices, part in _together(weights, ctx.tokens, ctx.stacks)
+                ]
+            )
+        if not any(ctx.needs_input_grad[4:]):
+            return of_inputs, *[None] * (3 + len(weights))
+        if ctx.fused:
+            sums = [weight.main_grad for weight in weights]
+            for total, part in _together(sums, ctx.tokens, ctx.stacks):
+                own = _by_expert(total, part)
+                add_grouped_gradient(own, gradient[part.rows], inputs[part.rows], part.counts, part.ends)
+            for weight in weights:
+                weight.grad_added_to_main_grad = True
+            # For Megatron's hooks, which count them and drop them.
+            return of_inputs, None, None, None, *[torch.empty_like(weight) for weight in weights]
+        of_weights = _weight_gradient(gradient, inputs, ctx.tokens).split([len(weight) for weight in weights])
+        return of_inputs, None, None, None, *of_weights
 
 
-def _matrices(weight: Tensor, stack: _Stack) -> Tensor:
+def _together(matrices: Sequence[Tensor], tokens: _Tokens, stacks: Sequence[int]) -> Iterable[tuple[Tensor, _Tokens]]:
+    """Return stacks of ``matrices`` with the tokens of their experts: a single one if they lie behind each other."""
+    whole = behind_each_other(matrices)
+    return [(whole, tokens)] if whole is not None else zip(matrices, _parts(tokens, stacks), strict=True)
+
+
+def _by_expert(matrices: Tensor, tokens: _Tokens) -> Tensor:
     """[experts, rows, columns]."""
-    return weight.view(len(stack.tokens), -1, weight.shape[1])
+    return matrices.view(len(tokens.counts), -1, matrices.shape[1])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _product(values: Tensor, matrices: Tensor, stack: _Stack) -> Tensor:
+def _product(values: Tensor, matrices: Tensor, tokens: _Tokens) -> Tensor:
     """[t, n], of ``values`` [t, m] and ``matrices`` [experts, m, n]."""
     if _can_be_grouped(values, *matrices.shape[1:]):
-        return grouped_mm(values, matrices, offs=stack.ends)
-    parts = zip(values.split(list(stack.tokens)), matrices, strict=True)
+        return grouped_mm(values, matrices, offs=tokens.ends)
+    parts = zip(values.split(list(tokens.counts)), matrices, strict=True)
     return torch.cat([own @ matrix for own, matrix in parts])
 
 
-def _weight_gradient(weight: Any, gradient: Tensor, inputs: Tensor, stack: _Stack, fused: bool) -> Tensor:
-    """Return the gradient of ``weight``; with ``fused`` it is in its ``main_grad`` then, and nobody reads this one."""
-    if fused:
-        total = _matrices(weight.main_grad, stack)
-        add_grouped_gradient(total, gradient, inputs, stack.tokens, stack.ends)
-        weight.grad_added_to_main_grad = True
-        return torch.empty_like(weight)  # for Megatron's hook, which counts it and drops it
+def _weight_gradient(gradient: Tensor, inputs: Tensor, tokens: _Tokens) -> Tensor:
+    """[experts x rows, columns], of all experts."""
     if _can_be_grouped(inputs, gradient.shape[1], inputs.shape[1]):
-        return grouped_mm(gradient.T, inputs, offs=stack.ends).view(weight.shape)
-    parts = zip(gradient.split(list(stack.tokens)), inputs.split(list(stack.tokens)), strict=True)
-    return torch.cat([own.T @ values for own, values in parts])
+        return grouped_mm(gradient.T, inputs, offs=tokens.ends).flatten(0, 1)
+    counts = list(tokens.counts)
+    return torch.cat([own.T @ values for own, values in zip(gradient.split(counts), inputs.split(counts), strict=True)])
 
 
 def _can_be_grouped(values: Tensor, *widths: int) -> bool:

@@ -7,12 +7,14 @@ needs no copy.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from rlhf_megatron.models.experts import behind_each_other
 from rlhf_megatron.models.weight_map import expert_of
 from rlhf_megatron.regather.plan import Copy, RankPlan
 
@@ -86,13 +88,7 @@ def _view(copies: list[Copy], sources: Mapping[str, Tensor]) -> tuple[Tensor | N
 
 def _joined(parts: Sequence[Tensor], begins: Sequence[int]) -> Tensor | None:
     """The tensor whose rows from each of ``begins`` on are ``parts``, if these lie in memory one behind the other."""
-    first, rows = parts[0], 0
-    if len(parts) == 1:
-        return first if begins[0] == 0 else None
-    for part, begin in zip(parts, begins, strict=True):
-        is_behind = part.storage_offset() == first.storage_offset() + rows * first.stride(0)
-        in_one = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if begin != rows or not (is_behind and in_one and part.is_contiguous()):
-            return None
-        rows += len(part)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+    rows = list(itertools.accumulate(map(len, parts), initial=0))
+    if rows[:-1] != list(begins):
+        return None
+    return parts[0] if len(parts) == 1 else behind_each_other(parts)

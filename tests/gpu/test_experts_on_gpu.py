@@ -13,12 +13,12 @@ ROWS, COLUMNS = 1536, 2048
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
 def test_layers_equal_one_expert_after_the_other(
-    dtype: torch.dtype, fused: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, fused: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mixture, "STACK_ELEMENTS", 3 * ROWS * COLUMNS)
-    layer = make_layer(ROWS, COLUMNS, dtype, "cuda", bias)
+    layer = make_layer(ROWS, COLUMNS, dtype, "cuda", bias=True, apart=apart)
     for name, tokens in TOKENS.items():
         worst = differences(layer, tokens, fused)
         assert max(worst.values()) < 2**-7, (name, worst)

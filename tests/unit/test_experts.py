@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from expert_layers import EXPERTS, TOKENS, differences, make_layer
+from rlhf_megatron.models.experts import behind_each_other
 from rlhf_megatron.models.families import mixture
 
 WIDTHS = {"aligned": (48, 32), "odd": (47, 31)}
@@ -15,12 +16,16 @@ WIDTHS = {"aligned": (48, 32), "odd": (47, 31)}
 
 @pytest.mark.parametrize("together", [1, 3, EXPERTS])
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_layers_equal_one_expert_after_the_other(widths: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart", [False, True])  # in memory, as some of Megatron's buffers have them
+def test_layers_equal_one_expert_after_the_other(
+    widths: str, together: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, columns = WIDTHS[widths]
     monkeypatch.setattr(mixture, "STACK_ELEMENTS", together * rows * columns)
     for dtype, bias, fused in itertools.product((torch.float32, torch.bfloat16), (False, True), (False, True)):
-        layer = make_layer(rows, columns, dtype, "cpu", bias)
+        layer = make_layer(rows, columns, dtype, "cpu", bias, apart)
         assert len(list(layer.parameters())) == -(-EXPERTS // together) + bias
+        assert (behind_each_other(layer.weights()) is None) == (apart and together < EXPERTS)
         for tokens in TOKENS.values():
             worst = differences(layer, tokens, fused)
             assert max(worst.values()) < (1e-6 if dtype == torch.float32 else 2**-7), (dtype, bias, fused, worst)
