@@ -205,8 +205,9 @@ class _GroupedProducts(torch.autograd.Function):
                 add_grouped_gradient(own, gradient[part.rows], inputs[part.rows], part.counts, part.ends)
             for weight in weights:
                 weight.grad_added_to_main_grad = True
-            # For Megatron's hooks, which count them and drop them.
-            return of_inputs, None, None, None, *[torch.empty_like(weight) for weight in weights]
+            # For Megatron's hooks, which count them and drop them; nobody reads what they have in common.
+            empty = gradient.new_empty(max(weight.numel() for weight in weights))
+            return of_inputs, None, None, None, *[empty[: weight.numel()].view_as(weight) for weight in weights]
         of_weights = _weight_gradient(gradient, inputs, ctx.tokens).split([len(weight) for weight in weights])
         return of_inputs, None, None, None, *of_weights
 
