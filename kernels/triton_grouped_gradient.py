@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, TOKENS = 128, 256, 64  # of a tile, and tokens that are multiplied at a time
-WARPS, STAGES = 8, 3
+ROWS, COLUMNS, TOKENS = 128, 128, 64  # of a tile, and tokens that are multiplied at a time
+WARPS, STAGES = 4, 3
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
+@triton.jit
 def _add_gradient(  # type: ignore[no-untyped-def] # Triton looks names of annotations up and accepts its own alone
     total,
     gradients,

@@ -185,9 +185,10 @@ def one_expert(shape: Shape, weights: Tensor, _: Sequence[int]) -> Way:
 
 
 def _add_sums(parameters: Sequence[Any]) -> None:
-    """Give weights what Megatron's gradient buffers do."""
-    for parameter in parameters:
-        parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+    """Give weights what Megatron's gradient buffers do: sums of gradients one behind the other."""
+    sums = torch.zeros(sum(each.numel() for each in parameters), device="cuda")
+    for parameter, own in zip(parameters, sums.split([each.numel() for each in parameters]), strict=True):
+        parameter.main_grad = own.view(parameter.shape)
         parameter.grad_added_to_main_grad = parameter.overwrite_main_grad = False
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
