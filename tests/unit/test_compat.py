@@ -16,11 +16,11 @@ from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names
 from rlhf_megatron.compat import torch as torch_patches
 from rlhf_megatron.compat.patches import PATCHES, Patch, warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName, missing, missing_of_installed
-from rlhf_megatron.compat.vllm import compile_cache, internals, model_inspection, model_runner
+from rlhf_megatron.compat.vllm import compile_cache, internals, language_models, model_inspection, model_runner
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
 from rlhf_megatron.compat.vllm import names as vllm_names
 
-MODULES = (megatron, megatron_cpu, compile_cache, model_inspection, model_runner, vllm_cpu)
+MODULES = (megatron, megatron_cpu, compile_cache, language_models, model_inspection, model_runner, vllm_cpu)
 ROOT = Path(__file__).resolve().parents[2]
 
 

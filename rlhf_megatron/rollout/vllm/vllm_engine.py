@@ -23,6 +23,7 @@ from rlhf_megatron.compat.vllm import (
     choice_recorder,
     compile_cache,
     internals,
+    language_models,
     latent_weights,
     logprobs,
     model_inspection,
@@ -269,6 +270,7 @@ def _starting(on_gpu: bool) -> Iterator[None]:
             model_runner.take_newer_runner()
             compile_cache.cache_by_device()
         model_inspection.inspect_models_in_this_process()
+        language_models.register_language_models()
         yield
 
 
