@@ -16,8 +16,8 @@ from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.flops import kv_cache_bytes_per_token
 from rlhf_megatron.planning.edges import Edges
 from rlhf_megatron.planning.parameters import stage_layer_indices
+from rlhf_megatron.planning.row_lengths import lengths
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, recomputed_layers
-from rlhf_megatron.planning.step_time import lengths
 from rlhf_megatron.recipe import RLRecipe, RoleSection, rollout_ranks
 from rlhf_megatron.topology.layout import Layout
 

@@ -12,8 +12,8 @@ from rlhf_megatron.planning.feasibility import check_architectures
 from rlhf_megatron.planning.memory import TIGHT, Estimate, RolloutMemory, estimate
 from rlhf_megatron.planning.model_folders import planning_folder, role_architectures
 from rlhf_megatron.planning.parameters import active_parameters, adapter_parameters, model_parameters
+from rlhf_megatron.planning.row_lengths import lengths
 from rlhf_megatron.planning.stage_memory import GB, StageMemory, all_logits, keeps_logits, micro_batch_tokens
-from rlhf_megatron.planning.step_time import lengths
 from rlhf_megatron.planning.token_budgets import planned_budgets
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.load import resolved_yaml

@@ -18,9 +18,9 @@ from rlhf_megatron.planning.activation_bytes import role_activations, rollout_ac
 from rlhf_megatron.planning.edges import Edges
 from rlhf_megatron.planning.memory import estimate
 from rlhf_megatron.planning.parameters import rank_parameters
+from rlhf_megatron.planning.row_lengths import lengths
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory
 from rlhf_megatron.planning.step_terms import NUMBER_BYTES, TOKEN_BYTES
-from rlhf_megatron.planning.step_time import lengths
 from rlhf_megatron.recipe import RLRecipe, RoleSection, role_ranks, rollout_ranks
 from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.regather.traffic import Traffic

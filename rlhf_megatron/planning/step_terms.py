@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.planning.generation_time import tail_seconds
 from rlhf_megatron.planning.links import ring
 from rlhf_megatron.planning.memory import estimate
 from rlhf_megatron.planning.stage_memory import GB
-from rlhf_megatron.planning.step_time import ExpectedTime, bubble_share, tail_seconds
+from rlhf_megatron.planning.step_time import ExpectedTime, bubble_share
 from rlhf_megatron.recipe import RLRecipe, rollout_ranks
 from rlhf_megatron.recipe.world_checks import learners_of
 

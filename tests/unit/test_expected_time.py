@@ -12,8 +12,10 @@ import yaml
 
 from end_to_end.commands import ROOT
 from rlhf_megatron.models.architecture import Architecture, read_architecture
+from rlhf_megatron.planning.generation_time import _in_flight
 from rlhf_megatron.planning.model_folders import role_architectures
-from rlhf_megatron.planning.step_time import ExpectedTime, _in_flight, expected_time, lengths
+from rlhf_megatron.planning.row_lengths import lengths
+from rlhf_megatron.planning.step_time import ExpectedTime, expected_time
 from rlhf_megatron.recipe import Recipe, RLRecipe, load_recipe
 
 MEASURED = [
