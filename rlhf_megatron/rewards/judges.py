@@ -13,8 +13,9 @@ from rlhf_megatron.errors import RewardError
 from rlhf_megatron.recipe import RewardCodeSection, RewardSource
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
-from rlhf_megatron.rewards.pool import DIED, LOAD_SECONDS, WorkerPool
+from rlhf_megatron.rewards.pool import WorkerPool
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, rule_of, unknown_source
+from rlhf_megatron.rewards.worker_process import DIED, LOAD_SECONDS
 
 
 class Judge(Protocol):

@@ -20,10 +20,11 @@ from rlhf_megatron.recipe import RewardPartSection, RewardSection, RewardSource
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rewards.judges import FunctionJudge, Judge, RuleJudge
-from rlhf_megatron.rewards.pool import DIED, WorkerPool, bytes_of
+from rlhf_megatron.rewards.pool import WorkerPool, bytes_of
 from rlhf_megatron.rewards.rules import ScoreItem, rule_of
 from rlhf_megatron.rewards.service import ServiceJudge
 from rlhf_megatron.rewards.user_function import LARGEST_SCORE, RewardFunction
+from rlhf_megatron.rewards.worker_process import DIED
 
 __all__ = [
     "Pending",

@@ -22,7 +22,7 @@ from rlhf_megatron.errors import RewardError, is_transient
 from rlhf_megatron.http_client import Answer, ExchangeError, HttpClient, NoConnectionError
 from rlhf_megatron.recipe import RewardServiceSection
 from rlhf_megatron.redaction import hide_secrets, read_secret
-from rlhf_megatron.rewards.pool import Outcome
+from rlhf_megatron.rewards.answers import Outcome
 from rlhf_megatron.rewards.rules import ScoreItem
 from rlhf_megatron.rewards.threads import DaemonThreads
 from rlhf_megatron.rewards.worker import DONE, FAILED

@@ -20,8 +20,8 @@ from rlhf_megatron.generation.partners import TurnEnvironment
 from rlhf_megatron.recipe import MultiTurnSection
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
-from rlhf_megatron.rewards.pool import DIED
 from rlhf_megatron.rewards.user_environment import LENGTH, TURNS
+from rlhf_megatron.rewards.worker_process import DIED
 
 GAME = """
 import asyncio, json, os, random, socket, sys, time

@@ -228,7 +228,7 @@ def test_an_odd_call_costs_none_that_are_awaited_beside_it(
 def test_what_comes_after_an_answer_is_not_the_next_ones(
     tmp_path: Path, late: str, score: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_megatron.rewards.pool.SECONDS_TO_BEGIN", 1.0)
+    monkeypatch.setattr("rlhf_megatron.rewards.worker_process.SECONDS_TO_BEGIN", 1.0)
     with make_scorer(write_bodies(tmp_path / "reward.py", [late])) as scorer:
         assert scorer.score([item("0")]) == [score]
         time.sleep(0.5)
@@ -357,7 +357,7 @@ def test_what_hides_from_its_group_and_session_ends_with_the_worker(
 ) -> None:
     (tmp_path / "reward.py").write_text(HIDING)
     if not allowed:
-        monkeypatch.setattr("rlhf_megatron.rewards.pool._BOOTSTRAP", WITHOUT_GROUPS)
+        monkeypatch.setattr("rlhf_megatron.rewards.worker_process._BOOTSTRAP", WITHOUT_GROUPS)
     others = set(processes.descendants(os.getpid()))
     scorer = make_scorer(str(tmp_path / "reward.py"), timeout_seconds=2.0)
     before = set(processes.descendants(os.getpid())) - others

@@ -40,7 +40,7 @@ ALLOWED_READS = {
     "rlhf_megatron/monitor/environment_report.py": "/proc, and one argument of the command line",
     "rlhf_megatron/monitor/run_files.py": "a text that untrusted.py has read, without aliases",
     "rlhf_megatron/rewards/cgroup.py": "/proc",
-    "rlhf_megatron/rewards/pool.py": "answers of at most 64 KiB that are checked by answers.py",
+    "rlhf_megatron/rewards/worker_process.py": "answers of at most 64 KiB that are checked by answers.py",
     "rlhf_megatron/rewards/process_tree.py": "/proc",
     "rlhf_megatron/rewards/reasoning_gym.py": "an entry within a row's bounds, in a worker",
     "rlhf_megatron/rewards/code.py": "a program's result, of at most 16 MiB",

@@ -392,9 +392,7 @@ def _gpus_of_a_node(world: int, training: int, ahead: int) -> int:
 def put_overlap(command: Command, tree: Tree, role: str) -> None:
     """Gradients and weights that travel while passes compute; weights do only beside gradients, adapters never."""
     options = f"{role}.megatron.override_ddp_config"
-    reduces, gathers = (
-        command.take(f"{options}.{key}", False) for key in ("overlap_grad_reduce", "overlap_param_gather")
-    )
+    reduces, gathers = (command.take(f"{options}.overlap_{what}", False) for what in ("grad_reduce", "param_gather"))
     gathered = gathers and reduces and "lora" not in tree[ROLES[role]]
     tree.put(f"{ROLES[role]}.optimizer.overlap_grad_reduce", reduces or None)
     tree.put(f"{ROLES[role]}.optimizer.overlap_param_gather", gathered or None)

@@ -26,7 +26,13 @@ from rlhf_megatron.models.families.decoder_tensors import (
 from rlhf_megatron.models.families.fused_tensors import fused_shapes, fused_slots
 from rlhf_megatron.models.families.norm_names import NORMS_BEFORE, NormNames
 from rlhf_megatron.models.families.rope_reading import read_rope
-from rlhf_megatron.models.families.windows import WindowFields, mixed_layers, read_windows
+from rlhf_megatron.models.families.windows import (
+    WindowFields,
+    causal_pairs,
+    mixed_layers,
+    read_windows,
+    window_settings,
+)
 from rlhf_megatron.models.rectangles import (
     Block,
     Implementation,
@@ -259,7 +265,7 @@ class Decoder:
             "attention_output_gate": a.gated_attention,
             "use_te_activation_func": fused and self._has_fused_activation(a),
             "bias_activation_fusion": fused and a.experts is not None,
-            **_window_settings(a),
+            **window_settings(a),
             **latent.latent_settings(a),
             **mixture.mixture_settings(a.experts, layout, float32, fused),
         }
@@ -355,7 +361,7 @@ class Decoder:
         if kind.attention == "delta":
             return delta_nets.delta_flops(architecture, sum(rows))
         window = architecture.window if causal and kind.attention == "window" else None
-        pairs = sum(_causal_pairs(n, window) if causal else n * n for n in rows)
+        pairs = sum(causal_pairs(n, window) if causal else n * n for n in rows)
         a = architecture
         columns = a.latent.query_head + a.latent.value if a.latent else 2 * a.head_dim
         return 2.0 * a.heads * columns * pairs
@@ -386,17 +392,3 @@ def _add_biases(a: Architecture, kind: LayerKind, spec: Any) -> None:
         feed_forward = spec.submodules.mlp.keywords["submodules"]
         feed_forward.linear_fc1 = with_bias(feed_forward.linear_fc1)
         feed_forward.linear_fc2 = with_bias(feed_forward.linear_fc2)
-
-
-def _window_settings(a: Architecture) -> dict[str, Any]:
-    """Megatron counts the keys before a token's own, and the layers of all stages."""
-    if a.window is None:
-        return {}
-    within = [int(kind.attention == "window") for kind in a.layer_kinds]
-    return {"window_size": (a.window - 1, 0), "window_attn_skip_freq": within}
-
-
-def _causal_pairs(tokens: float, window: int | None) -> float:
-    """Return the pairs of a token with itself and those before it, ``window`` at most, in a row of ``tokens``."""
-    before_it_is_full = tokens if window is None else min(tokens, window)
-    return before_it_is_full * (before_it_is_full + 1) / 2 + (tokens - before_it_is_full) * before_it_is_full

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.config_fields import flag, size, unsupported
-from rlhf_megatron.models.description import LayerKind
+from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.untrusted import shown
 
 SWITCH = frozenset({"use_sliding_window"})  # the field of families that have a ``switch``
@@ -110,3 +110,17 @@ def _by_type(
     if len(types) != layers:
         raise ModelError(f"{shown(path)}: layer_types has {len(types)} layers, and num_hidden_layers is {layers}")
     return within
+
+
+def window_settings(architecture: Architecture) -> dict[str, Any]:
+    """Return Megatron's settings, which count the keys before a token's own, and the layers of all stages."""
+    if architecture.window is None:
+        return {}
+    within = [int(kind.attention == "window") for kind in architecture.layer_kinds]
+    return {"window_size": (architecture.window - 1, 0), "window_attn_skip_freq": within}
+
+
+def causal_pairs(tokens: float, window: int | None) -> float:
+    """Return the pairs of a token with itself and those before it, ``window`` at most, in a row of ``tokens``."""
+    before_it_is_full = tokens if window is None else min(tokens, window)
+    return before_it_is_full * (before_it_is_full + 1) / 2 + (tokens - before_it_is_full) * before_it_is_full
