@@ -21,6 +21,7 @@ def install() -> None:
     make_scratch_memory()
     tie_embeddings_over_own_groups()
     build_norms_for_sequence_parallelism()
+    forget_routed_probabilities()
 
 
 @patch(
@@ -78,6 +79,27 @@ def build_norms_for_sequence_parallelism() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     WrappedTorchNorm.__new__ = make_norm
+
+
+@patch(
+    "megatron-core",
+    **KNOWN,
+    why="a dispatcher keeps the probabilities of its last tokens, and with them the graph that made them: the input of "
+    "every layer that is computed again, and its gradient, until the next step",
+    upstream="https://github.com/NVIDIA/Megatron-LM/issues/3221",
+)
+def forget_routed_probabilities() -> None:
+    """Have a layer of experts keep nothing of its graph once its tokens are back in their order."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    original = MoEAlltoAllTokenDispatcher.combine_postprocess
+
+    def combine_postprocess(self: Any, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = original(self, permutated_local_input_tokens)
+        self.probs = None
+        return output
+
+    MoEAlltoAllTokenDispatcher.combine_postprocess = combine_postprocess
 
 
 class ZeroCentredRMSNorm(torch.nn.RMSNorm):

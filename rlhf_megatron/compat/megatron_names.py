@@ -12,6 +12,7 @@ _RANDOM, _MAPPINGS = "megatron.core.tensor_parallel.random", "megatron.core.tens
 _DATA_PARALLEL = "megatron.core.distributed.distributed_data_parallel"
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 _LANGUAGE = "megatron.core.models.common.language_module."
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 NAMES = (
     PrivateName("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER", "scratch memory of sequence parallelism"),
@@ -24,6 +25,11 @@ NAMES = (
     ),
     PrivateName("megatron.core.utils", "make_tp_sharded_tensor_for_checkpoint", "checkpoints of tied embeddings"),
     PrivateName("megatron.core.transformer.torch_norm", "WrappedTorchNorm", "norms under sequence parallelism"),
+    PrivateName(
+        _DISPATCHER,
+        "MoEAlltoAllTokenDispatcher.combine_postprocess(permutated_local_input_tokens)",
+        "memory of layers of experts that are computed again",
+    ),
     # Router replay.
     PrivateName("megatron.core.transformer.moe.router", "TopKRouter.router_replay", "experts chosen elsewhere"),
     PrivateName(
@@ -48,7 +54,7 @@ NAMES = (
     PrivateName(
         _MAPPINGS, "_reduce_scatter_along_first_dim(input_, group, input_split_sizes)", "uneven parts over gloo"
     ),
-    PrivateName("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", "counts of tokens"),
+    PrivateName(_DISPATCHER, "maybe_move_tensor_to_cpu", "counts of tokens"),
 )
 
 REGISTRY[PACKAGES] = NAMES

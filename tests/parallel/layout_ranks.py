@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import psutil
@@ -86,6 +87,23 @@ def memory_over_cycles(
         role.offload()
         found["host"].append(psutil.Process().memory_full_info().uss)
         found["device"].append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+    return found
+
+
+def inputs_left(
+    model: str, rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any], cases: dict[str, dict[str, Any]]
+) -> dict[str, list[list[int]]]:
+    """Shapes of inputs of layers that are in memory after an update with each of the ``cases`` of ``recompute``."""
+    batch = batch_from_rows(*rows)
+    weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
+    found = {}
+    for name, recompute in cases.items():
+        role = _role(model, section | {"recompute": recompute}, "float32", optimizer)
+        update(role, batch, {"weights": weights}, negative_log_likelihood)
+        gc.collect()
+        leaves = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.requires_grad and each.is_leaf]
+        # Inputs of layers are [tokens, 1, hidden]; no parameter has three dimensions.
+        found[name] = [list(leaf.shape) for leaf in leaves if leaf.dim() == 3]
     return found
 
 

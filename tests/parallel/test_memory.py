@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hugging_face import make_model, random_rows
-from parallel.layout_ranks import KINDS, learn_with_memory_away, memory_over_cycles
+from parallel.layout_ranks import KINDS, inputs_left, learn_with_memory_away, memory_over_cycles
 from parallel.ranks import run_ranks
 
 OPTIMIZER = {"learning_rate": 1e-3, "clip_grad": 1.0}
@@ -48,6 +48,17 @@ def test_offloading_before_every_call_changes_nothing(name: str, results: list[d
         assert result["before"]["parameters"] > 0
         assert (result["before"]["gradients"] > 0) == (CASES[name][1] is not None)
         assert all(after == dict.fromkeys(KINDS, 0) for after in result["after"])
+
+
+def test_layers_of_experts_that_are_computed_again_leave_nothing(tmp_path: Path) -> None:
+    arguments = {
+        "model": str(make_model(tmp_path / "model", "qwen3_moe", vocabulary=250)),
+        "rows": list(random_rows(6, 250)),
+        "section": {"tokens_per_gpu": 60},
+        "optimizer": OPTIMIZER,
+        "cases": {"layers": {"granularity": "full"}, "experts": {"granularity": "selective", "modules": ["moe"]}},
+    }
+    assert run_ranks(inputs_left, 1, arguments) == [{"layers": [], "experts": []}]
 
 
 def test_fifty_cycles_leak_nothing(tmp_path: Path) -> None:
