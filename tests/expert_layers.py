@@ -64,8 +64,8 @@ def differences(layer: ExpertLinear, tokens: list[int], fused: bool) -> dict[str
     outputs, left_to_caller = layer(inputs, tokens)
     outputs.backward(upstream)
     assert left_to_caller is None and all(weight.grad_added_to_main_grad == fused for weight in weights)
-    learnt = torch.cat([weight.main_grad - 1 if fused else weight.grad for weight in weights])
-    found = {"outputs": outputs, "inputs": inputs.grad, "weights": learnt}
+    of_weights = torch.cat([weight.main_grad - 1 if fused else weight.grad for weight in weights])
+    found = {"outputs": outputs, "inputs": inputs.grad, "weights": of_weights}
 
     values, matrices = (each.detach().double().requires_grad_() for each in (inputs, torch.cat(weights)))
     shift = torch.zeros(EXPERTS, layer.rows, dtype=torch.float64, device=device, requires_grad=True)
