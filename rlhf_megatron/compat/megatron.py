@@ -22,6 +22,7 @@ def install() -> None:
     tie_embeddings_over_own_groups()
     build_norms_for_sequence_parallelism()
     forget_routed_probabilities()
+    leave_tokens_in_order()
 
 
 @patch(
@@ -100,6 +101,32 @@ def forget_routed_probabilities() -> None:
         return output
 
     MoEAlltoAllTokenDispatcher.combine_postprocess = combine_postprocess
+
+
+@patch(
+    "megatron-core",
+    **KNOWN,
+    why="where one rank has all experts a dispatcher sorts tokens into the order that they have, and copies them twice "
+    "in each pass",
+)
+def leave_tokens_in_order() -> None:
+    """Have dispatchers without other ranks copy no tokens from their order to the same."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatching
+
+    dispatcher: Any = dispatching.MoEAlltoAllTokenDispatcher
+    initialize, sort = dispatcher.__init__, dispatching.sort_chunks_by_idxs
+
+    def without_order(self: Any, *arguments: Any, **named: Any) -> None:
+        initialize(self, *arguments, **named)
+        if self.tp_size * self.ep_size == 1:
+            self.sort_input_by_local_experts = self.restore_output_by_local_experts = None
+
+    def sort_if_needed(
+        values: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor | None, probs: Any = None, fused: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        return (values, probs) if order is None else sort(values, sizes, order, probs=probs, fused=fused)
+
+    dispatcher.__init__, dispatching.sort_chunks_by_idxs = without_order, sort_if_needed
 
 
 class ZeroCentredRMSNorm(torch.nn.RMSNorm):

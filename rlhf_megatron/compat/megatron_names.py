@@ -30,6 +30,11 @@ NAMES = (
         "MoEAlltoAllTokenDispatcher.combine_postprocess(permutated_local_input_tokens)",
         "memory of layers of experts that are computed again",
     ),
+    PrivateName(
+        "megatron.core.transformer.moe.moe_utils",
+        "sort_chunks_by_idxs(input, split_sizes, sorted_idxs, probs, fused)",
+        "tokens in their order",
+    ),
     # Router replay.
     PrivateName("megatron.core.transformer.moe.router", "TopKRouter.router_replay", "experts chosen elsewhere"),
     PrivateName(
