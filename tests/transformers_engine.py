@@ -251,7 +251,7 @@ class TransformersEngine:
             self.reset_prefix_cache()
         self._version = version
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_weights: bool = False) -> None:
         self._version = None
 
     def wake_weights(self) -> None: ...

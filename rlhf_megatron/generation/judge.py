@@ -113,12 +113,15 @@ class Judge:
         team: Team,
         say: Callable[[str], None] = lambda text: None,
         on_progress: Callable[[int, int], None] | None = None,
+        sleeps: bool = False,
     ) -> None:
         """``replica`` and ``engine``: this rank's, of the judge. ``tokenizer`` is the judge's, ``policy_tokenizer`` the
-        one that rollouts are in; ``team`` are the ranks that ask, the judge's among them."""
+        one that rollouts are in; ``team`` are the ranks that ask, the judge's among them. Where it ``sleeps``, others
+        have its GPU when it has judged."""
         self._section, self._replica, self._engine, self._team = section, replica, engine, team
         self._tokenizer, self._policy_tokenizer, self._seed = tokenizer, policy_tokenizer, seed
         self._say, self._on_progress = say, on_progress
+        self._sleeps, self._asleep = sleeps, False
         self._sampling = Sampling(section.temperature, 1.0, -1, section.max_response_length, tokenizer.stop_token_ids)
         group = whole_role(replica.own_ranks) if engine else None
         self._home = Home((tuple(replica.ranks), replica.size), tuple(replica.leaders), replica.index, group)
@@ -175,14 +178,29 @@ class Judge:
 
     def _verdicts(self, batch: RolloutBatch) -> list[Completion]:
         """This replica's verdicts, in the order of the rows."""
-        if self._engine is None or not batch.rows:
+        if self._engine is None:
             return []
+        verdicts = self._generate(self._engine, batch) if batch.rows else []
+        if self._sleeps and not self._asleep:
+            self._engine.sleep(keeps_weights=True)
+            self._asleep = True
+        return verdicts
+
+    def _generate(self, engine: RolloutEngine, batch: RolloutBatch) -> list[Completion]:
+        self._wake(engine)
         prompts = [tokens.tolist() for tokens in batch.tokens.split(batch.lengths.tolist())]
         requests = [Request(row, tokens, self._request_seed(tokens), row) for row, tokens in enumerate(prompts)]
         # As a new engine would do it: in a run that is resumed this one is.
-        self._engine.expect(())
-        self._engine.reset_prefix_cache()
-        return self._engine.generate(requests, self._sampling, self._on_progress)
+        engine.expect(())
+        engine.reset_prefix_cache()
+        return engine.generate(requests, self._sampling, self._on_progress)
+
+    def _wake(self, engine: RolloutEngine) -> None:
+        if self._asleep:
+            engine.wake_weights()
+            engine.wake_kv_cache()
+            engine.weights_updated(0)  # to those that it had
+            self._asleep = False
 
     def _request_seed(self, token_ids: Sequence[int]) -> int:
         """The sampling seed of a verdict, which the prompt alone decides."""
@@ -222,6 +240,7 @@ class Judge:
     def close(self) -> None:
         """End the engine."""
         if self._engine:
+            self._wake(self._engine)  # vLLM frees what is in its place
             self._engine.close()
 
 

@@ -27,10 +27,12 @@ def build_judge(
     team: Team,
     say: Callable[[str], None],
     on_progress: Callable[[int, int], None] | None = None,
+    sleeps: bool = False,
 ) -> Judge:
     """Builds the recipe's judge, which reads what was written in ``policy_tokenizer``; collective over the world.
 
-    ``replica``: this rank's part in it; ``team``: the ranks that ask.
+    ``replica``: this rank's part in it; ``team``: the ranks that ask; ``sleeps``: whether others have its GPU when it
+    has judged.
     """
     if not has_config(section.path):
         raise RecipeError(f"judge.path: there is no {shown(section.path)}/config.json; download the model")
@@ -39,7 +41,7 @@ def build_judge(
     with refused_by_all():
         if engine:
             check_weights(section.path, engine.parameters())
-    return Judge(section, replica, engine, tokenizer, policy_tokenizer, recipe.seed, team, say, on_progress)
+    return Judge(section, replica, engine, tokenizer, policy_tokenizer, recipe.seed, team, say, on_progress, sleeps)
 
 
 def check_weights(path: str, parameters: Mapping[str, Tensor]) -> None:

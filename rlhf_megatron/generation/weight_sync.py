@@ -5,7 +5,6 @@ Where both layouts give a rank the same numbers, vLLM's parameters are views of 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.models.architecture import Architecture, check_generates, wrapped_language
 from rlhf_megatron.models.weight_map import tensor_shapes
-from rlhf_megatron.recipe import RLRecipe, role_ranks
+from rlhf_megatron.recipe import RLRecipe, give_way
 from rlhf_megatron.regather.by_type import RegatherByType
 from rlhf_megatron.regather.learned_rollout import check_engine, learned_rollout_blocks
 from rlhf_megatron.regather.peer_memory import describe_transfer, map_peers
@@ -70,9 +69,7 @@ class WeightSync:
         if self.engine:
             sharing = f"all are copies, since {why_copied}" if why_copied else None
             context.say(f"rollout weights: {sharing or describe_sharing(plan, parameters, self.engine.parameters())}")
-        roles = [role_ranks(recipe, name, context.world_size) for name in recipe.roles_made]
-        # Ahead of learning, the reward model judges and the engine generates by turns, without a time for sleep.
-        self._sleeps = not recipe.rollout_is_ahead and not set(replica.ranks).isdisjoint(itertools.chain(*roles))
+        self._sleeps = give_way(recipe, replica.ranks, context.world_size)
         self.regather = self._make_regather(plan, architecture)
 
     def _make_regather(self, plan: RankPlan, architecture: Architecture) -> RegatherByType:

@@ -164,7 +164,14 @@ def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
         progress = functools.partial(context.progress, "score")
         with context.phase("judge"):
             judge = scoring_models["judge"] = build_judge(
-                recipe, recipe.judge, of_judge, run.tokenizer, context.generators, context.say, progress
+                recipe,
+                recipe.judge,
+                of_judge,
+                run.tokenizer,
+                context.generators,
+                context.say,
+                progress,
+                sleeps=recipe.judge.sleep,  # once it has scored: the policy's engine first finds what it leaves
             )
         run.at_end.callback(judge.close)
     weight_sync = WeightSync(context, replica, run.actor, run.architecture)

@@ -247,13 +247,15 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
 
 
 def _judge_memory_line(judge: RolloutMemory, section: JudgeSection) -> str:
+    when = "while it judges" if section.sleep else "in every phase"
     if not judge.weights:
         return (
-            f"judge: KV cache {judge.kv_cache:.1f}, in every phase; its weights are NOT counted: {section.path} has no "
+            f"judge: KV cache {judge.kv_cache:.1f}, {when}; its weights are NOT counted: {section.path} has no "
             "config.json here, or a model of a family that vLLM alone knows"
         )
+    away = ", in pinned host memory otherwise," if section.sleep else ""
     return (
-        f"judge, in every phase: weights {judge.weights:.1f} + KV cache {judge.kv_cache:.1f}: {judge.cache_tokens:,} "
+        f"judge, {when}: weights {judge.weights:.1f}{away} + KV cache {judge.kv_cache:.1f}: {judge.cache_tokens:,} "
         f"tokens, or {judge.full_length_sequences:,} verdicts of full length at a time per replica"
     )
 

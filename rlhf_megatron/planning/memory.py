@@ -76,7 +76,7 @@ def estimate(recipe: Recipe, architectures: Mapping[str, Architecture], world_si
             recipe,
             {name: roles[name] for name in roles if name in here},
             rollout if "rollout" in here else None,
-            judge.reserved if judge and "judge" in here else 0.0,
+            judge if "judge" in here else None,
         )
         for here in roles_together(recipe, world_size)
     ]
@@ -84,24 +84,31 @@ def estimate(recipe: Recipe, architectures: Mapping[str, Architecture], world_si
 
 
 def _phases(
-    recipe: Recipe, roles: dict[str, list[StageMemory]], rollout: RolloutMemory | None, judge: float
+    recipe: Recipe,
+    roles: dict[str, list[StageMemory]],
+    rollout: RolloutMemory | None,
+    judge: RolloutMemory | None,
 ) -> dict[str, float]:
-    """Return the need of a GPU with these roles, rollout if there is some on it, and ``judge`` GB that never leave, in
-    each phase; the roles' fullest stages are taken to meet on one GPU."""
+    """Return the need of a GPU with these roles, and rollout and judge if there is some on it, in each phase; the
+    roles' fullest stages are taken to meet on one GPU."""
     fullest = {name: max(stage.resident for stage in stages) for name, stages in roles.items()}
-    resident = RESERVED_GB + judge + sum(fullest.values())
+    resident = RESERVED_GB + sum(fullest.values())
     updates = (resident - fullest[name] + max(stage.update for stage in stages) for name, stages in roles.items())
     update = max(updates, default=resident)
     if not isinstance(recipe, RLRecipe):
         return {"update": update}
-    awake, choices = (rollout.reserved, rollout.choices) if rollout else (0.0, 0.0)
-    sleeps = recipe.rollout.sleep and roles and not recipe.rollout_is_ahead
-    asleep = choices + (min(awake, SLEEPING_GB) if sleeps else awake)
+    gives_way = bool(roles) and not recipe.rollout_is_ahead
+    choices = rollout.choices if rollout else 0.0
+    awake = asleep = 0.0
+    for engine, section in ((rollout, recipe.rollout), (judge, recipe.judge)):
+        reserved = engine.reserved if engine else 0.0
+        sleeps = gives_way and section is not None and section.sleep
+        awake, asleep = awake + reserved, asleep + (min(reserved, SLEEPING_GB) if sleeps else reserved)
     forward = max((stage.forward for stages in roles.values() for stage in stages), default=0.0)
     return {
         "generate": resident + awake + choices + recipe.regather.buffer_mb / 1024,
-        "logprobs": resident + asleep + forward,
-        "update": update + asleep,
+        "logprobs": resident + asleep + choices + forward,
+        "update": update + asleep + choices,
     }
 
 

@@ -36,7 +36,7 @@ from rlhf_megatron.recipe.roles import (
 from rlhf_megatron.recipe.rollout import AgentSection, MultiTurnSection, RolloutSection
 from rlhf_megatron.recipe.rollout_recipe import RolloutRecipe
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
-from rlhf_megatron.recipe.world_checks import check_world, judge_ranks, role_ranks, rollout_ranks
+from rlhf_megatron.recipe.world_checks import check_world, give_way, judge_ranks, role_ranks, rollout_ranks
 
 __all__ = [
     "ActorSection",
@@ -67,6 +67,7 @@ __all__ = [
     "SFTRecipe",
     "UserError",
     "check_world",
+    "give_way",
     "judge_ranks",
     "known_keys",
     "load_evaluation",

