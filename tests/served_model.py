@@ -16,7 +16,7 @@ from torch import Tensor
 from hugging_face import load_model, make_model
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from rlhf_megatron.rollout.engines import make_engine
+from rlhf_megatron.rollout.engine_registry import make_engine
 
 VOCABULARY = 250
 MAX_PROMPT, MAX_RESPONSE = 80, 16

@@ -12,8 +12,8 @@ from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import AgentSection
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
-from rlhf_megatron.rewards.judges import unloadable
 from rlhf_megatron.rewards.pool import Session, WorkerPool, bytes_of
+from rlhf_megatron.rewards.sample_judges import unloadable
 from rlhf_megatron.rewards.user_agent import INTERFACE
 from rlhf_megatron.rewards.worker_process import DIED
 from rlhf_megatron.rollout.engine import Completion

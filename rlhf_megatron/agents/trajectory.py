@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from rlhf_megatron.agents.answer_tree import AnswerTree, Plan
-from rlhf_megatron.agents.answers import AnswerReader
+from rlhf_megatron.agents.message_parsing import AnswerReader
 from rlhf_megatron.agents.protocol import Answer, Message, Question, Refusal
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError

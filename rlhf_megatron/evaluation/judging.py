@@ -12,8 +12,8 @@ import torch.distributed as dist
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.generation.judge import Judge
 from rlhf_megatron.generation.judge_building import build_judge
+from rlhf_megatron.generation.judge_verdicts import Judge
 from rlhf_megatron.generation.replica import replica_among
 from rlhf_megatron.recipe import JudgeSection, RecipeError, RLRecipe, RolloutRecipe
 from rlhf_megatron.rewards.score import Score

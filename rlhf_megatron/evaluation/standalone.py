@@ -35,8 +35,8 @@ from rlhf_megatron.evaluation.estimates import Answered, Estimate, evaluation_me
 from rlhf_megatron.evaluation.judging import check_judge, judge_of, judged, make_judge
 from rlhf_megatron.generation.conversations import conversations_of
 from rlhf_megatron.generation.generated_groups import GroupScoring
-from rlhf_megatron.generation.judge import Judge
 from rlhf_megatron.generation.judge_building import check_weights
+from rlhf_megatron.generation.judge_verdicts import Judge
 from rlhf_megatron.generation.partners import Partner, make_partner
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
 from rlhf_megatron.generation.tool_turns import with_tools
@@ -55,7 +55,7 @@ from rlhf_megatron.redaction import redact
 from rlhf_megatron.rewards.rules import answer_of
 from rlhf_megatron.rewards.score import Score, Scorer
 from rlhf_megatron.rollout.engine import Completion, Request, RolloutEngine, Sampling, request_seed
-from rlhf_megatron.rollout.engines import make_engine
+from rlhf_megatron.rollout.engine_registry import make_engine
 from rlhf_megatron.rollout.work_queue import WorkQueues
 from rlhf_megatron.topology.exchange import gather_bytes, refused_by_all
 from rlhf_megatron.topology.team import world_of_their_own

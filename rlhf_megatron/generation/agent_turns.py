@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from rlhf_megatron.agents.answers import AnswerReader
+from rlhf_megatron.agents.message_parsing import AnswerReader
 from rlhf_megatron.agents.program import AgentProgram, Play
 from rlhf_megatron.agents.trajectory import AgentTrajectory, Asked, Ended, Event, Limits, last_turn_begin
 from rlhf_megatron.data.tokenizer import Tokenizer

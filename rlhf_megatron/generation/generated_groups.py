@@ -21,7 +21,7 @@ from rlhf_megatron.data.row_numbers import SpreadRows
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.conversations import Conversations
-from rlhf_megatron.generation.judge import Judge, JudgeRecord
+from rlhf_megatron.generation.judge_verdicts import Judge, JudgeRecord
 from rlhf_megatron.generation.prompt_groups import Group, answer_text
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.recipe import RolloutRecipe

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.tokenizer_loading import load_tokenizer
-from rlhf_megatron.generation.judge import Judge, build_judge_engine
+from rlhf_megatron.generation.judge_verdicts import Judge, build_judge_engine
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.models.architecture import ModelError
 from rlhf_megatron.planning.model_folders import has_config

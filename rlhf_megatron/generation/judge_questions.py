@@ -1,6 +1,6 @@
 """Questions to a judge: responses in the recipe's prompt and the judge's chat template, as tokens.
 
-Free of torch's and Megatron's layers, so that a dry run tries them too. Not here: verdicts and scores (judge.py).
+Free of torch's and Megatron's layers, so that a dry run tries them too. Not here: verdicts and scores.
 """
 
 from __future__ import annotations

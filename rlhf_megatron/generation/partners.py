@@ -18,8 +18,8 @@ from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
 from rlhf_megatron.rewards import user_environment as environment
 from rlhf_megatron.rewards import user_tools, worker
 from rlhf_megatron.rewards.answers import Message, Outcome
-from rlhf_megatron.rewards.judges import unloadable
 from rlhf_megatron.rewards.pool import Session, WorkerPool, bytes_of
+from rlhf_megatron.rewards.sample_judges import unloadable
 from rlhf_megatron.rewards.user_function import CONTEXT, TURN, Interface
 from rlhf_megatron.untrusted import parse_json, shown
 

@@ -27,7 +27,7 @@ from rlhf_megatron.generation.generation_metrics import (
     turn_time_metrics,
 )
 from rlhf_megatron.generation.journal import Journal
-from rlhf_megatron.generation.judge import Judge, judge_metrics
+from rlhf_megatron.generation.judge_verdicts import Judge, judge_metrics
 from rlhf_megatron.generation.partners import Partner
 from rlhf_megatron.generation.prompt_groups import (
     Group,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from rlhf_megatron.agents.answers import AnswerReader
+from rlhf_megatron.agents.message_parsing import AnswerReader
 from rlhf_megatron.agents.protocol import Question
 from rlhf_megatron.agents.trajectory import last_turn_begin
 from rlhf_megatron.data.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from rlhf_megatron.regather.shard_specs import rollout_shards
 from rlhf_megatron.regather.views import describe_sharing, shareable
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.rollout.engine import RolloutEngine
-from rlhf_megatron.rollout.engines import make_engine
+from rlhf_megatron.rollout.engine_registry import make_engine
 from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.topology.team import world_of_their_own
 from rlhf_megatron.topology.world import hosts_of_ranks

@@ -16,15 +16,15 @@ from rlhf_megatron.evaluation.held_out import headline_mean, held_out_metrics
 from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.generation.batch_source import BatchSource, Collector
 from rlhf_megatron.generation.generated_groups import make_scorer
-from rlhf_megatron.generation.judge import Judge
 from rlhf_megatron.generation.judge_building import build_judge
+from rlhf_megatron.generation.judge_verdicts import Judge
 from rlhf_megatron.generation.kept_rollouts import keep_rollouts
 from rlhf_megatron.generation.partners import make_partner
 from rlhf_megatron.generation.replica import replica_among, replica_of
 from rlhf_megatron.generation.rollout_worker import RolloutWorker
 from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
-from rlhf_megatron.loops.teams import sync_teams
+from rlhf_megatron.loops.team_sync import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
 from rlhf_megatron.models.choice_shape import choice_shape
 from rlhf_megatron.recipe import RLRecipe, judge_ranks

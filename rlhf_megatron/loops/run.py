@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.checkpoint.finished_run import finished_line
 from rlhf_megatron.errors import TransientRewardError
 from rlhf_megatron.hub import HubUnreachable
-from rlhf_megatron.loops.finished import finished_line
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import check_trackers
@@ -136,7 +136,7 @@ def _begin(
     """
     import torch.distributed as dist
 
-    from rlhf_megatron.loops.token_budgets import budget_note, least_memory_gb, run_budgets
+    from rlhf_megatron.planning.run_budgets import budget_note, least_memory_gb, run_budgets
 
     rank, memory = dist.get_rank(), least_memory_gb()
     decided: Any = None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.exports import Exports
+from rlhf_megatron.checkpoint.finished_run import how_to_go_on
 from rlhf_megatron.checkpoint.manager import Checkpoints, sound_checkpoints
 from rlhf_megatron.checkpoint.parts import Part, SpreadPart
 from rlhf_megatron.checkpoint.storage import forget_best, step_of
@@ -25,10 +26,9 @@ from rlhf_megatron.data.tokenizer_loading import recipe_tokenizer
 from rlhf_megatron.durable import remove
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.generation.tool_turns import with_tools
-from rlhf_megatron.loops.finished import how_to_go_on
 from rlhf_megatron.loops.role_building import RoleBuilder
 from rlhf_megatron.loops.step_recorder import StepRecorder
-from rlhf_megatron.loops.teams import make_teams
+from rlhf_megatron.loops.team_sync import make_teams
 from rlhf_megatron.models.architecture import Architecture, Head, read_architecture, read_config
 from rlhf_megatron.models.families.wrappers import wrapper_notes
 from rlhf_megatron.monitor.run_report import Report

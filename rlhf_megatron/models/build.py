@@ -29,7 +29,7 @@ from rlhf_megatron.models.rotary import Rotary
 from rlhf_megatron.models.rotary_table import rotary_tables
 from rlhf_megatron.models.sublayers import scale_embeddings
 from rlhf_megatron.models.weight_map import Implementation
-from rlhf_megatron.recipe.roles import transformer_engine_can
+from rlhf_megatron.recipe.role_sections import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
 

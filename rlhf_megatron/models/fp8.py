@@ -9,7 +9,7 @@ from __future__ import annotations
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.rectangles import Implementation
-from rlhf_megatron.recipe.roles import Fp8Recipe
+from rlhf_megatron.recipe.role_sections import Fp8Recipe
 
 TOKENS = 128
 """Tokens of a rank come in multiples of this: those of one scale in the gradients of weights. With fewer Transformer

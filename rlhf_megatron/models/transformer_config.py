@@ -9,7 +9,7 @@ from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.recompute import recompute_settings
 from rlhf_megatron.recipe.memory_savings import RecomputeSection
-from rlhf_megatron.recipe.roles import Fp8Recipe
+from rlhf_megatron.recipe.role_sections import Fp8Recipe
 from rlhf_megatron.topology.layout import Layout
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture, ModelError
-from rlhf_megatron.models.families.delta_nets import OUTPUT_NORM
+from rlhf_megatron.models.families.delta_net_tensors import OUTPUT_NORM
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
 from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_megatron.models.architecture import Architecture, LayerKind
-from rlhf_megatron.recipe.roles import RoleSection, transformer_engine_can
+from rlhf_megatron.recipe.role_sections import RoleSection, transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
 _CHUNK = 64  # tokens of which a delta net has a state (``models.delta_rule``, which imports torch)

@@ -16,7 +16,7 @@ from rlhf_megatron.models.lora import fused_with, module_of
 from rlhf_megatron.models.recompute import lacking_module
 from rlhf_megatron.models.weight_map import is_expert, tensor_shapes
 from rlhf_megatron.recipe import JudgeSection, Recipe, RewardModelingRecipe, RLRecipe
-from rlhf_megatron.recipe.roles import LayoutSection, LinearLayer, RoleSection, transformer_engine_can
+from rlhf_megatron.recipe.role_sections import LayoutSection, LinearLayer, RoleSection, transformer_engine_can
 from rlhf_megatron.recipe.rollout import RolloutLayoutSection
 from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.topology.layout import Layout

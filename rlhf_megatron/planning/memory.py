@@ -22,7 +22,7 @@ from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, 
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
-from rlhf_megatron.recipe.roles import RoleSection
+from rlhf_megatron.recipe.role_sections import RoleSection
 from rlhf_megatron.recipe.world_checks import judge_ranks, role_ranks, roles_together, rollout_ranks
 from rlhf_megatron.topology.role_layout import make_layout
 

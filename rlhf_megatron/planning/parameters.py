@@ -24,7 +24,7 @@ from rlhf_megatron.models.weight_map import (
     rollout_blocks,
     tensor_shapes,
 )
-from rlhf_megatron.recipe.roles import LoraSection
+from rlhf_megatron.recipe.role_sections import LoraSection
 from rlhf_megatron.topology.layout import Layout
 
 _Piece = tuple[str, Region, tuple[int, ...]]  # tensor, region and offset of a block

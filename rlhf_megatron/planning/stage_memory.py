@@ -14,7 +14,7 @@ from rlhf_megatron.planning.parameters import (
 )
 from rlhf_megatron.recipe.memory_savings import OffloadSection
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.roles import RoleSection
+from rlhf_megatron.recipe.role_sections import RoleSection
 from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.role_layout import make_layout

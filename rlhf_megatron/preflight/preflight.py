@@ -1,7 +1,7 @@
 """A preflight: every check of a recipe on the ranks that are to run it, put together into one table on rank 0.
 
-The checks stand in machine.py, agreement.py, links.py and file_checks.py; here is the order: each rank looks at what it
-can see alone, rank 0 compares, and only when all have answered are links measured.
+The checks stand in machine.py, agreement.py, bandwidth.py and file_checks.py; here is the order: each rank looks at
+what it can see alone, rank 0 compares, and only when all have answered are links measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.monitor.run_folder import RunFolder
-from rlhf_megatron.preflight import agreement, links, machine
+from rlhf_megatron.preflight import agreement, bandwidth, machine
 from rlhf_megatron.preflight.check import (
     Check,
     NoAnswer,
@@ -120,7 +120,7 @@ def see_links(nodes: Sequence[int], seconds: float) -> dict[str, Any]:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each thread has its own
         if not dist.is_initialized():
             join_world(timeout_minutes=2 * seconds / 60)
-        return links.measure(nodes, lambda what: stage.__setitem__(0, what))
+        return bandwidth.measure(nodes, lambda what: stage.__setitem__(0, what))
 
     try:
         measured: dict[str, Any] = within(seconds, work)
@@ -174,7 +174,7 @@ class _Lead:
         else:
             measured = self._answers.collect("links", self._seconds + GRACE_SECONDS)
             expected = self._recipe.cluster.link_gb_per_sec
-            self._checks += links.judge(measured, self._nodes, self._hosts, expected)
+            self._checks += bandwidth.judge(measured, self._nodes, self._hosts, expected)
         verdict = passed(self._checks)
         print_table(self._checks, f"preflight of {self._recipe.name}: {'passed' if verdict else 'failed'}", sys.stdout)
         try:

@@ -25,7 +25,7 @@ from rlhf_megatron.recipe.reward import (
     RewardSource,
 )
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
-from rlhf_megatron.recipe.roles import (
+from rlhf_megatron.recipe.role_sections import (
     ActorSection,
     CriticSection,
     LayoutSection,

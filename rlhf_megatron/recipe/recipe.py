@@ -21,7 +21,7 @@ from rlhf_megatron.recipe.operations import (
     EvaluationSection,
     MonitorSection,
 )
-from rlhf_megatron.recipe.roles import ActorSection, RewardModelSection, RoleSection
+from rlhf_megatron.recipe.role_sections import ActorSection, RewardModelSection, RoleSection
 from rlhf_megatron.recipe.section import Section, make_all
 from rlhf_megatron.recipe.slurm import RetrySection, SlurmSection
 from rlhf_megatron.untrusted import shown

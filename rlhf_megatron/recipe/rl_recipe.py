@@ -10,7 +10,7 @@ from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, SELECTING_LOSSE
 from rlhf_megatron.recipe.batch import GroupedBatchSection
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.operations import RegatherSection
-from rlhf_megatron.recipe.roles import CriticSection, FrozenRoleSection, RewardModelSection, RoleSection
+from rlhf_megatron.recipe.role_sections import CriticSection, FrozenRoleSection, RewardModelSection, RoleSection
 from rlhf_megatron.recipe.rollout_recipe import RolloutRecipe
 
 

@@ -9,7 +9,7 @@ from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
-from rlhf_megatron.recipe.roles import LayoutSection, RoleSection
+from rlhf_megatron.recipe.role_sections import LayoutSection, RoleSection
 from rlhf_megatron.recipe.rollout_recipe import RolloutRecipe
 
 

@@ -1,8 +1,8 @@
 """Rewards of responses: the weighted sum of what the recipe's judges say, and what a sample is worth that they cannot
 score.
 
-Not here: how a judge finds its score (judges.py, service.py) and the rules (rules.py). Rewards are numbers on the host;
-advantages are made of them in algorithms/.
+Not here: how a judge finds its score (sample_judges.py, service.py) and the rules (rules.py). Rewards are numbers on
+the host; advantages are made of them in algorithms/.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rlhf_megatron.errors import RewardError, TransientRewardError
 from rlhf_megatron.recipe import RewardPartSection, RewardSection, RewardSource
 from rlhf_megatron.rewards import worker
 from rlhf_megatron.rewards.answers import Outcome
-from rlhf_megatron.rewards.judges import FunctionJudge, Judge, RuleJudge
 from rlhf_megatron.rewards.pool import WorkerPool, bytes_of
 from rlhf_megatron.rewards.rules import ScoreItem, rule_of
+from rlhf_megatron.rewards.sample_judges import FunctionJudge, Judge, RuleJudge
 from rlhf_megatron.rewards.service import ServiceJudge
 from rlhf_megatron.rewards.user_function import LARGEST_SCORE, RewardFunction
 from rlhf_megatron.rewards.worker_process import DIED

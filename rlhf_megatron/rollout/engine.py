@@ -1,6 +1,6 @@
 """The contract of rollout engines: requests in, completions out, weights written in place.
 
-Everything outside of an engine's own folder knows it as a `RolloutEngine`. `engines.make_engine` makes one, and
+Everything outside of an engine's own folder knows it as a `RolloutEngine`. `engine_registry.make_engine` makes one, and
 tests/unit/test_engine_contract.py holds two to it: vLLM and a small one on transformers.
 """
 

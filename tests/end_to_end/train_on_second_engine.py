@@ -15,7 +15,7 @@ def main() -> None:
     """Registers the engine, and trains."""
     prepare_environment(deterministic=True)  # before torch is imported
     sys.path.insert(0, str(TESTS))
-    from rlhf_megatron.rollout.engines import ENGINES
+    from rlhf_megatron.rollout.engine_registry import ENGINES
     from transformers_engine import TransformersEngine
 
     ENGINES["vllm"] = TransformersEngine

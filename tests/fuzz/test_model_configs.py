@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.config_fields import _ONLY, _TYPES, DECODER_FIELDS
-from rlhf_megatron.models.families import delta_nets, grouped_experts
+from rlhf_megatron.models.families import delta_net_tensors, grouped_experts
 from rlhf_megatron.models.families.mixture import EXPERT_FIELDS
 
 SIZES = {
@@ -100,7 +100,7 @@ FIELDS += [
     "final_logit_softcapping",
     "hidden_activation",
 ]
-FIELDS += [*sorted(delta_nets.FIELDS), "partial_rotary_factor"]
+FIELDS += [*sorted(delta_net_tensors.FIELDS), "partial_rotary_factor"]
 FIELDS += ["num_local_experts", "position_embedding_type", "rotary_dim", "shared_intermediate_size", "mamba_n_heads"]
 FIELDS += [*LATENT, *V3, *sorted(grouped_experts.FIELDS), *OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
 VALUES = st.sampled_from(

@@ -16,14 +16,15 @@ from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 @pytest.mark.parametrize("rows", [768, 40], ids=["multiple of 16", "not"])
 def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
     prepare_environment()
-    from rlhf_megatron.rollout.vllm import fp8
+    from rlhf_megatron.rollout.vllm import fp8_linear
 
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((3, 100, 512), (rows, 512), rows))
     layer: Any = torch.nn.Module()
     layer.weight = torch.nn.Parameter(weight.cuda(), requires_grad=False)
-    fp8.add_room(layer)
-    method = fp8.Fp8LinearMethod.__new__(fp8.Fp8LinearMethod)  # vLLM's constructor asks for an engine's settings
+    fp8_linear.add_room(layer)
+    # vLLM's constructor asks for an engine's settings.
+    method = fp8_linear.Fp8LinearMethod.__new__(fp8_linear.Fp8LinearMethod)
     method.process_weights_after_loading(layer)
     for given in (bias, None):
         expected = rounded(x.float().view(-1, 512)) @ rounded(weight.float()).t() + (0 if given is None else given)

@@ -24,7 +24,7 @@ from parallel.test_memory import check_cycles
 from parallel.test_parity import TRANSFORMERS
 from parallel.test_router_replay import routers_of
 from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.recipe.roles import transformer_engine_can
+from rlhf_megatron.recipe.role_sections import transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
 GRID = TRANSFORMERS | {name: case for name, case in OF_FAMILIES.items() if case.ranks == 1 or not case.grid}

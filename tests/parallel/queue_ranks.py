@@ -21,7 +21,7 @@ def serve(model: str, **settings: Any) -> Any:
     """An engine with the model's weights."""
     prepare_environment()
     from rlhf_megatron.recipe import RolloutSection
-    from rlhf_megatron.rollout.engines import make_engine
+    from rlhf_megatron.rollout.engine_registry import make_engine
 
     section = RolloutSection.model_validate({"max_response_length": MAX_RESPONSE, **settings})
     engine = make_engine(model, section, DTYPE, MAX_PROMPT, seed=1, load_format="auto")

@@ -86,7 +86,7 @@ def learn_by_choices(
 def serve(model: str, dtype: str, **settings: Any) -> Any:
     """An engine with the model's weights that records choices."""
     prepare_environment()
-    from rlhf_megatron.rollout.engines import make_engine
+    from rlhf_megatron.rollout.engine_registry import make_engine
 
     section = RolloutSection.model_validate({"max_response_length": MAX_RESPONSE, **settings})
     engine = make_engine(model, section, dtype, MAX_PROMPT, seed=1, load_format="auto", records_experts=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_megatron.agents.answers import AnswerReader
+from rlhf_megatron.agents.message_parsing import AnswerReader
 from rlhf_megatron.agents.program import AgentProgram
 from rlhf_megatron.agents.protocol import Question, Refusal
 from rlhf_megatron.agents.trajectory import AgentTrajectory, Event, Limits

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_megatron.agents import chat_completions
 from rlhf_megatron.agents.answer_tree import AnswerTree, Message, Plan, digests
-from rlhf_megatron.agents.answers import AnswerReader
+from rlhf_megatron.agents.message_parsing import AnswerReader
 from rlhf_megatron.agents.protocol import Answer
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.tokenizer_loading import load_tokenizer

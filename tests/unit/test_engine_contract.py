@@ -15,7 +15,7 @@ import torch
 from echo import Echo
 from hugging_face import row_logprobs
 from rlhf_megatron.errors import RolloutError
-from rlhf_megatron.rollout import engines
+from rlhf_megatron.rollout import engine_registry
 from rlhf_megatron.rollout.engine import Completion, EnvironmentReply, Request, Sampling, SamplingOfLength
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from rlhf_megatron.rollout.work_queue import WorkQueue
@@ -43,7 +43,7 @@ SPECULATIVE = {"speculative": {"match": 1, "max_running": 4}}
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     prepare_environment()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(engines.ENGINES, "transformers", TransformersEngine)
+        patch.setitem(engine_registry.ENGINES, "transformers", TransformersEngine)
         speculates = request.param == "speculative"
         name, settings = ("vllm", SPECULATIVE) if speculates else (request.param, {})
         serving = Served(tmp_path_factory.mktemp("models"), name, **settings)

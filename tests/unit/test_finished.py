@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.loops.finished import finished_line
+from rlhf_megatron.checkpoint.finished_run import finished_line
 from rlhf_megatron.recipe import Recipe, load_recipe, resolved_yaml
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 from run_restart import ORIGIN, RECIPE, make_run, save

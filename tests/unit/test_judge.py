@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from hugging_face import make_model
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer_loading import load_tokenizer
-from rlhf_megatron.generation.judge import JudgeRecord, judge_metrics
 from rlhf_megatron.generation.judge_questions import encode_questions
+from rlhf_megatron.generation.judge_verdicts import JudgeRecord, judge_metrics
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.planning.dry_run import dry_run

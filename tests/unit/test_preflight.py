@@ -22,7 +22,7 @@ from hugging_face import make_model
 from rlhf_megatron.monitor.gpu import SLOWDOWNS, GpuState
 from rlhf_megatron.planning.memory import checkpoint_bytes
 from rlhf_megatron.planning.model_folders import planned_architectures
-from rlhf_megatron.preflight import agreement, links, machine
+from rlhf_megatron.preflight import agreement, bandwidth, machine
 from rlhf_megatron.preflight.check import (
     Check,
     NoAnswer,
@@ -258,22 +258,22 @@ def test_a_checkpoint_holds_three_float32_numbers_for_each_parameter(
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=24))
 def test_every_rank_meets_its_neighbours_and_is_never_busy_twice(nodes: list[int]) -> None:
-    pairs = links.neighbours(nodes)
+    pairs = bandwidth.neighbours(nodes)
     assert len(pairs) == len(set(pairs)) and all(a < b < len(nodes) for a, b in pairs)
     for rank, node in enumerate(nodes):
         met = {a + b - rank for a, b in pairs if rank in (a, b)}
         assert nodes.count(node) == 1 or any(nodes[other] == node for other in met)
-    planned = links.rounds(pairs)
+    planned = bandwidth.rounds(pairs)
     assert sorted(pair for stage in planned for pair in stage) == sorted(pairs)
     assert all(len({rank for pair in stage for rank in pair}) == 2 * len(stage) for stage in planned)
 
 
 def test_each_gpu_reaches_its_own_kind_in_the_next_node() -> None:
     nodes = [0] * 4 + [1] * 4
-    assert {pair for pair in links.neighbours(nodes) if nodes[pair[0]] != nodes[pair[1]]} == {
+    assert {pair for pair in bandwidth.neighbours(nodes) if nodes[pair[0]] != nodes[pair[1]]} == {
         (0, 4), (1, 5), (2, 6), (3, 7)
     }  # fmt: skip
-    assert len(links.rounds(links.neighbours([rank // 8 for rank in range(1024)]))) <= 6
+    assert len(bandwidth.rounds(bandwidth.neighbours([rank // 8 for rank in range(1024)]))) <= 6
 
 
 def measured(speeds: dict[tuple[int, int], float], bandwidth: float = 40.0) -> dict[int, dict[str, Any]]:
@@ -291,29 +291,29 @@ def measured(speeds: dict[tuple[int, int], float], bandwidth: float = 40.0) -> d
 def test_slow_links_are_named_against_expectation_and_median() -> None:
     nodes = [0, 0, 1, 1]
     good = measured({(0, 1): 300.0, (2, 3): 290.0, (0, 2): 24.0, (1, 3): 23.0})
-    checks = {check.name: check for check in links.judge(good, nodes, HOSTS, 25.0)}
+    checks = {check.name: check for check in bandwidth.judge(good, nodes, HOSTS, 25.0)}
     assert {check.result for check in checks.values()} == {"ok"}
     assert checks["all-reduce"].seen == "37.00 GB/s bus bandwidth, slowest on rank 3 (b), 25 expected"
     assert checks["pairs between nodes"].seen.startswith("23.00 GB/s on ranks 1, 3 (a, b), median 23.50 of 2")
     slow = measured({(0, 1): 300.0, (2, 3): 290.0, (0, 2): 24.0, (1, 3): 8.0}, bandwidth=18.0)
-    results = {check.name: check.result for check in links.judge(slow, nodes, HOSTS, 25.0)}
+    results = {check.name: check.result for check in bandwidth.judge(slow, nodes, HOSTS, 25.0)}
     assert results == {"all-reduce": "warn", "pairs in a node": "ok", "pairs between nodes": "fail"}
     ring = measured({(0, 1): 300.0, (1, 2): 310.0, (2, 3): 100.0, (0, 3): 290.0})
-    [_, pairs] = links.judge(ring, [0] * 4, HOSTS, 25.0)  # what the recipe expects is between nodes
+    [_, pairs] = bandwidth.judge(ring, [0] * 4, HOSTS, 25.0)  # what the recipe expects is between nodes
     assert pairs.result == "warn" and pairs.seen == "100.00 on ranks 2-3 (b); median 295.00 GB/s of 4 pairs"
 
 
 def test_silence_hangs_and_wrong_data_name_their_ranks() -> None:
     nodes, good = [0] * 4, measured({(0, 1): 1.0, (2, 3): 1.0})
-    [check] = links.judge({rank: good[rank] for rank in (0, 1, 3)}, nodes, HOSTS, None)
+    [check] = bandwidth.judge({rank: good[rank] for rank in (0, 1, 3)}, nodes, HOSTS, None)
     assert check.seen == "rank 2 (b) did not answer"
     stuck = {0: {"at": "pair 0-1"}, 1: {"at": "pair 1-2"}, 2: {"at": "pair 1-2"}, 3: {"at": "pair 0-3"}}
-    [check] = links.judge(stuck, nodes, HOSTS, None)
+    [check] = bandwidth.judge(stuck, nodes, HOSTS, None)
     assert check.seen == "no end: ranks 1-2 (a, b) at pair 1-2"  # the others wait for these
-    [check] = links.judge({**good, 1: {"at": "joining", "error": "refused"}}, nodes, HOSTS, None)
+    [check] = bandwidth.judge({**good, 1: {"at": "joining", "error": "refused"}}, nodes, HOSTS, None)
     assert check.seen == "no end: rank 1 (a) at joining (refused)"
     good[2]["wrong"] = ["pair 2-3"]
-    [check] = links.judge(good, nodes, HOSTS, None)
+    [check] = bandwidth.judge(good, nodes, HOSTS, None)
     assert (check.result, check.seen) == ("fail", "wrong data from pair 2-3")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,11 @@ def test_no_import_goes_up(folder: str) -> None:
         if room in above
     ]
     assert upward == []
+
+
+def test_no_file_has_the_name_of_another_or_its_plural() -> None:
+    names = collections.Counter(path.stem for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    assert {name for name, files in names.items() if files > 1 or f"{name}s" in names} == set()
 
 
 def test_modules_beside_the_folders_import_no_folder() -> None:

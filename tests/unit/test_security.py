@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 # What runs code that it is given. A reward worker gets jobs from its own rank through a pipe.
 DANGEROUS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "eval", "exec"}
 # The sandbox runs the policy's programs, in a process that can do nothing else.
-ALLOWED = {("rlhf_megatron/rewards/worker.py", "pickle"), ("rlhf_megatron/rewards/sandbox/program.py", "exec")}
+ALLOWED = {("rlhf_megatron/rewards/worker.py", "pickle"), ("rlhf_megatron/rewards/sandbox/confined_program.py", "exec")}
 # What reads a whole file, or a text of any depth. What others wrote goes through untrusted.py; these read the kernel's
 # files, the project's own, or what this process or its neighbours have just written.
 READS = {"json.load", "json.loads", "yaml.load", "yaml.safe_load"}
@@ -45,7 +45,7 @@ ALLOWED_READS = {
     "rlhf_megatron/rewards/reasoning_gym.py": "an entry within a row's bounds, in a worker",
     "rlhf_megatron/rewards/code.py": "a program's result, of at most 16 MiB",
     "rlhf_megatron/rewards/sandbox/probe.py": "what its own program printed",
-    "rlhf_megatron/rewards/sandbox/program.py": "what its parent gave it, in the sandbox",
+    "rlhf_megatron/rewards/sandbox/confined_program.py": "what its parent gave it, in the sandbox",
     "launch/submit.py": "the recipe that it has resolved a line before",
     "rlhf_megatron/monitor/recipe_versions.py": "the recipe that this process has resolved",
     "rlhf_megatron/checkpoint/saved_role.py": "its own dataclass, written a line before",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
 from rlhf_megatron.models.description import Architecture, LayerKind
-from rlhf_megatron.models.families import delta_nets, latent, mixture
+from rlhf_megatron.models.families import delta_net_tensors, latent, mixture
 from rlhf_megatron.models.families.bias_fields import NO_BIASES, BiasFields
 from rlhf_megatron.models.families.config_reading import read_heads
 from rlhf_megatron.models.families.decoder_tensors import (
@@ -296,7 +296,7 @@ class Decoder:
         for prefix, index in held_layers(a, layout, coordinates.pipeline):
             if kinds[index].attention == "delta":
                 layer = f"model.layers.{index}."
-                blocks.extend(delta_nets.delta_blocks(a, layer, prefix, layout.tensor, coordinates.tensor))
+                blocks.extend(delta_net_tensors.delta_blocks(a, layer, prefix, layout.tensor, coordinates.tensor))
         return [*blocks, *mixture.megatron_experts(a, self.expert_names, layout, position)]
 
     # ---- rollout
@@ -347,7 +347,7 @@ class Decoder:
         query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
         attention = a.hidden * ((3 if a.gated_attention else 2) * query + 2 * key_value)
         if kind.attention == "delta":
-            attention = delta_nets.delta_weights(a)
+            attention = delta_net_tensors.delta_weights(a)
         elif a.latent:
             attention = latent.attention_weights(a)
         if kind.feed_forward == "experts":
@@ -359,7 +359,7 @@ class Decoder:
     ) -> float:
         """See Family: of queries with keys, and of their softmax with values; 2 for a pair and a column of either."""
         if kind.attention == "delta":
-            return delta_nets.delta_flops(architecture, sum(rows))
+            return delta_net_tensors.delta_flops(architecture, sum(rows))
         window = architecture.window if causal and kind.attention == "window" else None
         pairs = sum(causal_pairs(n, window) if causal else n * n for n in rows)
         a = architecture
@@ -369,7 +369,7 @@ class Decoder:
     def cached_elements(self, architecture: Architecture, kind: LayerKind, tensor: int) -> int:
         """See Family: keys and values, a head of each on every rank at least; all latents on every rank; or a state."""
         if kind.attention == "delta":
-            return delta_nets.state_elements(architecture, tensor)
+            return delta_net_tensors.state_elements(architecture, tensor)
         if architecture.latent:
             return architecture.latent.key_value_rank + architecture.latent.turned
         return 2 * max(1, architecture.key_value_heads // tensor) * architecture.head_dim

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.models.families import latent, mixture
-from rlhf_megatron.models.families.delta_nets import delta_shapes
+from rlhf_megatron.models.families.delta_net_tensors import delta_shapes
 from rlhf_megatron.models.families.norm_names import NormNames
 from rlhf_megatron.models.rectangles import SCORE, Cut, Implementation, Slot, chunk_prefix
 from rlhf_megatron.topology.layout import Layout

@@ -9,12 +9,12 @@ from typing import Any
 
 from rlhf_megatron.models.config_fields import size
 from rlhf_megatron.models.description import Architecture, LayerKind, SharedExpert
-from rlhf_megatron.models.families import delta_nets
+from rlhf_megatron.models.families import delta_net_tensors
 from rlhf_megatron.models.families.decoder import NO_ATTENTION_BIAS, Decoder
 from rlhf_megatron.models.families.qwen2_moe import dense_layers
 
-FIELDS = delta_nets.FIELDS | {"partial_rotary_factor"}
-NEVER_NULL = (*delta_nets.NEVER_NULL, "head_dim", "num_key_value_heads")
+FIELDS = delta_net_tensors.FIELDS | {"partial_rotary_factor"}
+NEVER_NULL = (*delta_net_tensors.NEVER_NULL, "head_dim", "num_key_value_heads")
 # vLLM alone reads the last two.
 ONLY = NO_ATTENTION_BIAS | {"attn_output_gate": True, "output_gate_type": "silu", "use_sliding_window": False}
 # What transformers takes for absent fields, where other decoders have something else.
@@ -40,7 +40,7 @@ class DeltaDecoder(Decoder):
         config = _ABSENT | dict(config)
         # The names of layer types are other ones than those of windows.
         plain = super().read(path, {field: value for field, value in config.items() if field != "layer_types"})
-        has_delta = delta_nets.delta_layers(path, config, plain.layers)
+        has_delta = delta_net_tensors.delta_layers(path, config, plain.layers)
         dense, experts = set(range(plain.layers)), plain.experts
         if experts is not None:
             dense = dense_layers(path, config, plain.layers)
@@ -50,12 +50,13 @@ class DeltaDecoder(Decoder):
             LayerKind("delta" if delta else "full", "dense" if layer in dense else "experts")
             for layer, delta in enumerate(has_delta)
         )
+        net = delta_net_tensors.read_delta_net(path, config, by_key_head=self.by_key_head) if any(has_delta) else None
         return dataclasses.replace(
             plain,
             experts=experts,
             mixed_layers=kinds if len(set(kinds)) > 1 or any(has_delta) else (),
             gated_attention=True,
-            delta_net=delta_nets.read_delta_net(path, config, by_key_head=self.by_key_head) if any(has_delta) else None,
+            delta_net=net,
         )
 
     def rollout_problem(self, architecture: Architecture) -> str | None:

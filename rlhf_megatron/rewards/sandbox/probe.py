@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from rlhf_megatron.recipe.reward import Isolation
+from rlhf_megatron.rewards.sandbox.confined_program import STEPS
 from rlhf_megatron.rewards.sandbox.process import Limits, SandboxError, run
-from rlhf_megatron.rewards.sandbox.program import STEPS
 
 # What each level of reward.code.isolation asks for, the strongest first.
 NEEDS: dict[Isolation, frozenset[str]] = {
@@ -59,7 +59,7 @@ class Held:
     Attributes:
         isolation: the level that is reached; None where a program cannot even be run within limits.
         names: of what was tried and refused.
-        steps: of program.py that took effect.
+        steps: of confined_program.py that took effect.
     """
 
     isolation: Isolation | None

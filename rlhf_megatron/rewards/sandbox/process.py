@@ -1,7 +1,7 @@
 """Starts a confined process for a program, gives it its input, takes its output within limits, and ends it.
 
 The program and its input are in memory files, so that nothing lies on a disk. Not here: what the process takes from
-itself (program.py), and what an output is worth (rewards/code.py).
+itself (confined_program.py), and what an output is worth (rewards/code.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlhf_megatron.child_python import child_command
-from rlhf_megatron.rewards.sandbox.program import NOT_CONFINED
+from rlhf_megatron.rewards.sandbox.confined_program import NOT_CONFINED
 
 # Of a program; sort -n of all lines of a large test is far below.
 MOST_OUTPUT_BYTES = 16 * 2**20
@@ -29,7 +29,7 @@ MOST_THREADS = 64
 _SECONDS_BETWEEN_LOOKS = 0.05
 _SECONDS_TO_END = 0.002
 
-_BOOTSTRAP = "from rlhf_megatron.rewards.sandbox import program; program.main(json.loads(sys.argv[2]))"
+_BOOTSTRAP = "from rlhf_megatron.rewards.sandbox.confined_program import main; main(json.loads(sys.argv[2]))"
 # The same order of sets in each run, one thread of numpy's, and nothing of this process's environment.
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0",
@@ -50,7 +50,7 @@ class Limits:
     Attributes:
         seconds: of wall time, and of processor time rounded up.
         memory_bytes: of address space, Python included.
-        required: steps of program.py without which nothing is run.
+        required: steps of confined_program.py without which nothing is run.
     """
 
     seconds: float

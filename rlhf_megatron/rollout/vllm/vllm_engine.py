@@ -122,13 +122,13 @@ class VllmEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """See RolloutEngine. Fused as vLLM has them (qkv_proj, gate_up_proj), the vocabulary padded; tied ones once."""
-        from rlhf_megatron.rollout.vllm import fp8
+        from rlhf_megatron.rollout.vllm import fp8_linear
 
         named = internals.model(self._engine).named_parameters()
         return {
             name: parameter.data
             for name, parameter in named
-            if fp8.is_full_precision(name) and not latent_weights.is_derived(name)
+            if fp8_linear.is_full_precision(name) and not latent_weights.is_derived(name)
         }
 
     def pointer_check(self) -> None:
@@ -146,9 +146,9 @@ class VllmEngine:
             torch.cuda.synchronize()  # whichever streams they were written on
         latent_weights.follow(internals.model(self._engine))
         if self._section.quantization:
-            from rlhf_megatron.rollout.vllm import fp8
+            from rlhf_megatron.rollout.vllm import fp8_linear
 
-            fp8.quantize(internals.model(self._engine))
+            fp8_linear.quantize(internals.model(self._engine))
         if not self._paused:
             self._drop_prefixes()
         self._core.weights_updated(version)
@@ -292,10 +292,10 @@ def _make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, T
     from vllm import LLM
 
     if quantizes:
-        from rlhf_megatron.rollout.vllm import fp8
+        from rlhf_megatron.rollout.vllm import fp8_linear
 
-        fp8.install()
-        arguments["quantization"] = fp8.METHOD
+        fp8_linear.install()
+        arguments["quantization"] = fp8_linear.METHOD
     offered = shared_weights.offered(shared) if shared or quantizes else contextlib.nullcontext()
     with offered, internals.own_rotary_modules():
         try:

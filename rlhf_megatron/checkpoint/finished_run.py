@@ -1,4 +1,4 @@
-"""A run that has nothing left to do, as its folder tells before anything is built: Slurm may have started it again."""
+"""Finished runs, with nothing left to do, as a folder tells before anything is built: Slurm may start one again."""
 
 from __future__ import annotations
 

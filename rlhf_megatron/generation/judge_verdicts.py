@@ -29,7 +29,7 @@ from rlhf_megatron.recipe import JudgeSection
 from rlhf_megatron.roles.reward_model import sampled_texts
 from rlhf_megatron.roles.shares import Home, share_out
 from rlhf_megatron.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from rlhf_megatron.rollout.engines import make_engine
+from rlhf_megatron.rollout.engine_registry import make_engine
 from rlhf_megatron.topology.communicators import whole_role
 from rlhf_megatron.topology.exchange import gather_objects
 from rlhf_megatron.topology.row_exchange import gather_rows

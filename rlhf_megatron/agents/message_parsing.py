@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from rlhf_megatron.agents.protocol import Message, Question, arguments_of
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import RolloutError
-from rlhf_megatron.rollout import engines
+from rlhf_megatron.rollout import engine_registry
 
 
 class ReadAnswer(NamedTuple):
@@ -46,7 +46,7 @@ class AnswerReader:
     def __init__(self, section: Parsers, tokenizer: Tokenizer, key: str = "rollout.agent") -> None:
         """Load the parsers of a section, whose ``key`` is for messages. Raises RolloutError where vLLM lacks one."""
         self._tokenizer = tokenizer
-        load = engines.tool_parser, engines.reasoning_parser
+        load = engine_registry.tool_parser, engine_registry.reasoning_parser
         self._tools = _loaded(f"{key}.tool_parser", section.tool_parser, load[0], tokenizer)
         self._reasoning = _loaded(f"{key}.reasoning_parser", section.reasoning_parser, load[1], tokenizer)
 
@@ -105,5 +105,5 @@ def _loaded(key: str, name: str | None, load: Callable[[str, Any], Any], tokeniz
         return None
     try:
         return load(name, tokenizer.of_transformers)
-    except engines.UnusableParser as error:
+    except engine_registry.UnusableParser as error:
         raise RolloutError(f"{key}={name}: {error}") from error
