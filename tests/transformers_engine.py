@@ -124,9 +124,9 @@ class TransformersCore:
     def reset_prefix_cache(self) -> None:
         if self._running or self._waiting:
             raise RuntimeError("the prefix cache is in use; requests are still running")
-        self.forget_prefixes()
+        self.drop_prefixes()
 
-    def forget_prefixes(self) -> None:
+    def drop_prefixes(self) -> None:
         """Those that sequences have are copies of their own."""
         self._prefixes.clear()
 
@@ -246,7 +246,7 @@ class TransformersEngine:
 
     def weights_updated(self, version: int) -> None:
         if self._paused:
-            self._core.forget_prefixes()
+            self._core.drop_prefixes()
         else:
             self.reset_prefix_cache()
         self._version = version

@@ -84,7 +84,7 @@ class AnswerTree:
             DataError: the chat template refuses the conversation.
         """
         chain = digests(messages, tools)
-        used = next((place for place in range(len(messages), 0, -1) if chain[place] in self._by_digest), 0)
+        used = next((length for length in range(len(messages), 0, -1) if chain[length] in self._by_digest), 0)
         tail = messages[used:]
         if used and tail and all(message["role"] in _CONTINUING for message in tail):
             parent = self._by_digest[chain[used]]
@@ -111,13 +111,13 @@ class AnswerTree:
 
     def token_ids(self, answer: int) -> list[int]:
         """Return the tokens of a conversation up to the end of an answer."""
-        parts, place = [], answer
+        parts, index = [], answer
         while True:
-            parts.append(self._answers[place].token_ids)
-            parent = self._answers[place].parent
+            parts.append(self._answers[index].token_ids)
+            parent = self._answers[index].parent
             if parent is None:
                 return [token for part in reversed(parts) for token in part]
-            place = parent
+            index = parent
 
 
 def digests(messages: Sequence[Message], tools: Any = None) -> list[str]:

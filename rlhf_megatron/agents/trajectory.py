@@ -225,7 +225,7 @@ def last_turn_begin(completion: Completion) -> int:
     marks = completion.sampled
     if marks is None:
         return 0
-    return max((place + 1 for place, own in enumerate(marks) if not own), default=0)
+    return max((index + 1 for index, own in enumerate(marks) if not own), default=0)
 
 
 def _refuse(request: _Request, refusal: Refusal) -> None:

@@ -179,7 +179,7 @@ def _meta(block: Block, dtype: torch.dtype) -> Tensor:
 def writers_of(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """The rank that writes each file, given their bytes: writers far from each other, with about as much to do each."""
     count = min(len(sizes), len(ranks))
-    load = {ranks[(2 * place + 1) * len(ranks) // (2 * count)]: 0 for place in range(count)}
+    load = {ranks[(2 * index + 1) * len(ranks) // (2 * count)]: 0 for index in range(count)}
     writers = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         writers[number] = min(load, key=lambda rank: load[rank])

@@ -3,7 +3,7 @@
     checkpoints/step-40/rank-00000.safetensors ...   what each rank wrote
     checkpoints/step-40/manifest.json                written last: size and digest of every file, and the run's state
     checkpoints/latest                               the name of the newest one, for people and scripts
-    checkpoints/best                                 the name and worth of the best one, in JSON, where one is kept
+    checkpoints/best                                 the name and metric of the best one, in JSON, where one is kept
 
 Nothing is pickled: tensors are safetensors, everything else is JSON. This file knows files only; the ranks' agreement
 is in checkpoint/manager.py and what a role's tensors mean in checkpoint/role_state.py.
@@ -72,11 +72,11 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], about:
 
 
 def publish(
-    folder: Path, files: list[WrittenFile], state: Mapping[str, Any], keep: int, worth: MetricValue | None = None
+    folder: Path, files: list[WrittenFile], state: Mapping[str, Any], keep: int, metric: MetricValue | None = None
 ) -> None:
     """Makes the finished checkpoint visible under its name, moves ``latest``, and deletes all but the ``keep`` newest.
 
-    With ``worth`` it takes part in a comparison; the best one, which ``best`` names, is kept too.
+    With ``metric`` it takes part in a comparison; the best one, which ``best`` names, is kept too.
     Call it on one rank, when every file is on disk. Raises OSError where the disk fails; then nothing is visible.
     """
     partial = partial_folder(folder)
@@ -87,9 +87,9 @@ def publish(
     faults.at("publish", step_of(folder))
     _point(folder.parent / _LATEST, folder.name)
     best = best_of(folder.parent)
-    if worth and math.isfinite(worth.value) and (best is None or best[0] == folder or worth.is_better_than(best[1])):
-        best = folder, worth
-        _point(folder.parent / _BEST, json.dumps({"checkpoint": folder.name, **dataclasses.asdict(worth)}))
+    if metric and math.isfinite(metric.value) and (best is None or best[0] == folder or metric.is_better_than(best[1])):
+        best = folder, metric
+        _point(folder.parent / _BEST, json.dumps({"checkpoint": folder.name, **dataclasses.asdict(metric)}))
     for old in list_checkpoints(folder.parent)[keep:]:
         if best is None or old != best[0]:
             with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ def _point(path: Path, text: str) -> None:
 
 
 def best_of(folder: Path) -> tuple[Path, MetricValue] | None:
-    """The best checkpoint in ``folder`` and its worth, as the file ``best`` has it, if both are there."""
+    """The best checkpoint in ``folder`` and its metric, as the file ``best`` has it, if both are there."""
     with contextlib.suppress(CheckpointError):
         return _read_best(folder)
     return None

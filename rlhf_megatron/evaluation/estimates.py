@@ -86,8 +86,8 @@ def _majority(votes: tuple[tuple[int, int], ...], silent: int, k: int) -> float:
     """`majority_at_k` for answers given by (samples, right samples), and so many silent samples.
 
     For each number of votes that may win, the subsets of size k in which no answer has more are counted, answer by
-    answer, by size and number of winners, together with the sum of the winners' worth. All in whole numbers: worth is
-    in units of 1 / unit.
+    answer, by size and number of winners, together with the sum of the winners' scores. All in whole numbers: scores
+    are in units of 1 / unit.
     """
     unit = math.lcm(*(count for count, _ in votes))
     subsets = math.comb(silent + sum(count for count, _ in votes), k)
@@ -97,17 +97,17 @@ def _majority(votes: tuple[tuple[int, int], ...], silent: int, k: int) -> float:
         to_come = sum(min(count, most) for count, _ in votes)
         for count, right in votes:
             to_come -= min(count, most)
-            worth_of_win = right * (unit // count)
+            score_of_win = right * (unit // count)
             grown: dict[tuple[int, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
-            for (size, winners), (number, worth) in ways.items():
+            for (size, winners), (number, score) in ways.items():
                 for taken in range(max(0, k - size - to_come), min(count, most, k - size) + 1):
                     wins, choices = taken == most, math.comb(count, taken)
                     key = (size + taken, winners + wins)
                     before = grown[key]
-                    gained = worth + worth_of_win * number if wins else worth
+                    gained = score + score_of_win * number if wins else score
                     grown[key] = (before[0] + choices * number, before[1] + choices * gained)
             ways = grown
-        total += sum(worth / (winners * unit * subsets) for (_, winners), (_, worth) in ways.items() if winners)
+        total += sum(score / (winners * unit * subsets) for (_, winners), (_, score) in ways.items() if winners)
     return total
 
 

@@ -130,12 +130,12 @@ class AgentTurns:
         prompt = [] if begins else [*(before.prompt_token_ids or ()), *before.token_ids]
         digest = digest_of_tokens([*prompt, *asked.token_ids], asked.max_tokens)
         recorded = self._recorded.get(row_id, [])
-        place = next((place for place, (of, _) in enumerate(recorded) if of == digest), None)
-        if place is None:
+        index = next((index for index, (of, _) in enumerate(recorded) if of == digest), None)
+        if index is None:
             self._digests[row_id] = digest
             return None
         self.counts.recalled += 1
-        return recorded.pop(place)[1]
+        return recorded.pop(index)[1]
 
     def _ended(self, completion: Completion, ended: Ended) -> EnvironmentReply:
         assert self._program is not None, "only the rank that leads asks"

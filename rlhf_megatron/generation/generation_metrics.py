@@ -125,8 +125,8 @@ def tool_metrics(turns: Sequence[ToolTurns], names: Sequence[str], replica: Repl
         own += [float(sum(getattr(each, field) for each in counts)) for field in _OF_TOOLS]
     total = sum_over_ranks(own if replica.leads else [0.0] * len(own), team.group)
     metrics = {"tools/malformed": total[0]}
-    for place, name in enumerate(names):
-        calls, failed, seconds, truncated = total[1 + place * len(_OF_TOOLS) :][: len(_OF_TOOLS)]
+    for position, name in enumerate(names):
+        calls, failed, seconds, truncated = total[1 + position * len(_OF_TOOLS) :][: len(_OF_TOOLS)]
         latency = 1000 * seconds / calls if calls else 0.0
         values = {"calls": calls, "failed": failed, "latency_ms_mean": latency, "truncated": truncated}
         metrics |= {f"tools/{name}/{key}": value for key, value in values.items()}

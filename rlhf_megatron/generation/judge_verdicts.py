@@ -168,12 +168,12 @@ class Judge:
         encoded = encode_questions(self._section, self._tokenizer, prompts, answers)
         places = (rows.numbers.holder == rows.rank).nonzero().squeeze(1).tolist()
         fitting = [
-            (place, tokens)
-            for place, tokens in zip(places, encoded, strict=True)
+            (position, tokens)
+            for position, tokens in zip(places, encoded, strict=True)
             if len(tokens) <= self._section.max_prompt_length
         ]
         tokens = [each for _, each in fitting]
-        batch = batch_from_rows(tokens, [()] * len(tokens), row_id=[place for place, _ in fitting])
+        batch = batch_from_rows(tokens, [()] * len(tokens), row_id=[position for position, _ in fitting])
         return gather_rows(batch, self._team.group)
 
     def _verdicts(self, batch: RolloutBatch) -> list[Completion]:

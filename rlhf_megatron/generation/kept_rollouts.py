@@ -96,7 +96,7 @@ def _by_row(values: Tensor, batch: RolloutBatch) -> list[list[Any]]:
 
 def _only(batch: RolloutBatch, row_ids: set[int]) -> RolloutBatch:
     """Those rows of a batch that have these ids."""
-    return batch.select([place for place, row_id in enumerate(batch.row_id.tolist()) if row_id in row_ids])
+    return batch.select([index for index, row_id in enumerate(batch.row_id.tolist()) if row_id in row_ids])
 
 
 def _gathered(table: pa.Table) -> pa.Table | None:

@@ -110,16 +110,16 @@ class ToolTurns:
             turn.future.set_result(Outcome(DONE, messages=told, ends=not told))
             return turn.future
         valid = []
-        for place, call in enumerate(turn.calls):
+        for index, call in enumerate(turn.calls):
             wrong = self._what_is_wrong(call["function"])
             if wrong is None:
-                valid.append(place)
+                valid.append(index)
             else:
-                turn.answers[place] = _Answer(f"error: {wrong}")
+                turn.answers[index] = _Answer(f"error: {wrong}")
         if not valid:
             self._settle(turn)
-        for place in valid:
-            self._start(trajectory, turn, place)
+        for index in valid:
+            self._start(trajectory, turn, index)
         return turn.future
 
     def _read(self, completion: Completion) -> _Turn:
@@ -149,8 +149,8 @@ class ToolTurns:
         more = [] if schema.get("additionalProperties") else [each for each in arguments if each not in known]
         return f"{name} has no argument {shown(more[0], 80)}; it has {', '.join(known) or 'none'}" if more else None
 
-    def _start(self, trajectory: ToolCalls, turn: _Turn, place: int) -> None:
-        called = turn.calls[place]["function"]
+    def _start(self, trajectory: ToolCalls, turn: _Turn, index: int) -> None:
+        called = turn.calls[index]["function"]
 
         def take(future: Future[Outcome]) -> None:  # in the thread of the row's process
             now = time.monotonic()
@@ -161,7 +161,7 @@ class ToolTurns:
             if outcome.state == UNUSABLE:
                 turn.unusable = outcome
             text = self._why_failed(outcome) if failed else outcome.messages[0]["content"]
-            turn.answers[place] = _Answer(text, called["name"], failed, seconds)
+            turn.answers[index] = _Answer(text, called["name"], failed, seconds)
             if len(turn.answers) == len(turn.calls):
                 self._settle(turn)
 
@@ -182,11 +182,11 @@ class ToolTurns:
         """Counts the calls of a row's last turn, whose answers are ``whole`` and which the model hears as ``cut``."""
         turn = self._turns[row_id]
         self.malformed += turn.unread
-        for place, answer in turn.answers.items():
+        for index, answer in turn.answers.items():
             if answer.tool is None:
                 self.malformed += 1
                 continue
-            counts, is_cut = self.counts[answer.tool], whole[place] != cut[place]
+            counts, is_cut = self.counts[answer.tool], whole[index] != cut[index]
             counts.calls, counts.failed = counts.calls + 1, counts.failed + answer.failed
             counts.seconds, counts.truncated = counts.seconds + answer.seconds, counts.truncated + is_cut
 

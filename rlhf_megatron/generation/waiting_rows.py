@@ -59,7 +59,7 @@ class RowsReader:
             return self._of_earlier_version(state)
         numbers = checked_numbers(state)
         holders, index = numbers.holder.unique(return_inverse=True)
-        mine = [each for place, each in enumerate(holders.tolist()) if self._holder(place) == self.rank]
+        mine = [each for position, each in enumerate(holders.tolist()) if self._holder(position) == self.rank]
         places = [(numbers.holder == each).nonzero().squeeze(1) for each in mine]
         parts = [
             self._checked(numbers.select(of_holder), own(each, prefix))
@@ -73,9 +73,9 @@ class RowsReader:
             numbers.with_fields(holder=torch.tensor(self.ranks)[index % len(self.ranks)]), held, self.rank
         )
 
-    def _holder(self, place: int) -> int:
+    def _holder(self, position: int) -> int:
         """The rank that gets what one rank, one of several in rising order, held."""
-        return self.ranks[place % len(self.ranks)]
+        return self.ranks[position % len(self.ranks)]
 
     def _checked(self, numbers: RowNumbers, fields: Mapping[str, Tensor]) -> RolloutBatch:
         """The rows of these numbers and tokens."""

@@ -118,7 +118,7 @@ def _kept(
 
 def _runs(marks: Sequence[bool], offset: int) -> list[tuple[int, int]]:
     """(first, beyond the last) of each run of equal marks, counted from ``offset``."""
-    edges = [0, *(place for place in range(1, len(marks)) if marks[place] != marks[place - 1]), len(marks)]
+    edges = [0, *(position for position in range(1, len(marks)) if marks[position] != marks[position - 1]), len(marks)]
     return [(offset + first, offset + last) for first, last in itertools.pairwise(edges) if first < last]
 
 

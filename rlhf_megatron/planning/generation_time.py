@@ -63,7 +63,7 @@ def _in_flight(recipe: RLRecipe, responses: Sequence[float]) -> float:
     it gives are whole in the mean.
     """
     rows = recipe.batch.rows_per_prompt
-    shares = [(place / len(responses)) ** rows for place in range(len(responses) + 1)]
+    shares = [(position / len(responses)) ** rows for position in range(len(responses) + 1)]
     longest = sum(
         length * (share - before)
         for length, before, share in zip(sorted(responses), shares[:-1], shares[1:], strict=True)

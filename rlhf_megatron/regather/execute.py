@@ -116,9 +116,9 @@ class Regather:
         """Takes what the node's other ranks have, when they have finished it and before they change it again."""
         if self._peers is None:
             return
-        self._peers.meet()
+        self._peers.barrier()
         self._reads.run()
-        self._peers.meet()
+        self._peers.barrier()
 
     def _exchange(self) -> None:
         """Packs a round while the one before it travels, then unpacks that one; forwards when all has arrived."""

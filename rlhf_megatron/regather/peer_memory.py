@@ -49,7 +49,7 @@ class PeerMemory:
     _signal: Tensor
     _opened: list[Any]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Has all that is asked of this rank's GPU from now on begin when all ranks have come here; collective."""
         dist.all_reduce(self._signal)
 

@@ -141,10 +141,10 @@ def _described(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools as chat templates describe them."""
     described = [_schema(specification) for specification in job["functions"]]
     try:
-        for place in range(len(job["servers"])):
-            described += _server(job, place).tools
+        for index in range(len(job["servers"])):
+            described += _server(job, index).tools
     except (FunctionFailure, TimedOut) as error:
-        raise FunctionUnusable(str(error) or f"the MCP server {place} of the tools does not answer") from error
+        raise FunctionUnusable(str(error) or f"the MCP server {index} of the tools does not answer") from error
     names = [each["function"]["name"] for each in described]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated:
@@ -183,8 +183,8 @@ def _called(job: dict[str, Any]) -> Any:
     for specification in job["functions"]:
         if _name_of(specification) == name:
             return _returned(specification, arguments)
-    for place in range(len(job["servers"])):
-        server = _server(job, place)
+    for index in range(len(job["servers"])):
+        server = _server(job, index)
         if any(tool["function"]["name"] == name for tool in server.tools):
             return _within(server.call(name, arguments), job["timeout_seconds"])
     raise FunctionFailure(f"there is no tool {name}")
@@ -210,10 +210,10 @@ def _text(result: Any) -> str:
         return user_function.shown_value(result)
 
 
-def _server(job: Mapping[str, Any], place: int) -> _Server:
-    if place not in _Process.servers:
-        _Process.servers[place] = _Server(job["servers"][place], job["timeout_seconds"])
-    return _Process.servers[place]
+def _server(job: Mapping[str, Any], index: int) -> _Server:
+    if index not in _Process.servers:
+        _Process.servers[index] = _Server(job["servers"][index], job["timeout_seconds"])
+    return _Process.servers[index]
 
 
 def _within(awaitable: Any, seconds: float) -> Any:

@@ -122,7 +122,7 @@ def _settled(
 ) -> dict[str, Tensor]:
     """The fields of the rows at ``places``, out of those that came to a leader, on all ranks of its home."""
     if home.leads(rank):
-        index = {row: place for place, row in enumerate(came.tolist())}
+        index = {row: position for position, row in enumerate(came.tolist())}
         lengths, chosen = numbers.lengths[came].tolist(), [index[row] for row in places.tolist()]
         arrived = {name: in_order([value], [lengths], chosen) for name, value in arrived.items()}
     if home.data is None:

@@ -60,7 +60,7 @@ class StreamedState:
         mains = [main for group in self._inner.param_groups for main in group["params"]]
         self._owned = _smallest(mains, share)
         self._pieces = list(_pieces([main for main in mains if id(main) in self._owned], piece_bytes))
-        self._places = {id(main): place for place, main in enumerate(mains)}
+        self._places = {id(main): position for position, main in enumerate(mains)}
         resident = [main for main in mains if id(main) not in self._owned]
         self._resident = [resident] if dtype == torch.float32 else list(_pieces(resident, piece_bytes))
         # A float32 model is its own master, which stays.

@@ -78,7 +78,7 @@ def split_communicator(
     members = tuple(sorted(ranks[position] for position in own))
     key = (members, f"{_digest(ranks)}{purpose}")
     if key not in made_groups():
-        order = {rank: place for place, rank in enumerate(sorted(ranks))}
+        order = {rank: index for index, rank in enumerate(sorted(ranks))}
         places = [sorted(order[ranks[position]] for position in part) for part in parts]
         made_groups()[key] = split_of(role, places, f"{key[1]}-{_digest(members)}", _TIMEOUT)
     return made_groups()[key]

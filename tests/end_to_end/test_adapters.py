@@ -107,8 +107,8 @@ def test_what_is_exported_is_peft_s_adapter_and_the_merged_model(
     adapted = PeftModel.from_pretrained(load_model(folder / "model"), exported / "adapter")
     with torch.no_grad():
         difference = row_logits(merged, *row) - row_logits(adapted, *row)
-        learnt = row_logits(merged, *row) - row_logits(load_model(folder / "model"), *row)
-    assert difference.abs().max() < 1e-4 < 1e-2 < learnt.abs().max()
+        trained = row_logits(merged, *row) - row_logits(load_model(folder / "model"), *row)
+    assert difference.abs().max() < 1e-4 < 1e-2 < trained.abs().max()
 
 
 def test_a_checkpoint_is_the_adapters_and_becomes_one_of_peft_s(

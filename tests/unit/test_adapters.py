@@ -119,14 +119,14 @@ def test_a_folder_of_pefts(
 ) -> None:
     rank = config["r"]
     wanted = {"target_modules": "all-linear", "lora_alpha": 2 * rank} | config
-    learnt = get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **wanted))
-    learnt.save_pretrained(tmp_path)
+    trained = get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **wanted))
+    trained.save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     adaptation = Adaptation.of(LoraSection(rank=3, alpha=6))
     if expected is None:
         source = PeftAdapter(tmp_path, read_architecture(model), adaptation)
-        own = dict(learnt.named_parameters())["base_model.model.model.layers.1.mlp.up_proj.lora_A.default.weight"]
+        own = dict(trained.named_parameters())["base_model.model.model.layers.1.mlp.up_proj.lora_A.default.weight"]
         assert torch.equal(source.read("model.layers.1.mlp.up_proj.lora_A.weight", ((0, 2), (3, 5))), own[:2, 3:5])
         return
     with pytest.raises(ModelError, match=expected):

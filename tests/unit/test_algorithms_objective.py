@@ -278,7 +278,7 @@ def test_correction_multiplies_the_weights() -> None:
 
 
 class Learner:
-    """Stands for the actor: one logprob per token, learnt by plain gradient descent on whatever objective comes."""
+    """Stands for the actor: one logprob per token, learned by plain gradient descent on whatever objective comes."""
 
     def __init__(self, logprobs: Tensor) -> None:
         self.logprobs, self.fields = logprobs, []

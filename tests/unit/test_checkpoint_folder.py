@@ -30,8 +30,8 @@ def save(
 ) -> None:
     made = folder / f"step-{step}"
     file = write_tensors(made, "rank-00000.safetensors", {"x": torch.ones(2)}, {})
-    worth = MetricValue("eval/x", mode, value) if value is not None else None
-    publish(made, [file], {"step": step, "launch": launch}, keep, worth)
+    metric = MetricValue("eval/x", mode, value) if value is not None else None
+    publish(made, [file], {"step": step, "launch": launch}, keep, metric)
 
 
 def names(folder: Path) -> list[str]:
@@ -62,7 +62,7 @@ def test_less_can_be_better_and_another_metric_begins_anew(tmp_path: Path) -> No
     assert names(tmp_path) == ["step-3"]
 
 
-def test_a_step_that_is_saved_again_has_its_new_worth(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_again_has_its_new_metric(tmp_path: Path) -> None:
     save(tmp_path, 1, 0.9)
     save(tmp_path, 1, 0.2)
     best = best_of(tmp_path)

@@ -270,7 +270,7 @@ def supply_of(made: Any) -> BatchSource:
 
 
 def ahead_of(rewards: list[tuple[float, float]], **changes: Any) -> BatchSource:
-    """The supply of a run whose rollout is a step ahead."""
+    """The batch source of a run whose rollout is a step ahead."""
     made = collector(rewards, kl_coef=0.0, rollout_correction={"type": "tis"})
     section = made._context.recipe.rollout.model_copy(update={"steps_ahead": 1})
     made._context.recipe = made._context.recipe.model_copy(update={"rollout": section, "steps": 9} | changes)
@@ -278,36 +278,36 @@ def ahead_of(rewards: list[tuple[float, float]], **changes: Any) -> BatchSource:
 
 
 def test_what_was_collected_ahead_is_what_the_next_step_gets() -> None:
-    supply = ahead_of([MIXED] * 8)
-    assert prompts_of(supply.take(1).rows) == [0, 0, 1, 1]
-    supply.prepare(2)
-    supply._weight_sync.version = 2  # the actor has learnt meanwhile
-    batch, metrics, tokens = supply.take(2)
+    source = ahead_of([MIXED] * 8)
+    assert prompts_of(source.take(1).rows) == [0, 0, 1, 1]
+    source.prepare(2)
+    source._weight_sync.version = 2  # the actor has learned meanwhile
+    batch, metrics, tokens = source.take(2)
     assert prompts_of(batch) == [2, 2, 3, 3] and tokens == batch.numbers.tokens
     assert (metrics["rollout/staleness_mean"], metrics["data/epoch"]) == (2.0, 4.0)
-    assert prompts_of(supply.take(3).rows) == [4, 4, 5, 5], "nothing was collected ahead of this one"
-    supply.prepare(10)
-    assert supply.state()["ahead"] == {}, "the run has no such step"
+    assert prompts_of(source.take(3).rows) == [4, 4, 5, 5], "nothing was collected ahead of this one"
+    source.prepare(10)
+    assert source.state()["ahead"] == {}, "the run has no such step"
 
 
 def test_what_was_collected_ahead_outlives_a_run() -> None:
-    supply = ahead_of([MIXED] * 8)
-    supply.take(1)
-    supply.prepare(2)
+    source = ahead_of([MIXED] * 8)
+    source.take(1)
+    source.prepare(2)
     goes_on = ahead_of([MIXED] * 8)
-    goes_on.load(supply.state(), own_of(supply))
-    expected, found = supply.take(2), goes_on.take(2)
+    goes_on.load(source.state(), own_of(source))
+    expected, found = source.take(2), goes_on.take(2)
     assert found.metrics == expected.metrics and found.tokens == expected.tokens
     for field in ("tokens", "cu_seqlens", "rewards", "group_id", "weight_version"):
         assert torch.equal(getattr(found.rows.here(), field), getattr(expected.rows.here(), field))
 
 
 def test_what_was_collected_ahead_is_dropped_where_it_is_not_to_be_learnt_from() -> None:
-    supply = ahead_of([MIXED] * 8)
-    supply.take(1)
-    supply.prepare(2)
-    state, own = supply.state(), own_of(supply)
-    assert prompts_of(supply.take(2, skips_data=True).rows) == [4, 4, 5, 5]
+    source = ahead_of([MIXED] * 8)
+    source.take(1)
+    source.prepare(2)
+    state, own = source.state(), own_of(source)
+    assert prompts_of(source.take(2, skips_data=True).rows) == [4, 4, 5, 5]
     in_step = supply_of(collector([MIXED] * 8, kl_coef=0.0))
     in_step.load(state, own)
     assert "rollout.steps_ahead is 0 now" in in_step._context.said[0]  # type: ignore[attr-defined]
