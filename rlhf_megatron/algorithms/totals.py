@@ -17,7 +17,7 @@ class Totals(Protocol):
 
     @property
     def share(self) -> int:
-        """Which of them is here, from 0."""
+        """The number of the one that is here, from 0."""
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of all shares' ``values``."""

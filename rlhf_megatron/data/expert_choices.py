@@ -1,4 +1,4 @@
-"""Which experts each token of a row reached, layer by layer, for router replay (arXiv 2510.11370).
+"""The experts that each token of a row reached, layer by layer, for router replay (arXiv 2510.11370).
 
 A tensor of them is [tokens, layers with experts, chosen], in the smallest type; its largest value says that nothing is
 known of a token, such as the last of a row, which no engine computes. Plans count their bytes: torch is imported late.

@@ -1,4 +1,4 @@
-"""Which text of a conversation is learned: what the assistant writes in some of its turns, and the end of each.
+"""The text of a conversation that is learned: what the assistant writes in some of its turns, and the end of each.
 
 A chat template says nothing about that, so a turn is found by rendering the conversation once more with another text in
 its place. Unlike rendering the turns before it alone, this works with templates that write earlier turns otherwise than

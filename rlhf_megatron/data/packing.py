@@ -1,4 +1,4 @@
-"""Which rows go to which data-parallel rank, which all ranks compute alike, and which of a rank's together through the
+"""Assignment of rows to data-parallel ranks, which all compute alike, and of a rank's rows to passes through the
 model, which it plans for itself. Pure functions of the rows' lengths.
 """
 

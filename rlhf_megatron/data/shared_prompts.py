@@ -155,7 +155,7 @@ class _Rows:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedKeys:
-    """Which tokens' keys and values the sequences of a micro-batch attend to, one sequence after the other.
+    """The tokens whose keys and values the sequences of a micro-batch attend to, one sequence after the other.
 
     Attributes:
         tokens: [k] int64: the token that each is of.

@@ -35,7 +35,7 @@ def most_urgent(whole: Collection[int], left: Sequence[int], wanted: int) -> lis
 
 
 class StepGoal:
-    """When a generation is over that need not answer all of its groups, and which of them it gives."""
+    """The end of a generation that need not answer all of its groups, and the groups that it gives."""
 
     def __init__(self, groups: Sequence[Group], wanted: int, version: int, most: int, replicas: int | None) -> None:
         """``wanted`` of the groups, by weights of ``version``, none older than ``most`` updates.

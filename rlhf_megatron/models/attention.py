@@ -24,7 +24,7 @@ from rlhf_megatron.models.interval_attention import can_attend, interval_attenti
 
 
 def packed_attention(soft_cap: float | None = None) -> Callable[..., PackedAttention]:
-    """What makes a ``PackedAttention`` with this soft cap, for Megatron's specs."""
+    """Return the maker of a ``PackedAttention`` with this soft cap, for Megatron's specs."""
     return functools.partial(PackedAttention, soft_cap=soft_cap)
 
 

@@ -26,7 +26,7 @@ class SharedExpert:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How a router scores and chooses experts, where it does not simply take the largest of a softmax.
+    """A router's scores and choice of experts, where it does not simply take the largest of a softmax.
 
     ``corrected``: each expert has a bias that is added for the choice alone, and is not trained.
     ``groups``: the experts are chosen within the ``chosen_groups`` best of so many equal groups; a group counts by the

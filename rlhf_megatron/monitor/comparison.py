@@ -13,7 +13,7 @@ from rlhf_megatron.recipe.differences import differing_values, shown_value
 
 @dataclass(frozen=True)
 class Differences:
-    """Where recipes differ: the columns' labels, and (key, each one's value)."""
+    """Differences of recipes: the columns' labels, and (key, each one's value)."""
 
     labels: list[str]
     rows: list[tuple[str, list[str]]]

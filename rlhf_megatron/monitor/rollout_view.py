@@ -26,7 +26,7 @@ _KEY = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Filters:
-    """Which rows are shown; None lets everything through."""
+    """The rows that are shown; None lets everything through."""
 
     kind: Kind = "training"
     step: int | None = None

@@ -1,4 +1,4 @@
-"""Where plain recipes differ: keys and values of several runs, or of one run before and after a change."""
+"""Differences of plain recipes: keys and values of several runs, or of one run before and after a change."""
 
 from __future__ import annotations
 

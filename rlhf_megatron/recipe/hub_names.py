@@ -161,7 +161,7 @@ def _record(run: Path, commits: Commits) -> Commits:
 
 
 def _places(recipe: Section) -> Iterator[_Place]:
-    """Where a recipe has names; raises RecipeError for a revision of what is none."""
+    """The keys of a recipe that have names; raises RecipeError for a revision of what is none."""
     for name, key in _FOLDERS:
         section: Any = getattr(recipe, name, None)
         value = getattr(section, key, None)

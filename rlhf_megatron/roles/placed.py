@@ -161,7 +161,7 @@ class PlacedRole:
 
     @property
     def home(self) -> Home:
-        """Where the rows go that it is to compute."""
+        """The placement of the rows that it is to compute."""
         layout = self.layout
         leaders = tuple(self.ranks[layout.position(0, data, 0)] for data in range(layout.data))
         place = (tuple(self.ranks), layout.tensor, layout.context, layout.pipeline)

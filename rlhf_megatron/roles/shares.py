@@ -58,7 +58,7 @@ class Share:
     batch: RolloutBatch
 
     def chosen(self, rows: Tensor) -> list[int]:
-        """Which rows of the batch are among those for which ``rows`` [R] bool is true."""
+        """The rows of the batch that are among those for which ``rows`` [R] bool is true."""
         places: list[int] = rows[self.rows].nonzero().squeeze(1).tolist()
         return places
 

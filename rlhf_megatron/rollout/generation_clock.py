@@ -1,4 +1,4 @@
-"""Where the time of a generation goes, and what it says about the cache of rows that wait for their environment."""
+"""The time of a generation by its parts, and what it says about the cache of rows that wait for their environment."""
 
 from __future__ import annotations
 

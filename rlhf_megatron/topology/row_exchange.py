@@ -27,7 +27,7 @@ class RowExchangeError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """Which rows go from which rank to which, [M] int64 each, of those that one rank sends or gets; none goes to a rank
+    """Moves of rows from rank to rank, [M] int64 each, of those that one rank sends or gets; none goes to a rank
     twice."""
 
     rows: Tensor  # by their place in the numbers

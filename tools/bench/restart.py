@@ -78,7 +78,7 @@ def measured(shape: Mapping[str, Any], work: Path, limit: float) -> dict[str, fl
 
 
 class _Moments:
-    """When the rank was killed and when the first repeated step was done, by ``time.monotonic``."""
+    """Times at which the rank was killed and the first repeated step was done, by ``time.monotonic``."""
 
     def __init__(self, metrics: Path) -> None:
         self._metrics = metrics

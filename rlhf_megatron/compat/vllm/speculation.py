@@ -170,7 +170,7 @@ class SeededSampler:
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """Where values that lie one after the other stand in a table of rows: [values] int64 each."""
+    """Rows and columns, in a table of rows, of values that lie one after the other: [values] int64 each."""
 
     rows: Tensor
     columns: Tensor
