@@ -74,6 +74,7 @@ def tie_embeddings_over_own_groups() -> None:
     "megatron-core",
     **KNOWN,
     why="the norm of layers without Transformer Engine refuses sequence parallelism, which needs no more than a mark",
+    upstream="https://github.com/NVIDIA/Megatron-LM/issues/1448",
 )
 def build_norms_for_sequence_parallelism() -> None:
     """Have megatron-core make `make_norm` where it would take torch's norm."""

@@ -1,4 +1,4 @@
-"""Private names of torch: its groups, threads of gloo, the thread count that vLLM takes, a key of its compiler."""
+"""Private names of torch: groups and their records, threads of gloo, the thread count that vLLM takes, the compiler."""
 
 from __future__ import annotations
 
@@ -113,6 +113,19 @@ def _gloo_of_one_thread() -> Iterator[None]:
         yield
     finally:
         distributed_c10d.ProcessGroupGloo = before  # type: ignore[misc]
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group, through which its ranks have found each other."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store
+
+
+def nccl_flight_record() -> bytes | None:
+    """Return the latest collectives of this rank, in JSON; None where this torch has no NCCL."""
+    dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    record: bytes | None = dump() if dump is not None and torch.cuda.is_available() else None
+    return record
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from rlhf_megatron.compat.torch import default_store
+
 
 class Deadlines(NamedTuple):
     """Number of updates that groups may wait for, and what follows for when enough are done.
@@ -132,6 +134,6 @@ class WorkQueues:
         if self._previous and self.replica == 0:
             self._previous.delete_keys()
         self._calls += 1
-        store = dist.PrefixStore(f"{self._name}/{self._calls}", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"{self._name}/{self._calls}", default_store())
         self._previous = SharedWorkQueue(store, groups, self.replicas, wanted, own, deadlines)
         return self._previous

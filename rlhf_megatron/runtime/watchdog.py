@@ -19,7 +19,6 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -142,11 +141,11 @@ class _Watch:
         print(f"error: {why}; stacks of all ranks: {folder}", file=sys.stderr, flush=True)
 
     def _write_flight_recorder(self) -> None:
-        import torch
+        from rlhf_megatron.compat.torch import nccl_flight_record
 
-        dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
-        if dump is not None and torch.cuda.is_available():
-            (self._link / f"rank-{self._rank}.nccl.json").write_bytes(dump())
+        record = nccl_flight_record()
+        if record is not None:
+            (self._link / f"rank-{self._rank}.nccl.json").write_bytes(record)
 
 
 def forget_hang(run: Path, start: int) -> None:
