@@ -209,12 +209,17 @@ def _memory_lines(recipe: Recipe, memory: Estimate, actor: Architecture) -> Iter
         yield _role_memory_line(name, stages)
     rollout = memory.rollout
     if rollout is not None:
-        shared = f" (of which {rollout.shared:.1f} in the actor's memory)" if rollout.shared else ""
+        shared = f" (of which {rollout.shared:.1f} in the actor's memory)" if rollout.shared >= 0.05 else ""
         yield (
             f"rollout: weights {rollout.weights:.1f}{shared} + KV cache {rollout.kv_cache:.1f}: "
             f"{rollout.cache_tokens:,} tokens, or {rollout.full_length_sequences:,} sequences of full length at a time "
             "per replica"
         )
+        if not rollout.is_known:
+            yield (
+                "rollout: of these weights none count as the actor's memory until a run, or "
+                "tools/learn_weight_map.py, has learned how vLLM lays them out"
+            )
         if rollout.choices:
             yield f"rollout: choices of experts, for router replay: {rollout.choices:.1f} beside the cache"
         if isinstance(recipe, RLRecipe) and recipe.rollout.speculative:

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.choice_shape import choice_shape
 from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token
+from rlhf_megatron.models.map_files import remembered_rollout_blocks
+from rlhf_megatron.models.weight_map import has_rollout_table
+from rlhf_megatron.planning.model_folders import planning_folder
 from rlhf_megatron.planning.parameters import (
     adapter_parameters,
     model_parameters,
-    rollout_parameters,
-    shareable_experts,
-    shareable_parameters,
 )
+from rlhf_megatron.planning.rollout_parameters import Replica, replica_of, rollout_parameters, shareable_parameters
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, moments_bytes, role_memory
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.recipe import Recipe
@@ -36,7 +37,7 @@ ROLLOUT_ACTIVATIONS_GB = 2.0  # vLLM's own activations and sampling buffers, wit
 class RolloutMemory:
     """GB on each GPU of the rollout, and what fits into its KV cache; ``shared`` of the weights are the actor's memory,
     ``reserved`` is all that vLLM takes while it generates. ``choices`` of experts are kept beside that, for each token
-    of the cache, also while vLLM sleeps."""
+    of the cache, also while vLLM sleeps. ``is_known``: where vLLM has its weights; else none count as shared."""
 
     replicas: int
     weights: float
@@ -46,6 +47,7 @@ class RolloutMemory:
     cache_tokens: int
     full_length_sequences: int
     choices: float = 0.0
+    is_known: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +139,10 @@ def export_bytes(recipe: Recipe, architectures: Mapping[str, Architecture]) -> f
 def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: int) -> RolloutMemory:
     section = recipe.rollout
     tensor, size = section.layout.tensor, ELEMENT_BYTES[section.dtype or recipe.model.dtype]
-    held = rollout_parameters(architecture, tensor, section.layout.expert_parallel)
+    replica = _replica(recipe, architecture)
+    held = rollout_parameters(architecture, tensor, section.layout.expert_parallel, replica)
     weights = size * held.total / GB
-    shared = size * _shared_parameters(recipe, architecture, world_size) / GB
+    shared = size * _shared_parameters(recipe, architecture, replica, world_size) / GB
     if section.quantization:  # a copy in 8 bits of all linear layers but routers and experts
         weights += held.dense / GB
     beside_cache = weights - shared + ROLLOUT_ACTIVATIONS_GB
@@ -153,7 +156,7 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
     replicas = len(rollout_ranks(recipe, world_size)) // tensor
     sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, size, recipe.longest_sequence))
     choices = tokens * _choice_bytes(recipe, architecture) / GB
-    return RolloutMemory(replicas, weights, shared, cache, share, tokens, sequences, choices)
+    return RolloutMemory(replicas, weights, shared, cache, share, tokens, sequences, choices, replica is not None)
 
 
 def _judge_memory(
@@ -164,7 +167,9 @@ def _judge_memory(
     if architecture is None:
         return RolloutMemory(replicas, 0.0, 0.0, cache, cache + ROLLOUT_ACTIVATIONS_GB, 0, 0)
     size = ELEMENT_BYTES[section.dtype or recipe.model.dtype]
-    weights = size * rollout_parameters(architecture, tensor, section.layout.expert_parallel).total / GB
+    whole = section.layout.expert_parallel
+    held = rollout_parameters(architecture, tensor, whole, replica_of(architecture, tensor, whole))
+    weights = size * held.total / GB
     longest = section.max_prompt_length + section.max_response_length
     tokens = int(cache * GB // kv_cache_bytes_per_token(architecture, tensor, size))
     sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, size, longest))
@@ -178,20 +183,21 @@ def _choice_bytes(recipe: RLRecipe, architecture: Architecture) -> int:
     return shape.token_bytes if shape else 0
 
 
-def _shared_parameters(recipe: RLRecipe, architecture: Architecture, world_size: int) -> int:
-    """Parameters of the rollout in the actor's memory, on the GPU with the fewest, which limits all.
+def _replica(recipe: RLRecipe, architecture: Architecture) -> Replica | None:
+    """The blocks of the rollout, where the family has a table or an earlier run has learned them from vLLM."""
+    layout, learned = recipe.rollout.layout, None
+    if not has_rollout_table(architecture):
+        folder = planning_folder(recipe)
+        learned = remembered_rollout_blocks(folder, layout.tensor, layout.expert_parallel, recipe.run_root)
+    return replica_of(architecture, layout.tensor, layout.expert_parallel, learned)
 
-    Where both cut tensors alike these are the ``shareable_parameters``, and experts where both spread them alike; norms
-    do not count by themselves.
-    """
-    ranks, rollout = role_ranks(recipe, "actor", world_size), recipe.rollout.layout
-    layout = make_layout(recipe.actor.layout, len(ranks))
-    if recipe.why_weights_are_copied or ranks != rollout_ranks(recipe, world_size):
+
+def _shared_parameters(recipe: RLRecipe, architecture: Architecture, replica: Replica | None, world_size: int) -> int:
+    """Parameters of the rollout in the actor's memory, on the GPU with the fewest, which limits all."""
+    ranks = role_ranks(recipe, "actor", world_size)
+    if replica is None or recipe.why_weights_are_copied or ranks != rollout_ranks(recipe, world_size):
         return 0
-    optimizer = recipe.actor.optimizer
+    layout, optimizer = make_layout(recipe.actor.layout, len(ranks)), recipe.actor.optimizer
     in_buckets = optimizer.overlap_grad_reduce or optimizer.overlap_param_gather
-    return min(
-        (shareable_parameters(architecture, layout, stage) if layout.tensor == rollout.tensor else 0)
-        + shareable_experts(architecture, layout, stage, rollout.tensor, rollout.expert_parallel, in_buckets)
-        for stage in range(layout.pipeline)
-    )
+    stages = range(layout.pipeline)
+    return min(shareable_parameters(architecture, layout, stage, replica, in_buckets) for stage in stages)

@@ -1,4 +1,4 @@
-"""Numbers of parameters: of a whole model, of one GPU of a role's pipeline stage, and of one GPU of a rollout.
+"""Numbers of parameters: of a whole model, and of one GPU of a role's pipeline stage.
 
 All numbers are sums over the weight map, whose names and rectangles say everything about a family. Layers with equal
 tensors count as often as there are of them, and are added up once.
@@ -13,21 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.families.mixture import stack_sizes
 from rlhf_megatron.models.weight_map import (
     Block,
-    Region,
-    has_rollout_table,
     is_expert,
     layer_of,
     megatron_blocks,
-    rollout_blocks,
     tensor_shapes,
 )
 from rlhf_megatron.recipe.role_sections import LoraSection
 from rlhf_megatron.topology.layout import Layout
-
-_Piece = tuple[str, Region, tuple[int, ...]]  # tensor, region and offset of a block
 
 
 class RankParameters(NamedTuple):
@@ -64,62 +58,11 @@ def rank_parameters(architecture: Architecture, layout: Layout, stage: int) -> R
     That is the stage's first rank: parts are equal, and the first has never less of a vocabulary.
     """
     dense = experts = 0
-    for layer, count in _stage_kinds(architecture, layout, stage).items():
+    for layer, count in stage_kinds(architecture, layout, stage).items():
         sizes = _layer_parameters(architecture, layout.tensor, layout.expert, layout.expert_parts, layer)
         dense, experts = dense + count * sizes[0], experts + count * sizes[1]
     embeddings = _embedding_parameters(architecture, layout.tensor, stage == 0, stage == layout.pipeline - 1)
     return RankParameters(dense, experts, embeddings)
-
-
-@functools.cache
-def rollout_parameters(architecture: Architecture, tensor: int, expert_parallel: bool = False) -> RankParameters:
-    """Return what each of the ``tensor`` ranks of a vLLM replica holds.
-
-    Of a family without a table of vLLM's weights: what the trainer would hold with the same sharding, which is less
-    where vLLM repeats key-value heads.
-    """
-    if not has_rollout_table(architecture):
-        expert, expert_tensor = (tensor, 1) if expert_parallel else (1, tensor)
-        return rank_parameters(architecture, Layout(tensor, expert=expert, expert_tensor=expert_tensor), 0)
-    dense = experts = 0
-    for layer, count in Counter(_layer_kinds(architecture)).items():
-        blocks = _of_layers(rollout_blocks(architecture, tensor, 0, expert_parallel, [layer]))
-        sizes = _dense_and_experts(_sizes(architecture, blocks, tensor))
-        dense, experts = dense + count * sizes[0], experts + count * sizes[1]
-    embeddings = _sizes(architecture, rollout_blocks(architecture, tensor, 0, expert_parallel, []), tensor)
-    return RankParameters(dense, experts, sum(embeddings.values()))
-
-
-def shareable_parameters(architecture: Architecture, layout: Layout, stage: int) -> int:
-    """Return how many of a stage's ``rank_parameters`` vLLM lays out as Megatron does, over as many tensor ranks.
-
-    Not counted are experts, and fused matrices of attention where vLLM repeats heads.
-    """
-    kinds = _stage_kinds(architecture, layout, stage)
-    layers = sum(_shareable_in_layer(architecture, layout.tensor, layer) * count for layer, count in kinds.items())
-    return layers + _embedding_parameters(architecture, layout.tensor, stage == 0, stage == layout.pipeline - 1)
-
-
-def shareable_experts(
-    architecture: Architecture, layout: Layout, stage: int, tensor: int, whole: bool, in_buckets: bool
-) -> int:
-    """Return how many parameters of a stage's experts a replica of ``tensor`` ranks has just as Megatron does.
-
-    ``whole``: the replica's ranks have some of the experts each, and not a part of all. ``in_buckets``: Megatron has
-    parameters in several buffers, where those of one layer may lie apart.
-    """
-    experts = architecture.experts
-    if experts is None or not has_rollout_table(architecture):
-        return 0
-    if (layout.expert, layout.expert_parts) != ((tensor, 1) if whole else (1, tensor)):
-        return 0
-    ours = [layout.expert_coordinates(position) for position in range(layout.size)]
-    if any((at.expert if whole else at.tensor) != position % tensor for position, at in enumerate(ours)):
-        return 0
-    held, width = experts.count // layout.expert, experts.feed_forward // layout.expert_parts
-    if in_buckets and len(stack_sizes(held, 2 * width, architecture.hidden)) > 1:  # of the larger of both layers
-        return 0
-    return rank_parameters(architecture, layout, stage).experts
 
 
 def adapter_parameters(architecture: Architecture, lora: LoraSection) -> int:
@@ -166,7 +109,7 @@ def _adapted_layers(architecture: Architecture, modules: tuple[str, ...]) -> Seq
 
 
 @functools.cache
-def _layer_kinds(architecture: Architecture) -> Sequence[int]:
+def layer_kinds(architecture: Architecture) -> Sequence[int]:
     """Return for each decoder layer the first one whose tensors have the same names and shapes."""
     tensors: dict[int, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for tensor, shape in tensor_shapes(architecture).items():
@@ -177,9 +120,9 @@ def _layer_kinds(architecture: Architecture) -> Sequence[int]:
     return [first.setdefault(tuple(tensors[layer]), layer) for layer in range(architecture.layers)]
 
 
-def _stage_kinds(architecture: Architecture, layout: Layout, stage: int) -> Mapping[int, int]:
+def stage_kinds(architecture: Architecture, layout: Layout, stage: int) -> Mapping[int, int]:
     """Number of layers of each kind in a pipeline stage."""
-    kinds = _layer_kinds(architecture)
+    kinds = layer_kinds(architecture)
     return Counter(kinds[layer] for layer in stage_layer_indices(architecture, layout, stage))
 
 
@@ -188,56 +131,47 @@ def _layer_parameters(
     architecture: Architecture, tensor: int, expert: int, expert_tensor: int, layer: int
 ) -> tuple[int, int]:
     """(parameters without experts, of experts) of one decoder layer on the first rank that has it."""
-    alone = _stage_per_layer(architecture, tensor, expert, expert_tensor)
+    alone = stage_per_layer(architecture, tensor, expert, expert_tensor)
     blocks = megatron_blocks(architecture, alone, alone.position(0, 0, layer), "local")
-    return _dense_and_experts(_sizes(architecture, _of_layers(blocks), tensor))
+    return dense_and_experts(block_sizes(architecture, of_layers(blocks), tensor))
 
 
 @functools.cache
 def _embedding_parameters(architecture: Architecture, tensor: int, first: bool, last: bool) -> int:
     """Parameters outside of decoder layers on the first rank of the first pipeline stage, of the last, or of both."""
+    return sum(block_sizes(architecture, embedding_blocks(architecture, tensor, 0, first, last), tensor).values())
+
+
+def embedding_blocks(architecture: Architecture, tensor: int, rank: int, first: bool, last: bool) -> list[Block]:
+    """Return the trainer's blocks outside of decoder layers on one of ``tensor`` ranks, of the ``first`` pipeline
+    stage, of the ``last``, or of both."""
     if not first and not last:
-        return 0
-    layout = Layout(tensor) if first and last else _stage_per_layer(architecture, tensor, 1, tensor)
-    position = layout.position(0, 0, 0 if first else layout.pipeline - 1)
+        return []
+    layout = Layout(tensor) if first and last else stage_per_layer(architecture, tensor, 1, tensor)
+    position = layout.position(rank, 0, 0 if first else layout.pipeline - 1)
     blocks = megatron_blocks(architecture, layout, position, "local")
-    outside = [block for block in blocks if layer_of(block.tensor) is None]
-    return sum(_sizes(architecture, outside, tensor).values())
+    return [block for block in blocks if layer_of(block.tensor) is None]
 
 
-@functools.cache
-def _shareable_in_layer(architecture: Architecture, tensor: int, layer: int) -> int:
-    """Parameters of one decoder layer without experts that are made of the same blocks in both frameworks."""
-    if not has_rollout_table(architecture):
-        return 0  # as far as is known before a run has learned it
-    alone = _stage_per_layer(architecture, tensor, 1, tensor)
-    held = _of_layers(megatron_blocks(architecture, alone, alone.position(0, 0, layer), "local"))
-    wanted = _of_layers(rollout_blocks(architecture, tensor, 0, only_layers=[layer]))
-    pieces, both = _pieces(held), set(_pieces(wanted).values())
-    sizes = _sizes(architecture, held, tensor)
-    return sum(size for name, size in sizes.items() if pieces[name] in both and not is_expert(name))
-
-
-def _stage_per_layer(architecture: Architecture, tensor: int, expert: int, expert_tensor: int) -> Layout:
+def stage_per_layer(architecture: Architecture, tensor: int, expert: int, expert_tensor: int) -> Layout:
     """A layout whose pipeline stages have one decoder layer each."""
     data = expert * expert_tensor
     return Layout(tensor, architecture.layers, data, expert=expert, expert_tensor=expert_tensor)
 
 
-def _of_layers(blocks: Iterable[Block]) -> list[Block]:
+def of_layers(blocks: Iterable[Block]) -> list[Block]:
+    """Return those of ``blocks`` that are in decoder layers."""
     return [block for block in blocks if layer_of(block.tensor) is not None]
 
 
-def _pieces(blocks: Iterable[Block]) -> dict[str, frozenset[_Piece]]:
-    """The pieces that each parameter is made of."""
-    pieces: dict[str, set[_Piece]] = defaultdict(set)
-    for block in blocks:
-        pieces[block.parameter].add((block.tensor, block.region, block.offset))
-    return {name: frozenset(parts) for name, parts in pieces.items()}
+def block_sizes(architecture: Architecture, blocks: Iterable[Block], tensor: int) -> dict[str, int]:
+    """Return the elements of each parameter that ``blocks`` of one of ``tensor`` ranks fill, and that pad a
+    vocabulary."""
+    return {name: math.prod(shape) for name, shape in block_shapes(architecture, blocks, tensor).items()}
 
 
-def _sizes(architecture: Architecture, blocks: Iterable[Block], tensor: int) -> dict[str, int]:
-    """Elements of each parameter that ``blocks`` of one of ``tensor`` ranks fill, and that pad a vocabulary."""
+def block_shapes(architecture: Architecture, blocks: Iterable[Block], tensor: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the same, by parameter."""
     shapes = tensor_shapes(architecture)
     extents: dict[str, tuple[int, ...]] = {}
     for block in blocks:
@@ -245,9 +179,10 @@ def _sizes(architecture: Architecture, blocks: Iterable[Block], tensor: int) -> 
         if layer_of(block.tensor) is None and len(end) == 2 and shapes[block.tensor][0] == architecture.vocabulary:
             end = (architecture.padded_vocabulary(tensor) // tensor, end[1])
         extents[block.parameter] = tuple(map(max, extents.get(block.parameter, end), end))
-    return {name: math.prod(extent) for name, extent in extents.items()}
+    return extents
 
 
-def _dense_and_experts(sizes: Mapping[str, int]) -> tuple[int, int]:
+def dense_and_experts(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the elements of parameters that are no expert's, and of experts'."""
     experts = sum(size for name, size in sizes.items() if is_expert(name))
     return sum(sizes.values()) - experts, experts

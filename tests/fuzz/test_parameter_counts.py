@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.models.architecture import Architecture, parse_architecture
 from rlhf_megatron.models.weight_map import Block, megatron_blocks, rollout_blocks
-from rlhf_megatron.planning.parameters import (
-    rank_parameters,
-    rollout_parameters,
-    shareable_parameters,
-)
+from rlhf_megatron.planning.parameters import rank_parameters
+from rlhf_megatron.planning.rollout_parameters import replica_of, rollout_parameters, shareable_parameters
 from rlhf_megatron.regather.shard_specs import parameter_shapes
 from rlhf_megatron.topology.layout import Layout
 
@@ -72,15 +69,16 @@ def test_a_rank_holds_what_its_blocks_say(cut: tuple[Architecture, Layout]) -> N
         counted = rank_parameters(architecture, layout, stage)
         assert counted.total == fullest
         if architecture.head == "language":  # as vLLM's is in any case
-            shareable = shareable_parameters(architecture, layout, stage)
-            assert counted.embeddings <= shareable <= counted.total - counted.experts
+            replica = replica_of(architecture, layout.tensor)
+            shareable = shareable_parameters(architecture, layout, stage, replica, in_buckets=False)
+            assert counted.embeddings <= shareable <= counted.total
 
 
 @given(architectures(), st.sampled_from([1, 2, 4]), st.booleans())
 def test_a_rank_of_a_replica_holds_what_its_blocks_say(architecture: Architecture, tensor: int, whole: bool) -> None:
     language = architecture.with_head("language")
     fullest = max(held(rollout_blocks(language, tensor, rank, whole)) for rank in range(tensor))
-    assert rollout_parameters(language, tensor, whole).total == fullest
+    assert rollout_parameters(language, tensor, whole, replica_of(language, tensor, whole)).total == fullest
 
 
 @given(st.integers(1, 12), st.integers(1, 6), *[st.none() | st.integers(1, 6)] * 2, st.integers(1, 3))

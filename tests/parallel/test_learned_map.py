@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,8 +21,14 @@ from rlhf_megatron.models.architecture import ModelError, read_architecture
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.map_files import read_map
 from rlhf_megatron.models.weight_map import rollout_blocks
+from rlhf_megatron.planning.parameters import block_shapes, block_sizes
+from rlhf_megatron.planning.rollout_parameters import replica_of, rollout_parameters, shareable_parameters
+from rlhf_megatron.regather.plan import plan_regather
+from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
+from rlhf_megatron.regather.views import shareable
 from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
+from rlhf_megatron.topology.layout import Layout
 
 NOT_IN_VLLM = {"dots1"}
 ALL = sorted(CONFIGS.keys() - VARIANTS - NOT_IN_VLLM)
@@ -85,6 +92,30 @@ def test_the_table_is_what_vllms_loader_does(maps: Path, family: str, tensor: in
     assert len(learned) == tensor
     for rank, blocks in enumerate(learned):
         assert sorted(blocks) == sorted(rollout_blocks(architecture, tensor, rank, expert_parallel))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("family", ALL)
+def test_a_plan_knows_what_of_a_learned_map_is_shared(maps: Path, family: str, tensor: int) -> None:
+    file = learn_maps.map_file(maps, family, tensor, expert_parallel=False)
+    if not file.exists():
+        pytest.skip(file.with_suffix(".refused").read_text())
+    architecture, learned, layout = read_architecture(maps / family), read_map(file), Layout(tensor)
+    replica = replica_of(architecture, tensor, learned=learned)
+    assert replica is not None
+    sources = trainer_shards(architecture, layout, range(tensor))
+    wanted = rollout_shards(architecture, tensor, range(tensor), False, learned)
+    counts = []
+    for rank in range(tensor):
+        own, others = (block_shapes(architecture, side.blocks(rank), tensor) for side in (sources, wanted))
+        views = shareable(
+            plan_regather(sources, wanted, rank),
+            {name: torch.empty(shape, device="meta") for name, shape in own.items()},
+        )
+        counts.append(sum(view.numel() for name, view in views.items() if view.numel() == math.prod(others[name])))
+    assert shareable_parameters(architecture, layout, 0, replica, in_buckets=False) == min(counts) > 0
+    held = max(sum(block_sizes(architecture, blocks, tensor).values()) for blocks in learned)
+    assert rollout_parameters(architecture, tensor, False, replica).total == held
 
 
 @pytest.mark.parametrize("family", ALL)

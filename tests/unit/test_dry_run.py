@@ -37,9 +37,9 @@ from rlhf_megatron.planning.parameters import (
     active_parameters,
     model_parameters,
     rank_parameters,
-    rollout_parameters,
 )
 from rlhf_megatron.planning.report import plan_text
+from rlhf_megatron.planning.rollout_parameters import replica_of, rollout_parameters
 from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.planning.start_time import communicators_of_a_rank, expected_start, parameters_of_a_node
 from rlhf_megatron.recipe import Recipe, RecipeError, check_world, load_recipe, make_recipe, resolved_yaml
@@ -189,7 +189,8 @@ def test_rollout_parameters_agree_with_the_weight_map(model: str, tensor: int) -
     architecture = architecture_of(model)
     for whole_experts in {False, architecture.experts is not None}:
         expected = max(held(rollout_blocks(architecture, tensor, rank, whole_experts)) for rank in range(tensor))
-        assert rollout_parameters(architecture, tensor, whole_experts).total == expected
+        replica = replica_of(architecture, tensor, whole_experts)
+        assert rollout_parameters(architecture, tensor, whole_experts, replica).total == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -198,7 +199,10 @@ def test_rows_that_pad_a_vocabulary_count(tied: bool) -> None:
     hidden, padded = architecture.hidden, 1152  # a multiple of 64 that 3 ranks can share
     matrices = 1 if tied else 2
     assert rank_parameters(architecture, Layout(3), 0).embeddings == matrices * padded // 3 * hidden + hidden
-    assert rollout_parameters(architecture, 3).embeddings == matrices * padded // 3 * hidden + hidden
+    assert (
+        rollout_parameters(architecture, 3, False, replica_of(architecture, 3)).embeddings
+        == matrices * padded // 3 * hidden + hidden
+    )
     first, between, last = (rank_parameters(architecture, Layout(3, 3), stage).embeddings for stage in range(3))
     assert (first, between, last) == (padded // 3 * hidden, 0, padded // 3 * hidden + hidden)
 
@@ -242,8 +246,7 @@ def test_shared_weights_agree_with_the_plan(
     recipe = recipe_of("qwen7b_grpo", *overrides, f"rollout.layout.tensor={tensor}")
     rollout = memory_of(recipe, model, world).rollout
     assert rollout is not None
-    # Norms and routers do not count where attention is not shared.
-    assert rollout.shared == pytest.approx(2 * min(counts) / GB, abs=0.03 if layout.get("data") else 1e-6)
+    assert rollout.shared == pytest.approx(2 * min(counts) / GB, abs=1e-6)
 
 
 def laid_out(shapes: Mapping[str, Sequence[int]], in_buckets: bool) -> dict[str, torch.Tensor]:

@@ -1,0 +1,183 @@
+"""Numbers of parameters of one GPU of a rollout, and how many of them can be the actor's memory.
+
+Both are sums over the blocks of vLLM's side of the weight map: a family's table, or what an earlier run has learned.
+Layers with equal tensors count as often as there are of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.weight_map import (
+    Block,
+    has_rollout_table,
+    is_expert,
+    layer_of,
+    megatron_blocks,
+    rollout_blocks,
+)
+from rlhf_megatron.planning.parameters import (
+    RankParameters,
+    block_shapes,
+    block_sizes,
+    dense_and_experts,
+    embedding_blocks,
+    layer_kinds,
+    of_layers,
+    rank_parameters,
+    stage_kinds,
+    stage_per_layer,
+)
+from rlhf_megatron.topology.layout import Layout
+
+LearnedBlocks = Sequence[Sequence[Block]]  # of each tensor rank of a replica
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """The blocks of a vLLM replica of ``tensor`` ranks: ``blocks(rank, layer)``; layer None is what is in no layer."""
+
+    tensor: int
+    blocks: Callable[[int, int | None], Sequence[Block]]
+
+
+def replica_of(
+    architecture: Architecture, tensor: int, expert_parallel: bool = False, learned: LearnedBlocks | None = None
+) -> Replica | None:
+    """Return what a family's table says, or else what was ``learned``; None where neither is known."""
+    if has_rollout_table(architecture):
+        return Replica(tensor, functools.partial(_table_blocks, architecture, tensor, expert_parallel))
+    if learned is None:
+        return None
+    by_layer: list[dict[int | None, list[Block]]] = [defaultdict(list) for _ in learned]
+    for of_rank, blocks in zip(by_layer, learned, strict=True):
+        for block in blocks:
+            of_rank[layer_of(block.tensor)].append(block)
+    return Replica(tensor, lambda rank, layer: by_layer[rank].get(layer, []))
+
+
+@functools.cache
+def _table_blocks(
+    architecture: Architecture, tensor: int, expert_parallel: bool, rank: int, layer: int | None
+) -> Sequence[Block]:
+    blocks = rollout_blocks(architecture, tensor, rank, expert_parallel, [] if layer is None else [layer])
+    return [block for block in blocks if layer_of(block.tensor) == layer]
+
+
+def rollout_parameters(
+    architecture: Architecture, tensor: int, expert_parallel: bool = False, replica: Replica | None = None
+) -> RankParameters:
+    """Return what the fullest of the ``tensor`` ranks of a vLLM replica holds, which is its first.
+
+    Without a ``replica``: what the trainer would hold with the same sharding, which is less where vLLM repeats
+    key-value heads.
+    """
+    if replica is None:
+        expert, expert_tensor = (tensor, 1) if expert_parallel else (1, tensor)
+        return rank_parameters(architecture, Layout(tensor, expert=expert, expert_tensor=expert_tensor), 0)
+    dense = experts = 0
+    for layer, count in Counter(layer_kinds(architecture)).items():
+        sizes = dense_and_experts(block_sizes(architecture, replica.blocks(0, layer), tensor))
+        dense, experts = dense + count * sizes[0], experts + count * sizes[1]
+    embeddings = block_sizes(architecture, replica.blocks(0, None), tensor)
+    return RankParameters(dense, experts, sum(embeddings.values()))
+
+
+def shareable_parameters(
+    architecture: Architecture, layout: Layout, stage: int, replica: Replica, in_buckets: bool
+) -> int:
+    """Return how many of a replica's parameters lie on a rank of a pipeline ``stage`` just as Megatron has them there,
+    on the rank with the fewest; replicas are on consecutive ranks.
+
+    ``in_buckets``: Megatron has parameters in several buffers, where those of one layer may lie apart.
+    """
+    kinds = stage_kinds(architecture, layout, stage)
+    edges = stage == 0, stage == layout.pipeline - 1
+    per_stage = layout.size // layout.pipeline
+    # As many ranks have all blocks that there are of a layer; the next ones have the same again.
+    distinct = min(per_stage, math.lcm(layout.tensor, layout.expert * layout.expert_parts))
+    places = {(within % distinct, (stage * per_stage + within) % replica.tensor) for within in range(per_stage)}
+    part = functools.partial(_shared, architecture, layout.tensor, replica.tensor, in_buckets)
+
+    def on(position: int, rank: int) -> int:
+        outside = embedding_blocks(architecture, layout.tensor, position % layout.tensor, *edges)
+        return part(outside, replica.blocks(rank, None)) + sum(
+            count * part(_layer_blocks(architecture, layout, position, layer), replica.blocks(rank, layer))
+            for layer, count in kinds.items()
+        )
+
+    return min(itertools.starmap(on, places))
+
+
+def _layer_blocks(architecture: Architecture, layout: Layout, within: int, layer: int) -> Sequence[Block]:
+    """The trainer's blocks of one decoder layer on the rank ``within`` a stage."""
+    return _blocks_alone(architecture, layout.tensor, layout.expert, layout.expert_parts, within, layer)
+
+
+@functools.cache
+def _blocks_alone(
+    architecture: Architecture, tensor: int, expert: int, expert_tensor: int, within: int, layer: int
+) -> Sequence[Block]:
+    alone = stage_per_layer(architecture, tensor, expert, expert_tensor)
+    position = layer * (alone.size // alone.pipeline) + within
+    return of_layers(megatron_blocks(architecture, alone, position, "local"))
+
+
+def _shared(
+    architecture: Architecture,
+    tensor: int,
+    replica_tensor: int,
+    in_buckets: bool,
+    held: Sequence[Block],
+    wanted: Sequence[Block],
+) -> int:
+    """Elements of the parameters of ``wanted`` that are the same memory as one of ``held``, or as stacks of its experts
+    which lie behind each other."""
+    own, others = block_shapes(architecture, held, tensor), block_shapes(architecture, wanted, replica_tensor)
+    by_tensor, by_parameter = defaultdict(list), defaultdict(list)
+    for block in held:
+        by_tensor[block.tensor].append(block)
+    for block in wanted:
+        by_parameter[block.parameter].append(block)
+    total = 0
+    for parameter, blocks in by_parameter.items():
+        shifts = _shifts(blocks, by_tensor)
+        names = [name for name, *_ in shifts]
+        if not shifts or len(set(names)) < len(names) or any(any(rest) for _, _, *rest in shifts):
+            continue
+        rows = itertools.accumulate((own[name][0] for name in names), initial=0)
+        together = len(names) == 1 or (not in_buckets and all(map(is_expert, names)))
+        if together and [row for _, row, *_ in shifts] == list(rows)[:-1]:
+            size = math.prod(others[parameter])
+            total += size if size == sum(math.prod(own[name]) for name in names) else 0
+    return total
+
+
+def _shifts(blocks: Iterable[Block], held: Mapping[str, Sequence[Block]]) -> list[tuple[Any, ...]]:
+    """By how much each of the trainer's parameters that ``blocks`` are made of is shifted in the rollout's, in order of
+    rows; empty where something of them is not ``held``, by tensor."""
+    shifts = set()
+    for block in blocks:
+        found = 0
+        for own in held.get(block.tensor, ()):
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block.region, own.region, strict=True)]
+            if any(begin >= end for begin, end in common):
+                continue
+            found += math.prod(end - begin for begin, end in common)
+            shifts.add((own.parameter, *map(operator.sub, _origin(block), _origin(own))))
+        if found != math.prod(end - begin for begin, end in block.region):
+            return []
+    return sorted(shifts, key=operator.itemgetter(1))
+
+
+def _origin(block: Block) -> Iterator[int]:
+    """Where the tensor's first element would lie in the block's parameter."""
+    return (offset - begin for offset, (begin, _) in zip(block.offset, block.region, strict=True))
