@@ -195,6 +195,8 @@ class ToolTurns:
         turn = self._turns.pop(row_id)
         if not turn.calls:
             return self._tokenizer.encode_next_turn(messages) if turn.end == self._tokenizer.turn_end_token() else None
+        if turn.end != self.end_token:  # gpt-oss ends calls by another token than answers
+            return None
         answers = [
             {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
             for message, call in zip(messages, turn.calls, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.compat.vllm.answer_parsers import UnusableParser, tool_parser
+from rlhf_megatron.compat.vllm.answer_parsers import UnusableParser, reasoning_parser, tool_parser
 from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.tokenizer_loading import load_tokenizer
@@ -113,6 +113,19 @@ HEADERS = r"""{%- for message in messages %}
 {%- for key, value in call.function.arguments.items() %}{{ '\n<key>' + key + '</key>' }}{{ value | tojson }}
 {%- endfor %}{{ '</call>' }}{% endfor %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+# In the manner of gpt-oss's: one call in a turn, which another token ends than an answer.
+HARMONY = r"""{%- for tool in tools or [] %}{{ '<|start|>developer<|message|>' + tool | tojson + '<|end|>' }}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}{{ '<|start|>functions.' + messages[loop.index0 - 1].tool_calls[0].function.name }}
+{{- ' to=assistant<|channel|>commentary<|message|>' + message.content | tojson + '<|end|>' }}
+{%- elif message.tool_calls %}{%- set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- elif message.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 END = "<|im_end|>"
 
 
@@ -164,8 +177,8 @@ class Played:
         self.conversations = Conversations(recipe, self.partner, [group], 2, self.tokenizer, lambda row: row)  # type: ignore[arg-type]
         self.completions = [Completion(row, [], [], "stop", []) for row in range(2)]
 
-    def says(self, text: str, row: int = 0) -> EnvironmentReply:
-        before, own = self.completions[row], self.tokenizer.encode(text + END)
+    def says(self, text: str, row: int = 0, end: str = END) -> EnvironmentReply:
+        before, own = self.completions[row], self.tokenizer.encode(text + end)
         sampled = before.sampled or [True] * len(before.token_ids)
         said = Completion(
             row,
@@ -180,8 +193,8 @@ class Played:
         self.completions[row] = said.replied(reply) if reply.token_ids else said
         return reply
 
-    def heard(self, text: str, row: int = 0) -> str | None:
-        reply = self.says(text, row)
+    def heard(self, text: str, row: int = 0, end: str = END) -> str | None:
+        reply = self.says(text, row, end)
         return None if reply.token_ids is None else self.tokenizer.decode(reply.token_ids, skip_special_tokens=False)
 
     @property
@@ -391,8 +404,8 @@ def test_parsers_say_how_many_calls_a_text_begins(folder: Path) -> None:
     inner = load_tokenizer(folder).of_transformers
     hermes = tool_parser("hermes", inner)
     assert [hermes.begun(text) for text in ("{}", "<tool_call>{", "<tool_call>" * 2)] == [0, 1, 2]
-    with pytest.raises(UnusableParser, match="vLLM's parser openai|gptoss"):
-        tool_parser("openai", inner)
+    gpt_oss = tool_parser("openai", inner)
+    assert [gpt_oss.begun(text) for text in ("to=me", "<|channel|>final<|message|>to=me")] == [0, 0]
     with pytest.raises(UnusableParser, match="vLLM's parser deepseek_v3 refuses this tokenizer: .*tool call start"):
         tool_parser("deepseek_v3", inner)
 
@@ -443,3 +456,49 @@ def test_each_family_calls_in_its_own_form(marked: Path, folder: Path, parser: s
         assert unread is not None and "error: " in unread
         assert played.tools.malformed == 1 and played.tools.counts["add"].calls == 1
         assert played.heard("It is 2.") is None
+
+
+def test_calls_of_gpt_oss_are_read_and_answered(folder: Path, tmp_path: Path) -> None:
+    inner = load_tokenizer(folder).of_transformers
+    names = ("start", "end", "message", "channel", "constrain", "return", "call")
+    inner.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
+    inner.save_pretrained(tmp_path)
+    stops = [inner.convert_tokens_to_ids(f"<|{name}|>") for name in ("return", "call")]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    (tmp_path / "harmony.jinja").write_text(HARMONY)
+    loaded = load_tokenizer(tmp_path, chat_template=str(tmp_path / "harmony.jinja"))
+    tools = f"{folder / 'tools.py'}:add"
+    recipe = recipe_of(tmp_path, tools, tool_parser="openai", reasoning_parser="openai_gptoss")
+    thought, begin = "<|channel|>analysis<|message|>One and one.<|end|><|start|>assistant", "<|start|>functions."
+
+    def answer(text: str, name: str = "add") -> str:
+        told = f" to=assistant<|channel|>commentary<|message|>{json.dumps(text)}<|end|><|start|>assistant"
+        return begin + name + told
+
+    with playing(recipe, described(loaded, recipe)) as played:
+        call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"first": 1}'
+        assert played.heard(thought + call, end="<|call|>") == answer("2")
+        call = ' to=functions.add<|channel|>commentary json<|message|>{"first": 2}'
+        assert played.heard(call, end="<|call|>") == answer("3"), "the recipient may come first"
+        wrong = "error: the arguments of add are no JSON object"
+        assert played.heard('<|channel|>commentary to=functions.add<|message|>{"fi', end="<|call|>") == answer(wrong)
+        other = played.heard("<|channel|>analysis to=python<|message|>1 + 1", end="<|call|>")
+        assert other == answer("error: there is no tool python; there are add", "python")
+        assert (played.tools.malformed, played.tools.counts["add"].calls) == (2, 2)
+        assert played.heard(thought + "<|channel|>final<|message|>It is 3.", end="<|return|>") is None
+        assert played.conversations.counts.ended == 1
+        assert played.heard(call, row=1, end="<|return|>") is None, "no answer follows a call that has no end"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>final<|message|>Hi.", ("", "Hi.")),
+        ("<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Hi.", ("So.", "Hi.")),
+        ("<|channel|>analysis<|message|>So", ("So", "")),
+        ("Hi to=all", ("", "Hi to=all")),
+    ],
+)
+def test_reasoning_of_gpt_oss_is_a_channel(folder: Path, text: str, expected: tuple[str, str]) -> None:
+    inner = load_tokenizer(folder).of_transformers
+    assert reasoning_parser("openai_gptoss", inner)(text) == expected

@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from rlhf_megatron.compat.vllm.harmony import HarmonyCalls, harmony_reasoning
+
 Parser = Callable[[str, Any], Any]
 
 
@@ -20,16 +22,11 @@ class ToolParser:
     Arguments are text, JSON where the model wrote some; a call that cannot be read stays in the text.
     """
 
-    def __init__(self, name: str, tokenizer: Any) -> None:
-        """Load it; see `tool_parser`."""
-        from vllm.tool_parsers import ToolParserManager
-
-        self._class = _class_of(name, ToolParserManager.get_tool_parser, ToolParserManager.list_registered)
-        self._tokenizer = tokenizer
+    def __init__(self, name: str, parser_class: Any, tokenizer: Any) -> None:
+        """See `tool_parser`."""
+        self._class, self._tokenizer = parser_class, tokenizer
         # It logs a traceback for each call that a model got wrong; these are counted and answered.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-        if self._class.__name__ == "GptOssToolParser":
-            raise UnusableParser(f"vLLM's parser {name} reads no text: calls of gpt-oss are not supported yet")
         try:
             self._mark, self._is_bare = _mark_of(self._class(tokenizer, []))
         except Exception as error:
@@ -56,13 +53,18 @@ class ToolParser:
         return marks or int(self._is_bare and text.lstrip()[:1] in ("{", "["))
 
 
-def tool_parser(name: str, tokenizer: Any) -> ToolParser:
+def tool_parser(name: str, tokenizer: Any) -> ToolParser | HarmonyCalls:
     """Return vLLM's parser `name`, as in vLLM's --tool-call-parser, for a tokenizer of transformers.
 
     Raises:
         UnusableParser: there is none, or it is not made for this tokenizer.
     """
-    return ToolParser(name, tokenizer)
+    from vllm.tool_parsers import ToolParserManager
+
+    parser_class = _class_of(name, ToolParserManager.get_tool_parser, ToolParserManager.list_registered)
+    if parser_class.__name__ == "GptOssToolParser":  # it refers to one that reads token ids
+        return HarmonyCalls()
+    return ToolParser(name, parser_class, tokenizer)
 
 
 def _mark_of(parser: Any) -> tuple[str | None, bool]:
@@ -88,9 +90,10 @@ def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str, st
     """
     from vllm.reasoning import ReasoningParserManager
 
-    parser = _class_of(name, ReasoningParserManager.get_reasoning_parser, ReasoningParserManager.list_registered)(
-        tokenizer
-    )
+    parser_class = _class_of(name, ReasoningParserManager.get_reasoning_parser, ReasoningParserManager.list_registered)
+    if parser_class.__name__ == "GptOssReasoningParser":  # it finds the end of reasoning alone
+        return harmony_reasoning
+    parser = parser_class(tokenizer)
 
     def parse(text: str) -> tuple[str, str]:
         reasoning, content = parser.extract_reasoning(text, types.SimpleNamespace())
