@@ -117,8 +117,15 @@ def _life_problems(lines: Iterable[Line], trained_turns: int | None) -> list[str
     return problems
 
 
-def judged(run: Path, game: Path) -> tuple[list[str], Counter[str]]:
-    """Returns the problems of a run whose environments noted in ``game``, and how its trajectories were begun."""
+def never_stepped(trained: list[Trained], ledger: list[Line]) -> int:
+    """Number of games that a run lost before their first turn: of a reset that is under way nothing can be saved."""
+    stepped = {line["life"] for line in ledger if line["what"] == "step"}
+    return len({line["life"] for line in ledger} - stepped - {row.life for row in trained})
+
+
+def judged(run: Path, game: Path) -> tuple[list[str], Counter[str], int]:
+    """Returns the problems of a run whose environments noted in ``game``, how its trajectories were begun, and how many
+    of these were lost before their first turn."""
     ledger = [json.loads(line) for line in (game / "ledger.jsonl").read_text(encoding="utf-8").splitlines()]
-    counts = begun_before(run)
-    return accounts(trained_rows(run), ledger, counts), counts
+    counts, trained = begun_before(run), trained_rows(run)
+    return accounts(trained, ledger, counts), counts, never_stepped(trained, ledger)

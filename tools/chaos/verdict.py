@@ -35,7 +35,8 @@ class Case:
         passed_over: the first and last step whose data are skipped after a rollback.
         environment: the class of counted.py that is played, by games.yaml in place of recipe.yaml.
         kill: when an environment kills its rank: "step", as it steps, or "turn", as the model goes on.
-        begun: what its trajectories must be, of replayed, resumed and restarted; the others must not.
+        begun: what its trajectories must be, of replayed, resumed and restarted; the others must not, but for those
+            that are restarted since the kill came before their first turn.
     """
 
     name: str
@@ -118,9 +119,10 @@ def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
 
 def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
     """Account of how trajectories were begun, in words; adds what is not as the case expects to ``problems``."""
-    found, counts = judged(folder / "runs" / case.name, folder / "games" / case.name)
+    found, counts, never_stepped = judged(folder / "runs" / case.name, folder / "games" / case.name)
     problems += found
-    if (seen := {what for what, count in counts.items() if count}) != set(case.begun):
+    seen = {what for what, count in counts.items() if count > (never_stepped if what == "restarted" else 0)}
+    if seen != set(case.begun):
         problems.append(f"trajectories were {sorted(seen)} instead of {sorted(case.begun)}")
     return ", ".join(["each once", *(f"{count} {what}" for what, count in counts.items() if count)])
 

@@ -98,6 +98,7 @@ def turn_heads_apart() -> None:
     **KNOWN,
     why="on CPUs with AMX vLLM has latent attention from packed copies of its weights, which go stale, in bfloat16 and "
     "with the widths of DeepSeek-V3 alone",
+    upstream="https://github.com/vllm-project/vllm/issues/54477",
 )
 def keep_latent_weights_unpacked() -> None:
     """Have latent attention computed by vLLM's reference for CPUs, in versions that have another."""
@@ -166,6 +167,7 @@ def keep_experts_unpacked() -> None:
     **KNOWN,
     why="where experts have no groups the CPU router leaves their correction biases out of the choice, and refuses "
     "sigmoid scores; the routers of GPUs do neither",
+    upstream="https://github.com/vllm-project/vllm/pull/31246",
 )
 def correct_choices_without_groups() -> None:
     """Have experts without groups chosen as those of one group, in versions that have such a router."""

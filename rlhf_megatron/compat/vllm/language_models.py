@@ -18,6 +18,7 @@ _WRAPPERS = {
     **KNOWN,
     why="vLLM 0.25.1 builds Qwen3.5's language model only with the tower of images around it, although it has the "
     "class, which lacks what vLLM asks of a model with delta nets",
+    upstream="https://github.com/vllm-project/vllm/pull/36289",
 )
 def register_language_models() -> None:
     """Register the language models of which the installed vLLM has the class but not the name."""

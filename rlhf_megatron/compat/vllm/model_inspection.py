@@ -11,6 +11,7 @@ from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
     **KNOWN,
     why="vLLM inspects a model's class in a process of its own, so that CUDA stays untouched, and caches what it saw; "
     "where it has no cache that process imports all of vLLM: ten seconds on every rank, whose CUDA is in use already",
+    upstream="https://github.com/vllm-project/vllm/issues/19317",
 )
 def inspect_models_in_this_process() -> None:
     """Inspect models in this process."""

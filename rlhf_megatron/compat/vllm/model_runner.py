@@ -12,6 +12,7 @@ from rlhf_megatron.compat.patches import patch
     first="0.25.1",
     last="0.33.0",
     why="vLLM 0.25 takes its older runner for most mixtures, which draws for each seeded request by kernels of its own",
+    upstream="https://github.com/vllm-project/vllm/issues/41286",
 )
 def take_newer_runner() -> None:
     """Have mixtures run by the newer runner, as dense models are; what it lacks still falls back to the older one.
