@@ -13,7 +13,7 @@ from rlhf_megatron.models.choice_shape import choice_shape
 from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token
 from rlhf_megatron.models.map_files import remembered_rollout_blocks
 from rlhf_megatron.models.weight_map import has_rollout_table
-from rlhf_megatron.planning.model_folders import planning_folder
+from rlhf_megatron.planning.model_folders import given_folder
 from rlhf_megatron.planning.parameters import (
     adapter_parameters,
     model_parameters,
@@ -186,8 +186,8 @@ def _choice_bytes(recipe: RLRecipe, architecture: Architecture) -> int:
 def _replica(recipe: RLRecipe, architecture: Architecture) -> Replica | None:
     """The blocks of the rollout, where the family has a table or an earlier run has learned them from vLLM."""
     layout, learned = recipe.rollout.layout, None
-    if not has_rollout_table(architecture):
-        folder = planning_folder(recipe)
+    folder = given_folder(recipe)
+    if folder is not None and not has_rollout_table(architecture):
         learned = remembered_rollout_blocks(folder, layout.tensor, layout.expert_parallel, recipe.run_root)
     return replica_of(architecture, layout.tensor, layout.expert_parallel, learned)
 

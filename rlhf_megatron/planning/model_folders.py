@@ -19,14 +19,22 @@ from rlhf_megatron.untrusted import shown
 def planning_folder(recipe: Recipe) -> Path:
     """Return ``model.path``, or ``model.config`` where the former has no config.json; raises RecipeError if neither
     has."""
-    candidates = [Path(folder) for folder in (recipe.model.path, recipe.model.config) if folder is not None]
-    given = next(filter(has_config, candidates), None)
+    given = given_folder(recipe)
     if given is None:
-        tried = " nor ".join(shown(folder / "config.json") for folder in candidates)
+        tried = " nor ".join(shown(folder / "config.json") for folder in _candidates(recipe))
         raise RecipeError(
             f"model.path: there is no {tried}; download the model, or set model.config to a folder with its config.json"
         )
     return given
+
+
+def given_folder(recipe: Recipe) -> Path | None:
+    """Return the same; None if neither has a config.json."""
+    return next(filter(has_config, _candidates(recipe)), None)
+
+
+def _candidates(recipe: Recipe) -> list[Path]:
+    return [Path(folder) for folder in (recipe.model.path, recipe.model.config) if folder is not None]
 
 
 def role_folder(recipe: Recipe, section: RoleSection) -> Path | None:

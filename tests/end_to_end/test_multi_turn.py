@@ -12,8 +12,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from make_tiny_model import make_talkative
+from transformers import AutoModelForCausalLM
 
 from end_to_end.commands import OWN_FRAME, Finished, torchrun
 from end_to_end.runs import TRAIN, logged, make_model, make_sums, metrics_of, on_two_ranks, records_of, wait_for
@@ -380,6 +382,29 @@ def test_tools_are_told_to_the_model_and_its_calls_are_counted(folder: Path, tra
     assert all('"name": "add"' in row["prompt"] for row in rows)
     answers = [turn["text"] for row in rows for turn in row["turns"] if not turn["sampled"]]
     assert answers and all("user\nerror: this call cannot be read" in answer for answer in answers)
+
+
+def test_turns_generated_a_step_ahead_are_of_the_weights_that_they_name(
+    folder: Path, train: Callable[..., Finished]
+) -> None:
+    """Their logprobs are those that transformers finds with what the run exported of these weights."""
+    apart = ("actor.ranks=0", "rollout.ranks=1", "rollout.steps_ahead=1", "algorithm.rollout_correction.type=tis")
+    train("name=ahead", *apart, "checkpoint.export_interval=1").check()
+    versions = []
+    for step in (1, 2, 3):
+        rows = pq.read_table(folder / "runs" / "ahead" / "rollouts" / f"step-{step}.parquet").to_pylist()
+        (version,) = {row["weight_version"] for row in rows}
+        versions.append(version)
+        export = folder / "runs" / "ahead" / "export" / f"step-{version - 1}" if version > 1 else folder / "model"
+        model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+        assert max(len(row["turns"]) for row in rows) == 2 * MOST_TURNS - 1
+        for row in rows:
+            tokens = torch.tensor([row["tokens"]])
+            with torch.no_grad():
+                logprobs = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+            own = torch.tensor(row["sampled"][1:])
+            torch.testing.assert_close(torch.tensor(row["rollout_logprobs"])[1:][own], logprobs[own], atol=1e-4, rtol=0)
+    assert versions == [1, 1, 2]
 
 
 def test_evaluations_have_turns_too(folder: Path, whole: dict[int, dict[str, float]]) -> None:
