@@ -142,6 +142,7 @@ def _embedding_parameters(architecture: Architecture, tensor: int, first: bool, 
     return sum(block_sizes(architecture, embedding_blocks(architecture, tensor, 0, first, last), tensor).values())
 
 
+@functools.cache
 def embedding_blocks(architecture: Architecture, tensor: int, rank: int, first: bool, last: bool) -> list[Block]:
     """Return the trainer's blocks outside of decoder layers on one of ``tensor`` ranks, of the ``first`` pipeline
     stage, of the ``last``, or of both."""

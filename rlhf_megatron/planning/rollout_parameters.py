@@ -54,7 +54,7 @@ def replica_of(
 ) -> Replica | None:
     """Return what a family's table says, or else what was ``learned``; None where neither is known."""
     if has_rollout_table(architecture):
-        return Replica(tensor, functools.partial(_table_blocks, architecture, tensor, expert_parallel))
+        return _table_replica(architecture, tensor, expert_parallel)
     if learned is None:
         return None
     by_layer: list[dict[int | None, list[Block]]] = [defaultdict(list) for _ in learned]
@@ -62,6 +62,11 @@ def replica_of(
         for block in blocks:
             of_rank[layer_of(block.tensor)].append(block)
     return Replica(tensor, lambda rank, layer: by_layer[rank].get(layer, []))
+
+
+@functools.cache
+def _table_replica(architecture: Architecture, tensor: int, expert_parallel: bool) -> Replica:
+    return Replica(tensor, functools.partial(_table_blocks, architecture, tensor, expert_parallel))
 
 
 @functools.cache
@@ -91,6 +96,7 @@ def rollout_parameters(
     return RankParameters(dense, experts, sum(embeddings.values()))
 
 
+@functools.lru_cache(maxsize=4096)  # layouts are searched by the thousand
 def shareable_parameters(
     architecture: Architecture, layout: Layout, stage: int, replica: Replica, in_buckets: bool
 ) -> int:
