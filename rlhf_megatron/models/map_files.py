@@ -24,7 +24,13 @@ def remembered_rollout_blocks(
     folder: str | Path, tensor: int, expert_parallel: bool, run_root: str | Path
 ) -> list[list[Block]] | None:
     """Return what an earlier run under ``run_root`` has learned of the model in ``folder``, None if none has."""
-    return stored_map(Path(run_root) / FOLDER, read_config(folder), tensor, expert_parallel)
+    latest = remembered_file(folder, tensor, expert_parallel, run_root)
+    return None if latest is None else read_map(latest)
+
+
+def remembered_file(folder: str | Path, tensor: int, expert_parallel: bool, run_root: str | Path) -> Path | None:
+    """Return the file that has it, None if none has."""
+    return _latest(Path(run_root) / FOLDER, read_config(folder), tensor, expert_parallel)
 
 
 def map_file(folder: Path, config: Mapping[str, Any], tensor: int, expert_parallel: bool, vllm_version: str) -> Path:
@@ -34,9 +40,13 @@ def map_file(folder: Path, config: Mapping[str, Any], tensor: int, expert_parall
 
 def stored_map(folder: Path, config: Mapping[str, Any], tensor: int, expert_parallel: bool) -> list[list[Block]] | None:
     """Return the latest map of whatever vLLM version; None: none was learned. Raises ModelError where it is damaged."""
-    files = folder.glob(f"{_digest(config, tensor, expert_parallel)}-*.json")
-    latest = max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+    latest = _latest(folder, config, tensor, expert_parallel)
     return None if latest is None else read_map(latest)
+
+
+def _latest(folder: Path, config: Mapping[str, Any], tensor: int, expert_parallel: bool) -> Path | None:
+    files = folder.glob(f"{_digest(config, tensor, expert_parallel)}-*.json")
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
 def _digest(config: Mapping[str, Any], tensor: int, expert_parallel: bool) -> str:

@@ -6,12 +6,14 @@ Not counted: fragmentation, buffers of collectives, and the kernels' workspaces,
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.choice_shape import choice_shape
 from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token
-from rlhf_megatron.models.map_files import remembered_rollout_blocks
+from rlhf_megatron.models.map_files import read_map, remembered_file
 from rlhf_megatron.models.weight_map import has_rollout_table
 from rlhf_megatron.planning.model_folders import given_folder
 from rlhf_megatron.planning.parameters import (
@@ -185,11 +187,17 @@ def _choice_bytes(recipe: RLRecipe, architecture: Architecture) -> int:
 
 def _replica(recipe: RLRecipe, architecture: Architecture) -> Replica | None:
     """The blocks of the rollout, where the family has a table or an earlier run has learned them from vLLM."""
-    layout, learned = recipe.rollout.layout, None
+    layout = recipe.rollout.layout
+    if has_rollout_table(architecture):
+        return replica_of(architecture, layout.tensor, layout.expert_parallel)
     folder = given_folder(recipe)
-    if folder is not None and not has_rollout_table(architecture):
-        learned = remembered_rollout_blocks(folder, layout.tensor, layout.expert_parallel, recipe.run_root)
-    return replica_of(architecture, layout.tensor, layout.expert_parallel, learned)
+    file = folder and remembered_file(folder, layout.tensor, layout.expert_parallel, recipe.run_root)
+    return _learned_replica(architecture, layout.tensor, file, file.stat().st_mtime_ns) if file else None
+
+
+@functools.lru_cache(maxsize=16)  # of the layouts of one search, a file for each of the rollout's
+def _learned_replica(architecture: Architecture, tensor: int, file: Path, modified_ns: int) -> Replica | None:
+    return replica_of(architecture, tensor, learned=read_map(file))
 
 
 def _shared_parameters(recipe: RLRecipe, architecture: Architecture, replica: Replica | None, world_size: int) -> int:

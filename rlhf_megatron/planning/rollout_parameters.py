@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.rectangles import elements, intersect
 from rlhf_megatron.models.weight_map import (
     Block,
     has_rollout_table,
@@ -174,12 +175,11 @@ def _shifts(blocks: Iterable[Block], held: Mapping[str, Sequence[Block]]) -> lis
     for block in blocks:
         found = 0
         for own in held.get(block.tensor, ()):
-            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block.region, own.region, strict=True)]
-            if any(begin >= end for begin, end in common):
-                continue
-            found += math.prod(end - begin for begin, end in common)
-            shifts.add((own.parameter, *map(operator.sub, _origin(block), _origin(own))))
-        if found != math.prod(end - begin for begin, end in block.region):
+            common = intersect(block.region, own.region)
+            if common is not None:
+                found += elements(common)
+                shifts.add((own.parameter, *map(operator.sub, _origin(block), _origin(own))))
+        if found != elements(block.region):
             return []
     return sorted(shifts, key=operator.itemgetter(1))
 

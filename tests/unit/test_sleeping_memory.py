@@ -14,7 +14,7 @@ FIRST, SECOND, OTHER = (0, 512, 1000, 1), (0, 1024, 2000, 2), (0, 2048, 3000, 3)
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """What the driver was told of a new allocator."""
+    """Return the calls of the driver by a new allocator."""
     prepare_environment()
     from vllm.device_allocator import cumem
 
