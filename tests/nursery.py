@@ -27,6 +27,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -40,7 +41,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 IMPORTS = (
     "torch.distributed.run",
@@ -266,7 +267,8 @@ def become(request: list[Any]) -> None:
     flags = []
     while arguments[0] in ("-P", "-u"):
         flags.append(arguments.pop(0))
-    sys.stdout.reconfigure(write_through="-u" in flags)  # type: ignore[union-attr]
+    sys.stdout = stream_of(1, sys.stdout, "-u" in flags)
+    sys.stderr = stream_of(2, sys.stderr, "-u" in flags)
     further = None
     if arguments[:2] in (TORCHRUN, COMMAND_LINE) or arguments[0].endswith("launch/torchrun.py"):
         further = take_over(starts_of_torchrun)
@@ -283,6 +285,14 @@ def become(request: list[Any]) -> None:
     if "-P" not in flags:
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def stream_of(number: int, like: TextIO, unbuffered: bool) -> TextIO:
+    """A stream of this process's own file: the nursery's remembers what its own file was, and where it was in that."""
+    raw = io.FileIO(number, "w", closefd=False)
+    buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
+    by_line = number == 2 or raw.isatty()
+    return io.TextIOWrapper(buffer, like.encoding, like.errors, line_buffering=by_line, write_through=unbuffered)
 
 
 def take_over(starts: Callable[[Nursery], None]) -> list[Any] | None:
